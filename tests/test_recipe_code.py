@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.base import contents
-from lockstep.data.digests import difference
+from lockstep.data.digests import differing_part
 from lockstep.recipe.code import digest, parts
 from lockstep.recipe.sources import note_source, other_sources, programs, texts
 from lockstep.schedule import warmup_cosine
@@ -212,7 +212,7 @@ def test_versions_are_compared_of_modules_that_both_have() -> None:
 def test_what_is_in_an_object_counts_where_it_is_asked_for() -> None:
     one, other = (loss_with(SimpleNamespace(rate=rate)) for rate in (1, 2))
     assert digest(one) == digest(other)
-    assert difference(parts(one, objects=True), parts(other, objects=True)) == "content.rate"
+    assert differing_part(parts(one, objects=True), parts(other, objects=True)) == "content.rate"
 
 
 def test_the_environment_and_loggers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

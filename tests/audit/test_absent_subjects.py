@@ -25,7 +25,7 @@ from audit.given_records import (
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.collectives import check_collectives, check_files
-from lockstep.audit.checks.gradients import check_gradients
+from lockstep.audit.checks.gradients import check_applied_gradients
 from lockstep.audit.checks.losses import check_losses
 from lockstep.audit.checks.randomness import check_modes, check_randomness
 from lockstep.audit.checks.replicas import check_replicas
@@ -36,7 +36,7 @@ from lockstep.evidence.rows import Row
 
 CHECKS: dict[str, Callable[[Records], AreaResult]] = {
     "samples": check_samples,
-    "gradients": check_gradients,
+    "gradients": check_applied_gradients,
     "losses": check_losses,
     "replicas": check_replicas,
     "randomness": check_randomness,
@@ -191,7 +191,9 @@ def test_what_was_seen_is_told_from_what_was_not() -> None:
 
 
 def test_a_reason_that_comes_in_every_step_is_said_once() -> None:
-    result = check_gradients(same([step(several_closures=True), step(1, several_closures=True)]))
+    result = check_applied_gradients(
+        same([step(several_closures=True), step(1, several_closures=True)])
+    )
     assert result.unseen == [
         "SGD computes several gradients in a step",
         "no gradient was seen at the steps of the optimizer",

@@ -27,10 +27,10 @@ from hypothesis import given as drawn, settings, strategies as st
 
 from lockstep.audit.checks.gradients import (
     LEAST_ALIKE,
-    check_gradients,
+    check_applied_gradients,
     factors,
     last_factors,
-    shared_names,
+    names_on_all_ranks,
 )
 from lockstep.audit.finding import Cause
 from lockstep.evidence.rows import Row
@@ -45,7 +45,7 @@ some = settings(max_examples=40)
 
 
 def found(rows: Sequence[Row]) -> set[Cause]:
-    return causes(check_gradients(given(*[[each] for each in rows])))
+    return causes(check_applied_gradients(given(*[[each] for each in rows])))
 
 
 # Reduction
@@ -57,7 +57,7 @@ def test_the_mean_over_ranks_has_even_factors(seed: int, ranks: int, backwards: 
     added = random_gradients(seed, ranks=ranks, backwards=backwards)
     rows = trained(added, mean_over_ranks(added))
     for rank in range(ranks):
-        fitted = factors(rows, rank, shared_names(rows))
+        fitted = factors(rows, rank, names_on_all_ranks(rows))
         assert fitted is not None
         assert fitted.fits
         assert fitted.even == pytest.approx(1 / ranks)
@@ -70,7 +70,7 @@ def test_the_mean_over_ranks_has_even_factors(seed: int, ranks: int, backwards: 
 def test_the_sum_over_ranks_is_reduced_too(seed: int, ranks: int, backwards: int) -> None:
     added = random_gradients(seed, ranks=ranks, backwards=backwards)
     rows = trained(added, [scaled(each, ranks) for each in mean_over_ranks(added)])
-    fitted = factors(rows, 0, shared_names(rows))
+    fitted = factors(rows, 0, names_on_all_ranks(rows))
     assert fitted is not None
     assert fitted.even == pytest.approx(1.0)
     assert found(rows) == set()
@@ -90,7 +90,7 @@ def test_a_ranks_own_gradient_alone_is_not_reduced(
             {**mean, "layer1.weight": own["layer1.weight"]}
             for mean, own in zip(means, applied, strict=True)
         ]
-    finding = only(check_gradients(given(*[[each] for each in trained(added, applied)])))
+    finding = only(check_applied_gradients(given(*[[each] for each in trained(added, applied)])))
     assert (finding.cause, finding.step, finding.line) == (Cause.NOT_REDUCED, 0, "train.py:19")
     assert list(finding.names) == (
         ["layer1.weight"] if only_one else ["layer0.weight", "layer1.weight", "layer2.weight"]
@@ -108,7 +108,7 @@ def test_a_last_microbatch_that_is_not_reduced_is_found(
     before = mean_over_ranks([each[:-1] for each in added])
     applied = [total([mean, each[-1]]) for mean, each in zip(before, added, strict=True)]
     rows = trained(added, applied)
-    last = last_factors(rows, 0, shared_names(rows))
+    last = last_factors(rows, 0, names_on_all_ranks(rows))
     assert last is not None
     assert last.fits
     assert last.is_own_only(0)
@@ -120,7 +120,7 @@ def test_a_last_microbatch_that_is_not_reduced_is_found(
 def test_shards_add_up_to_the_reduced_gradient(seed: int, ranks: int, backwards: int) -> None:
     added = random_gradients(seed, ranks=ranks, backwards=backwards)
     rows = trained(added, mean_over_ranks(added))
-    names = shared_names(rows)
+    names = names_on_all_ranks(rows)
     for rank, each in enumerate(rows):
         each["sharded"] = names
         for name in names:
@@ -152,7 +152,9 @@ def test_equal_gradients_cannot_be_told_apart() -> None:
     """All ranks were given the same samples: that is said elsewhere, and nothing is claimed
     here."""
     one = random_gradients(1, ranks=1, backwards=1)[0]
-    result = check_gradients(given(*[[each] for each in trained([one, one], [one[0], one[0]])]))
+    result = check_applied_gradients(
+        given(*[[each] for each in trained([one, one], [one[0], one[0]])])
+    )
     assert not result.findings
     assert result.unseen == [
         "gradients before their reduction were not seen, or were the same on all ranks"
@@ -164,12 +166,12 @@ def test_equal_gradients_in_several_steps_are_of_the_same_samples() -> None:
     ranks: list[list[Row]] = [[], []]
     for index in range(LEAST_ALIKE):
         one = random_gradients(index, ranks=1, backwards=1)[0]
-        assert not check_gradients(given(*ranks)).findings
+        assert not check_applied_gradients(given(*ranks)).findings
         for rank, each in zip(
             ranks, trained([one, one], [one[0], one[0]], index=index), strict=True
         ):
             rank.append(each)
-    finding = only(check_gradients(given(*ranks)))
+    finding = only(check_applied_gradients(given(*ranks)))
     assert (finding.cause, finding.line, finding.step) == (
         Cause.SAME_SAMPLES,
         "train.py:19",
@@ -179,7 +181,7 @@ def test_equal_gradients_in_several_steps_are_of_the_same_samples() -> None:
 
 def test_gradients_that_are_all_zero_are_said() -> None:
     zero = [[{"w": np.zeros(4)}]]
-    assert check_gradients(given(trained(zero, zero[0]))).unseen == [
+    assert check_applied_gradients(given(trained(zero, zero[0]))).unseen == [
         "every gradient is zero: the script learns nothing"
     ]
 
@@ -202,7 +204,7 @@ def test_a_parameter_that_only_one_rank_adds_to_is_no_finding() -> None:
 
 
 def test_a_step_of_several_closures_is_not_seen() -> None:
-    result = check_gradients(
+    result = check_applied_gradients(
         given([step(several_closures=True, type="LBFGS", stale=["w"])], [step()])
     )
     assert not result.findings
@@ -213,14 +215,14 @@ def test_a_step_of_several_closures_is_not_seen() -> None:
 
 
 def test_stale_gradients_are_found_on_one_process_too() -> None:
-    result = check_gradients(given([step(), step(1, stale=["w", "b"])]))
+    result = check_applied_gradients(given([step(), step(1, stale=["w", "b"])]))
     assert (only(result).cause, only(result).step, only(result).line) == (
         Cause.STALE_GRADIENTS,
         1,
         "train.py:20",
     )
     assert list(only(result).names) == ["w", "b"]
-    assert not check_gradients(given([step(), step(1)])).findings
+    assert not check_applied_gradients(given([step(), step(1)])).findings
 
 
 def clip(**changes: object) -> Row:
@@ -235,10 +237,12 @@ def clip(**changes: object) -> Row:
 
 
 def test_a_norm_of_scaled_gradients_is_found() -> None:
-    result = check_gradients(given([step(clip=clip(scaled=True, norm=70000.0), scale=65536.0)]))
+    result = check_applied_gradients(
+        given([step(clip=clip(scaled=True, norm=70000.0), scale=65536.0)])
+    )
     assert (only(result).cause, only(result).line) == (Cause.CLIPPED_SCALED, "train.py:18")
     assert "loss scale 65536: 7e+04" in only(result).evidence
-    assert not check_gradients(given([step(clip=clip(), scale=65536.0)])).findings
+    assert not check_applied_gradients(given([step(clip=clip(), scale=65536.0)])).findings
 
 
 def clipped(
@@ -255,7 +259,7 @@ def test_clipping_before_the_reduction_is_found() -> None:
     added = random_gradients(1, ranks=2, backwards=1)
     own = [total(each) for each in added]
     after = mean_over_ranks([[scaled(each, 0.1 + 0.1 * rank)] for rank, each in enumerate(own)])
-    result = check_gradients(given(*[[each] for each in clipped(added, own, after)]))
+    result = check_applied_gradients(given(*[[each] for each in clipped(added, own, after)]))
     assert Cause.LOCAL_CLIPPING in causes(result)
     assert {finding.line for finding in result.findings} == {"train.py:18"}
 
@@ -271,16 +275,16 @@ def test_clipping_in_each_microbatch_is_found_on_one_process_too() -> None:
         trained(added, [total(added[0])]) for added in [random_gradients(1, ranks=1, backwards=3)]
     ]
     rows[0]["clipped"] = [clip(backward=number) for number in range(3)]
-    finding = only(check_gradients(given(rows)))
+    finding = only(check_applied_gradients(given(rows)))
     assert (finding.cause, finding.line, finding.step) == (Cause.LOCAL_CLIPPING, "train.py:18", 0)
     assert (
         finding.evidence
         == "step 0: gradients were clipped after 1 of 3 microbatches, before they were reduced"
     )
     rows[0]["clipped"] = [clip(backward=2)]
-    assert not check_gradients(given(rows)).findings
+    assert not check_applied_gradients(given(rows)).findings
     rows[0]["clipped"] = [clip(backward=7)]  # another model's
-    assert not check_gradients(given(rows)).findings
+    assert not check_applied_gradients(given(rows)).findings
 
 
 def test_norms_of_shards_are_found() -> None:
@@ -295,7 +299,7 @@ def test_norms_of_shards_are_found() -> None:
         for norm in (1.0, 2.0)
     ]
     assert (
-        only(check_gradients(given(*[[each] for each in rows]))).evidence
+        only(check_applied_gradients(given(*[[each] for each in rows]))).evidence
         == "step 0: the norms by which the ranks clipped differ: 1, 2"
     )
     rows[1]["clip"]["norm"] = 1.0
@@ -308,7 +312,10 @@ def test_shards_that_are_clipped_by_different_factors_are_found() -> None:
         step(sharded=["w"], reduced={"w": sketched([3.0])}, applied={"w": sketched([3.0 * factor])})
         for factor in (0.5, 0.25)
     ]
-    assert only(check_gradients(given(*[[each] for each in rows]))).cause is Cause.LOCAL_CLIPPING
+    assert (
+        only(check_applied_gradients(given(*[[each] for each in rows]))).cause
+        is Cause.LOCAL_CLIPPING
+    )
     rows[1]["applied"] = rows[0]["applied"]
     assert found(rows) == set()
 
@@ -319,7 +326,7 @@ def test_a_parameter_without_a_gradient_on_one_rank_is_found() -> None:
         step(applied={"used": some_gradient, "w": some_gradient}),
         step(applied={"used": some_gradient, "w": None}),
     ]
-    finding = only(check_gradients(given(*[[each] for each in rows])))
+    finding = only(check_applied_gradients(given(*[[each] for each in rows])))
     assert (finding.cause, list(finding.names), finding.step) == (Cause.UNUSED_PARAMETER, ["w"], 0)
     assert "none on rank 1" in finding.evidence
     rows[0]["applied"]["w"] = None
@@ -327,13 +334,13 @@ def test_a_parameter_without_a_gradient_on_one_rank_is_found() -> None:
 
 
 def test_parameters_in_no_optimizer_are_found() -> None:
-    finding = only(check_gradients(given([step(untrained=["head.weight"]), step(1)])))
+    finding = only(check_applied_gradients(given([step(untrained=["head.weight"]), step(1)])))
     assert (finding.cause, list(finding.names), finding.step) == (
         Cause.NOT_TRAINED,
         ["head.weight"],
         0,
     )
-    assert not check_gradients(given([step(untrained=[]), step(1)])).findings
+    assert not check_applied_gradients(given([step(untrained=[]), step(1)])).findings
 
 
 # Values that are not finite
@@ -362,7 +369,7 @@ NAN, FINITE = {"w": sketched([float("nan")])}, {"w": sketched([1.0])}
 def test_parameters_that_are_not_finite_are_found(
     rows: list[Row], when: str, line: str, at: int
 ) -> None:
-    finding = only(check_gradients(given(rows, rows)))
+    finding = only(check_applied_gradients(given(rows, rows)))
     assert (finding.cause, finding.line, finding.step, list(finding.names)) == (
         Cause.NOT_FINITE,
         line,
@@ -373,7 +380,7 @@ def test_parameters_that_are_not_finite_are_found(
 
 
 def test_a_gradient_that_is_not_finite_and_not_applied_is_no_fault() -> None:
-    assert not check_gradients(
+    assert not check_applied_gradients(
         given([step(applied=NAN, before=FINITE, parameters=FINITE)])
     ).findings
 
@@ -393,7 +400,7 @@ def accumulated(*reduces: bool) -> list[Row]:
 
 
 def test_reductions_in_every_microbatch_are_found() -> None:
-    finding = only(check_gradients(given(accumulated(True, True, True))))
+    finding = only(check_applied_gradients(given(accumulated(True, True, True))))
     assert (finding.cause, finding.line, finding.step) == (
         Cause.REDUCED_EVERY_MICROBATCH,
         "train.py:16",
@@ -407,9 +414,9 @@ def test_two_wrappers_reduce_once_each() -> None:
     for number in range(2):
         rows += [row("ddp_forward", "train.py:16", wrapper=number, reduces=True), backward(number)]
     added = {str(number): {"w": sketched([1.0])} for number in range(2)}
-    assert not check_gradients(given([*rows, step(added=added)])).findings
+    assert not check_applied_gradients(given([*rows, step(added=added)])).findings
 
 
 @pytest.mark.parametrize("reduces", [(False, False, True), (True,), (False, False)])
 def test_one_reduction_in_a_step_is_right(reduces: tuple[bool, ...]) -> None:
-    assert not check_gradients(given(accumulated(*reduces))).findings
+    assert not check_applied_gradients(given(accumulated(*reduces))).findings

@@ -13,7 +13,7 @@ from hypothesis import given as drawn, settings, strategies as st
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.compare import check_compare
-from lockstep.audit.checks.resume import check_resume
+from lockstep.audit.checks.resume import check_resumed
 from lockstep.audit.finding import Cause
 from lockstep.audit.records import Records
 from lockstep.evidence.rows import Row
@@ -53,7 +53,7 @@ def run(first: int, last: int, *, draws: str = "", **changes: Any) -> list[Row]:
 
 
 def resumed(rows: Sequence[Row], *, draws: str = "") -> AreaResult:
-    return check_resume(
+    return check_resumed(
         given(run(0, 6, draws=draws)), given(run(0, 3, draws=draws)), given(rows), 3
     )
 
@@ -137,7 +137,7 @@ def test_a_schedule_that_is_not_restored_shows_in_a_later_step() -> None:
 
 def test_without_a_seed_other_samples_prove_nothing() -> None:
     whole = given(change(run(0, 6), "batch", indices=[50, 51, 52, 53]))
-    result = check_resume(
+    result = check_resumed(
         whole, given(run(0, 3)), given(change(run(3, 6), "batch", indices=[0, 1, 2, 3])), 3
     )
     assert not result.findings

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lockstep.base.foreign_text import console, one_line, printable
-from lockstep.pages.markup import join
+from lockstep.pages.markup import joined
 
 SOURCES = Path(__file__).parents[2] / "src" / "lockstep"
 
@@ -41,7 +41,7 @@ def test_what_is_printable_is_left_alone_and_can_be_encoded(text: str) -> None:
     assert printable(shown) == shown
     assert "\x1b" not in shown
     shown.encode()
-    assert not set('<>"') & set(join(text))
+    assert not set('<>"') & set(joined(text))
 
 
 def test_a_table_takes_no_markup_and_no_codes() -> None:

@@ -18,7 +18,7 @@ from lockstep.data.digests import (
     Digests,
     changing,
     check_same,
-    difference,
+    differing_part,
     digest_parts,
     not_compared,
     spread,
@@ -87,7 +87,7 @@ def test_equal_samples_have_equal_digests_by_the_path_of_each_part() -> None:
 def test_another_value_shape_or_dtype_is_found_where_it_is(
     changed: Mapping[str, Any], path: str
 ) -> None:
-    assert difference(digest_parts(sample()), digest_parts(sample(**changed))) == path
+    assert differing_part(digest_parts(sample()), digest_parts(sample(**changed))) == path
 
 
 def test_an_object_of_an_unknown_class_counts_by_its_class_and_what_it_holds() -> None:
@@ -95,7 +95,7 @@ def test_an_object_of_an_unknown_class_counts_by_its_class_and_what_it_holds() -
     assert digest_parts(Unknown()) != digest_parts(object())
     one, other = Unknown(), Unknown()
     one.held, other.held = 1, 2  # type: ignore[attr-defined]
-    assert difference(digest_parts([one]), digest_parts([other])) == "[0].held"
+    assert differing_part(digest_parts([one]), digest_parts([other])) == "[0].held"
 
 
 def test_parts_that_cannot_be_compared_are_named() -> None:
@@ -121,7 +121,7 @@ def test_a_sample_of_many_parts_has_the_last_ones_in_one_digest() -> None:
     parts = [torch.tensor(i) for i in range(100)]
     assert len(digest_parts(parts)) == 65
     assert (
-        difference(digest_parts(parts), digest_parts([*parts[:-1], torch.tensor(-1)]))
+        differing_part(digest_parts(parts), digest_parts([*parts[:-1], torch.tensor(-1)]))
         == " beyond its first 64 parts"
     )
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.structure import difference, structure
+from lockstep.data.structure import structure, structure_difference
 
 Pair = namedtuple("Pair", ["x", "y"])
 F, L = torch.zeros(2), torch.zeros(3, dtype=torch.int64)
@@ -29,7 +29,7 @@ class Record:
     ],
 )
 def test_batches_made_alike_allow_change_in_shapes_and_plain_values(then, now):
-    assert difference(structure(then), structure(now)) is None
+    assert structure_difference(structure(then), structure(now)) is None
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_batches_made_alike_allow_change_in_shapes_and_plain_values(then, now):
     ],
 )
 def test_a_difference_names_the_place_and_both_sides(then, now, words):
-    assert difference(structure(then), structure(now)) == words
+    assert structure_difference(structure(then), structure(now)) == words

@@ -14,7 +14,7 @@ from training.subjects import recipe
 import lockstep as ls
 from lockstep.base.errors import DivergenceError
 from lockstep.checkpoint.storage import FolderStorage
-from lockstep.hooks.replica_audit import checksum, difference, mixed
+from lockstep.hooks.replica_audit import checksum, mixed, replica_difference
 from lockstep.testing.pool import WorkerPool
 
 DTYPES = (
@@ -74,7 +74,7 @@ def test_what_is_mixed_counts_by_its_place() -> None:
     ],
 )
 def test_who_differs_is_said_with_the_first_tensor(sums: dict[int, list[int]], text: str) -> None:
-    assert difference(["a", "b"], sums) == text
+    assert replica_difference(["a", "b"], sums) == text
 
 
 class Flip(ls.Hook):

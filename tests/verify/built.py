@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.evidence.tensors import Summaries, TensorSummary
 from lockstep.evidence.trace import RankTrace, StepTrace, Trace
-from lockstep.evidence.tracer import summarize
+from lockstep.evidence.tracer import summarize_tensor
 
 
 class Built(Trace):
@@ -56,7 +56,7 @@ def built(
 
 def summarized(tensors: Mapping[str, Tensor | None]) -> Summaries:
     return {
-        name: None if value is None else TensorSummary.from_json(summarize(name, value))
+        name: None if value is None else TensorSummary.from_json(summarize_tensor(name, value))
         for name, value in tensors.items()
     }
 

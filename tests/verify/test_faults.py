@@ -19,7 +19,7 @@ from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
-from lockstep.verify.compare import BEFORE_FIRST_STEP, Comparison, compare
+from lockstep.verify.compare import BEFORE_FIRST_STEP, Comparison, compare_traces
 
 EPS_RATIO = 2.0**-52 / 2.0**-23
 
@@ -196,7 +196,7 @@ def right(
 
 def verified(right: Any, trace: Trace, **given: Any) -> tuple[Comparison, str | None]:
     reference, rounding = right(**given)
-    comparison = compare(reference, trace, rounding, bitwise=False)
+    comparison = compare_traces(reference, trace, rounding, bitwise=False)
     cause = (
         likely_cause(Evidence(reference, trace, comparison.differences))
         if comparison.differences
@@ -348,7 +348,7 @@ def test_correct_engines_have_no_false_positives(
 
 def test_equal_bits_have_no_distance(right: Any, tmp_path: Path) -> None:
     reference, rounding = right()
-    same = compare(reference, Engine(tmp_path / "same").run(), rounding, bitwise=True)
+    same = compare_traces(reference, Engine(tmp_path / "same").run(), rounding, bitwise=True)
     assert (same.differences, same.largest) == ([], None)
     assert set(same.divergence["gradients"]) == {0.0}
 
@@ -356,8 +356,8 @@ def test_equal_bits_have_no_distance(right: Any, tmp_path: Path) -> None:
 def test_bitwise_allows_no_rounding(right: Any, tmp_path: Path) -> None:
     reference, rounding = right()
     trace = Engine(tmp_path / "plan", ranks=3).run()
-    assert compare(reference, trace, rounding, bitwise=False).passed
-    first = compare(reference, trace, rounding, bitwise=True).differences[0]
+    assert compare_traces(reference, trace, rounding, bitwise=False).passed
+    first = compare_traces(reference, trace, rounding, bitwise=True).differences[0]
     assert (first.step, first.check) == (0, "gradients")
     assert first.times_rounding < 10
 
@@ -376,7 +376,7 @@ class SmallFactor(Engine):
 
 def test_float64_shows_a_fault_that_rounding_hides(right: Any, tmp_path: Path) -> None:
     reference, rounding = right()
-    assert compare(
+    assert compare_traces(
         reference, SmallFactor(tmp_path / "short", ranks=2).run(), rounding, bitwise=False
     ).passed
     exact = Engine(tmp_path / "exact", steps=1, float64=True).run()
@@ -385,7 +385,7 @@ def test_float64_shows_a_fault_that_rounding_hides(right: Any, tmp_path: Path) -
         for noise in range(2)
     ]
     scaled = rounding.in_float64(exact, perturbed, scale=4 * EPS_RATIO, margin=4)
-    right_plan = compare(
+    right_plan = compare_traces(
         exact,
         Engine(tmp_path / "right", ranks=2, steps=1, float64=True).run(),
         scaled,
@@ -393,7 +393,7 @@ def test_float64_shows_a_fault_that_rounding_hides(right: Any, tmp_path: Path) -
     )
     assert right_plan.differences == []
     trace = SmallFactor(tmp_path / "wrong", ranks=2, steps=1, float64=True).run()
-    wrong = compare(exact, trace, scaled, bitwise=False)
+    wrong = compare_traces(exact, trace, scaled, bitwise=False)
     assert wrong.differences[0].check == "gradients"
     assert wrong.differences[0].times_rounding > 1e3
     assert "mean of means" not in (likely_cause(Evidence(exact, trace, wrong.differences)) or "")

@@ -22,7 +22,7 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.training.context import Overrides
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.causes.likely_cause import likely_cause
-from lockstep.verify.compare import compare
+from lockstep.verify.compare import compare_traces
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.probe import TraceHook
 
@@ -95,7 +95,7 @@ def test_a_plan_writes_the_trace_that_one_process_writes(
     assert seen == [[1, 2, 3]] * 2
     assert trace.steps == 3
     assert sorted(trace.ranks) == ([0, 1] if plan == "replicate=2" else [0])
-    comparison = compare(alone, trace, MeasuredRounding(alone, []), bitwise=True)
+    comparison = compare_traces(alone, trace, MeasuredRounding(alone, []), bitwise=True)
     assert (comparison.differences, comparison.largest) == ([], None)
     assert [m.rank for m in trace.microbatches_of(0)] == (
         [0, 0, 1, 1] if plan == "replicate=2" else [0, 1, 0, 1]
@@ -114,7 +114,7 @@ def test_each_pipeline_stage_writes_its_part_of_the_model(
     alone, _ = traced(pool, tmp_path, 1, "replicate=1", steps=2, changes={"clip_norm": 0.1})
     trace, seen = traced(pool, tmp_path, processes, plan, steps=2, changes={"clip_norm": 0.1})
     assert seen == [[1, 2]] * processes
-    comparison = compare(alone, trace, MeasuredRounding(alone, []), bitwise=False)
+    comparison = compare_traces(alone, trace, MeasuredRounding(alone, []), bitwise=False)
     assert comparison.differences == []
     assert trace.rank_0.initial["parameters"].keys() == alone.rank_0.initial["parameters"].keys()
     assert {path.name for path in (tmp_path / plan).glob("step-00000-gradients-*")} == {
@@ -261,7 +261,7 @@ def test_what_a_script_logs_and_gathers_is_compared(
         (traces[name],) = read_traces(tmp_path / name)
     rounding = MeasuredRounding(traces["alone"], [traces["alone"]])
     right, wrong = (
-        compare(traces["alone"], traces[name], rounding, bitwise=numerics == "bitwise")
+        compare_traces(traces["alone"], traces[name], rounding, bitwise=numerics == "bitwise")
         for name in ("right", "wrong")
     )
     assert right.passed
@@ -285,15 +285,19 @@ def test_a_logged_value_that_one_process_does_not_repeat_is_not_compared() -> No
         " seconds"
     )
     for rounding in (MeasuredRounding(alone, [noisy]), MeasuredRounding(alone, [])):
-        comparison = compare(alone, plan, rounding, bitwise=False)
+        comparison = compare_traces(alone, plan, rounding, bitwise=False)
         assert (comparison.passed, comparison.notes) == (True, [note])
     plan.logged[0]["accuracy"] = 0.4
     assert (
-        compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name
+        compare_traces(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False)
+        .differences[0]
+        .name
         == "accuracy"
     )
     del plan.logged[0]["accuracy"]
     assert (
-        compare(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False).differences[0].name
+        compare_traces(alone, plan, MeasuredRounding(alone, [noisy]), bitwise=False)
+        .differences[0]
+        .name
         == "accuracy"
     )

@@ -16,7 +16,7 @@ from verify.engine import FEATURES, TOKENS, Engine
 
 from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace
-from lockstep.verify.compare import compare
+from lockstep.verify.compare import compare_traces
 
 WIDTH = 48
 PARTS = 2
@@ -107,7 +107,7 @@ def test_a_correct_row_parallel_layer_passes_in_any_compute_dtype(
     seed: int,
 ) -> None:
     reference, rounding = right(kind, seed)
-    found = compare(
+    found = compare_traces(
         reference,
         row_parallel(kind)(tmp_path / "sharded", seed=seed, steps=6).run(),
         rounding,
@@ -123,7 +123,7 @@ def test_a_bias_that_every_rank_adds_is_found_in_any_compute_dtype(
     right: Callable[..., tuple[Trace, MeasuredRounding]], tmp_path: Path, kind: type[Engine]
 ) -> None:
     reference, rounding = right(kind, 0)
-    found = compare(
+    found = compare_traces(
         reference,
         row_parallel(kind, bias_times=PARTS)(tmp_path / "sharded", steps=6).run(),
         rounding,
@@ -138,10 +138,10 @@ def test_differing_bits_of_a_microbatch_are_noted_unless_the_plan_compiles(
 ) -> None:
     reference, rounding = right(Unsharded, 0)
     trace = row_parallel(Unsharded)(tmp_path / "sharded", steps=6).run()
-    (note,) = compare(reference, trace, rounding, bitwise=False).notes
+    (note,) = compare_traces(reference, trace, rounding, bitwise=False).notes
     assert "gradients of single microbatches differ from the reference's in some bits" in note
     assert (
-        compare(
+        compare_traces(
             reference,
             replace(trace, plan="replicate=2,numerics=fast,compile=yes"),
             rounding,

@@ -18,11 +18,11 @@ from lockstep.evidence import sketch
 from lockstep.evidence.sketch import project
 from lockstep.evidence.tensors import TensorSummary, distance
 from lockstep.evidence.trace import read_traces
-from lockstep.evidence.tracer import Tracer, summarize, tensor_file
+from lockstep.evidence.tracer import Tracer, summarize_tensor, tensor_file
 
 
 def summarized(name: str, tensor: Tensor) -> TensorSummary:
-    found = TensorSummary.from_json(summarize(name, tensor))
+    found = TensorSummary.from_json(summarize_tensor(name, tensor))
     assert found is not None
     return found
 
@@ -61,9 +61,9 @@ def test_projections_are_linear_and_differ_by_name() -> None:
 
 def test_a_summary_does_not_depend_on_the_size_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1000)
-    once = summarize("w", x)
+    once = summarize_tensor("w", x)
     monkeypatch.setattr(sketch, "_CHUNK", 77)
-    chunked = summarize("w", x)
+    chunked = summarize_tensor("w", x)
     assert chunked["sha256"] == once["sha256"]
     np.testing.assert_allclose(chunked["sketch"], once["sketch"], rtol=1e-12)
     np.testing.assert_allclose(chunked["sketch"][-1], float(x.double().norm()) ** 2, rtol=1e-12)
@@ -112,11 +112,13 @@ def test_any_tensor_is_summarized_and_saved(tmp_path: Path, tensor: Tensor) -> N
 
 
 def test_numbers_that_are_not_finite_are_infinitely_far(tmp_path: Path) -> None:
-    line = json.dumps(summarize("w", torch.tensor([1.0, math.inf])))
+    line = json.dumps(summarize_tensor("w", torch.tensor([1.0, math.inf])))
     broken = TensorSummary.from_json(json.loads(line))
     assert math.isinf(distance(broken, summarized("w", torch.ones(2))))
     assert (
-        distance(broken, TensorSummary.from_json(summarize("w", torch.tensor([math.inf, 2.0]))))
+        distance(
+            broken, TensorSummary.from_json(summarize_tensor("w", torch.tensor([math.inf, 2.0])))
+        )
         == 0.0
     )
 

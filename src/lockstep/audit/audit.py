@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.collectives import check_collectives, check_files, is_broken_collective
-from lockstep.audit.checks.gradients import check_gradients
+from lockstep.audit.checks.gradients import check_applied_gradients
 from lockstep.audit.checks.losses import check_losses
 from lockstep.audit.checks.randomness import check_modes, check_randomness
 from lockstep.audit.checks.replicas import check_replicas
@@ -63,7 +63,7 @@ def judge(folder: Path, audit: Audit, hang: HangStacks | None) -> None:
         audit.processes = records.world_size
     checks = [
         check_samples(records),
-        check_gradients(records),
+        check_applied_gradients(records),
         check_losses(records),
         check_replicas(records),
         check_randomness(records),

@@ -14,9 +14,9 @@ from lockstep.pages.markup import (
     Row,
     element,
     graded,
-    join,
-    note,
+    joined,
     paragraph,
+    remark,
     section,
     table,
 )
@@ -54,7 +54,7 @@ def audit_page(audit: Audit, source: Mapping[str, Sequence[str]]) -> str:
         header=[
             element("h1", audit.script),
             paragraph(f"{audit.extent}: ", outcome, "."),
-            map(note, audit.notes),
+            map(remark, audit.notes),
             [paragraph(failed, kind="bad"), element("pre", audit.error)] if audit.error else None,
         ],
     )
@@ -66,7 +66,7 @@ def _finding(number: int, finding: Finding, source: Mapping[str, Sequence[str]])
         element("h2", f"{number}. {finding.cause.title}", id=number, kind="bad"),
         paragraph(f"Law: {finding.cause.law}."),
         paragraph(finding.evidence),
-        note(f"Concerned: {', '.join(finding.names)}") if finding.names else None,
+        remark(f"Concerned: {', '.join(finding.names)}") if finding.names else None,
         _source(finding.line, source),
         element("h3", "Remedy"),
         _remedy(finding.cause.remedy),
@@ -89,7 +89,7 @@ def _source(line: str, source: Mapping[str, Sequence[str]]) -> Html:
         )
         for at in shown
     )
-    return join(paragraph(line), table((), rows, kind="source"))
+    return joined(paragraph(line), table((), rows, kind="source"))
 
 
 def _remedy(text: str) -> Iterator[Html]:

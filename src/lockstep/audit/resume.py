@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from lockstep.audit.audit import add_result
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.checks.resume import check_resume
+from lockstep.audit.checks.resume import check_resumed
 from lockstep.audit.finding import Area, Audit
 from lockstep.audit.records import Records, read_records
 from lockstep.audit.runner import AuditOptions, run_audited
@@ -47,7 +47,7 @@ def add_resume(
             return
     add_result(
         audit,
-        check_resume(
+        check_resumed(
             whole, read_records(folder / "interrupted"), read_records(folder / "resumed"), saved
         ),
     )

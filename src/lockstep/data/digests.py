@@ -62,7 +62,7 @@ class Digests:
             return cls(samples, None)
         began = time.monotonic()
         for position, (name, parts) in enumerate(samples):
-            if (part := difference(parts, digest_parts(fetch(position)))) is not None:
+            if (part := differing_part(parts, digest_parts(fetch(position)))) is not None:
                 return cls(samples, f"{name}{part}")
             if time.monotonic() - began > SECONDS:
                 break
@@ -75,7 +75,7 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
     try:
         first = digest_parts(collated())
         for _ in range(COLLATIONS):
-            if (part := difference(first, digest_parts(collated()))) is not None:
+            if (part := differing_part(first, digest_parts(collated()))) is not None:
                 return f"the batch of collate{part}", None
             if time.monotonic() - began > SECONDS:
                 break
@@ -97,7 +97,7 @@ def digest_parts(sample: Any) -> dict[str, str]:
     return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
 
 
-def difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+def differing_part(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     """Return the path of the first part that differs or is missing."""
     return next((path for path in {**one, **other} if one.get(path) != other.get(path)), None)
 
@@ -115,7 +115,7 @@ def check_same(name: str, everyone: Sequence[Digests], *, lengths_only: bool = F
                     " lengths differ; all ranks have one dataset, of which each computes a part;"
                     " make the same dataset on every rank, whole"
                 )
-            if not lengths_only and (part := difference(parts, given_parts)) is not None:
+            if not lengths_only and (part := differing_part(parts, given_parts)) is not None:
                 raise DataError(
                     f"{name}: {sample}{part} differs between rank {first} and rank {rank}; all"
                     " ranks have one dataset, of which each computes a part, so every rank must"
@@ -130,7 +130,7 @@ def check_unchanged(
 ) -> None:
     """Raise `DataError` if a sample has changed since the checkpoint. Digests by sample."""
     for sample, parts in now.items():
-        if sample in saved and (part := difference(saved[sample], parts)) is not None:
+        if sample in saved and (part := differing_part(saved[sample], parts)) is not None:
             raise DataError(
                 f"{name}: {sample}{part} is not what it was when the checkpoint was saved; a"
                 " resumed run goes on with the same data; restore it (what a hook changes in it,"

@@ -21,7 +21,7 @@ from lockstep.data.fetch import Fetcher, SampleRequest, ShardPosition, ShardRequ
 from lockstep.data.generators import PreservedGenerators
 from lockstep.data.sampled_order import SampleOrder
 from lockstep.data.streams import Origin, StreamFetcher
-from lockstep.data.structure import difference, structure
+from lockstep.data.structure import structure, structure_difference
 from lockstep.data.workers import LoaderWorkers
 from lockstep.order import Order
 from lockstep.recipe.data import Stream
@@ -101,7 +101,7 @@ class _BatchLoader:
         made = structure(batch)
         if self._structure is None:
             self._structure = made
-        elif made != self._structure and (found := difference(self._structure, made)):
+        elif made != self._structure and (found := structure_difference(self._structure, made)):
             raise DataError(
                 f"{request}: {found} in the first microbatch; every microbatch has the same"
                 " containers, keys and dtypes (shapes may differ); make them so in the dataset or"

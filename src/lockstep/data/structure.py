@@ -29,7 +29,7 @@ def structure(value: Any) -> Any:
     return None if dtype is None else f"an array of {dtype}"
 
 
-def difference(then: Any, now: Any, path: str = "batch") -> str | None:
+def structure_difference(then: Any, now: Any, path: str = "batch") -> str | None:
     """Describe how two structures differ: `batch['x'] is torch.int64 and was torch.float32`."""
     if then == now:
         return None
@@ -46,7 +46,11 @@ def difference(then: Any, now: Any, path: str = "batch") -> str | None:
             return f"{path} has {_parts(now)} and had {_parts(then)}"
         pairs = {f"{path}[{i}]": pair for i, pair in enumerate(zip(then[1], now[1], strict=True))}
     return next(
-        (found for where, pair in pairs.items() if (found := difference(*pair, where)) is not None),
+        (
+            found
+            for where, pair in pairs.items()
+            if (found := structure_difference(*pair, where)) is not None
+        ),
         None,
     )
 

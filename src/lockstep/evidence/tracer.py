@@ -212,13 +212,13 @@ class Tracer:
         found: dict[str, Any] = {}
         for name, tensor in tensors:
             if self._writes_summaries:
-                found[name] = None if tensor is None else summarize(name, tensor)
+                found[name] = None if tensor is None else summarize_tensor(name, tensor)
                 if tensor is not None:
                     save(name, tensor)
         return found
 
 
-def summarize(name: str, tensor: Tensor) -> dict[str, Any]:
+def summarize_tensor(name: str, tensor: Tensor) -> dict[str, Any]:
     """Return the summary of a tensor, in JSON. Summaries of one name can be compared."""
     flat = flattened(tensor)
     return {

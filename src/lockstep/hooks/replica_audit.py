@@ -73,7 +73,9 @@ class ReplicaAudit(ControlHook):
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(mesh.world.rank)
         mine = (
-            difference(names, dict(zip(ranks, everyone.tolist(), strict=True))) if differs else ""
+            replica_difference(names, dict(zip(ranks, everyone.tolist(), strict=True)))
+            if differs
+            else ""
         )
         found = next(text for text in mesh.world.gather_values(mine) if text)
         return (
@@ -134,7 +136,7 @@ def _digest(name: str, read: Callable[[], Any]) -> str:
     return hashlib.sha256(json.dumps([encoded, sums], sort_keys=True).encode()).hexdigest()
 
 
-def difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
+def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
     """Name the ranks that differ from the majority, and the first tensor; "" if all agree. `sums`:
     rank -> checksum of each tensor."""
     for place, name in enumerate(names):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.pages.markup import Content, Html, element, key
+from lockstep.pages.markup import Content, Html, element, legend_key
 from lockstep.pages.scale import (
     Scale,
     Unit,
@@ -361,14 +361,14 @@ def _path(points: Sequence[tuple[int, int]]) -> str:
 def _legend(chart: Chart, y_scale: Scale) -> Html:
     named = len({line.name for line in chart.lines}) > 1
     items = [
-        key(line.name, line.kind, line.css_colour, data_run=line.run)
+        legend_key(line.name, line.kind, line.css_colour, data_run=line.run)
         for line in chart.lines
         if named
     ]
     items += [legend_note("logarithmic")] if y_scale.logarithmic and not chart.logarithmic else []
     items += [legend_note(chart.note)] if chart.note else []
     broken = sum(not math.isfinite(value) for line in chart.lines for value in line.series.values)
-    items += [key(f"{broken:,} not finite", "broken")] if broken else []
+    items += [legend_key(f"{broken:,} not finite", "broken")] if broken else []
     return legend(items)
 
 

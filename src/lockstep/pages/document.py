@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.base.foreign_text import printable
 from lockstep.pages.heatmap import RAMP
-from lockstep.pages.markup import Content, Html, element, join
+from lockstep.pages.markup import Content, Html, element, joined
 from lockstep.pages.scale import format_date
 
 
@@ -46,20 +46,22 @@ def document(
     ).replace("<", "\\u003c")
     when = None if made is None else element("span", f"made {format_date(made)}")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{generator(maker or command)}'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"{generator_tag(maker or command)}"
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{join(title)}</title><style>{style}{ramps}</style></head><body><main>"
-        f"{element('header', element('p', command, when, kind='brand'), header)}{join(body)}</main>"
+        f"<title>{joined(title)}</title><style>{style}{ramps}</style></head><body><main>"
+        f"{element('header', element('p', command, when, kind='brand'), header)}"
+        f"{joined(body)}</main>"
         f'<script type="application/json" id="data">{values}</script><script>{script}</script>'
         "</body></html>\n"
     )
 
 
-def generator(command: str) -> Html:
+def generator_tag(command: str) -> Html:
     """Return the tag near the beginning of a page that names the command that made it."""
-    return Html(f'<meta name="generator" content="{join(command)}">')
+    return Html(f'<meta name="generator" content="{joined(command)}">')
 
 
 def _printable(value: Any) -> Any:

@@ -38,7 +38,7 @@ class Row(list[Content]):
         self.attributes = attributes
 
 
-def join(*contents: Content) -> Html:
+def joined(*contents: Content) -> Html:
     """Return contents as hypertext."""
     parts = []
     for content in contents:
@@ -47,7 +47,7 @@ def join(*contents: Content) -> Html:
         elif isinstance(content, str):
             parts.append(Html(html.escape(printable(content))))
         elif content is not None:
-            parts.append(join(*content))
+            parts.append(joined(*content))
     return Html("".join(parts))
 
 
@@ -55,20 +55,20 @@ def element(name: str, *contents: Content, **attributes: Any) -> Html:
     """Return an element. `kind`: its class. `_` in the name of an attribute stands for `-`.
     Attributes that are None are left out."""
     given = "".join(
-        f' {"class" if key == "kind" else key.replace("_", "-")}="{join(str(value))}"'
+        f' {"class" if key == "kind" else key.replace("_", "-")}="{joined(str(value))}"'
         for key, value in attributes.items()
         if value is not None and (value or key != "kind")
     )
-    return Html(f"<{name}{given}>{join(contents)}</{name}>")
+    return Html(f"<{name}{given}>{joined(contents)}</{name}>")
 
 
 def paragraph(*contents: Content, kind: str = "") -> Html:
     """Return a paragraph; empty if its contents are."""
-    inside = join(contents)
+    inside = joined(contents)
     return element("p", inside, kind=kind) if inside else inside
 
 
-def note(*contents: Content) -> Html:
+def remark(*contents: Content) -> Html:
     """Return a paragraph in small, faint letters; empty if its contents are."""
     return paragraph(contents, kind="note")
 
@@ -80,7 +80,7 @@ def graded(text: str, good: bool) -> Html:
 
 def section(name: str, title: str, *contents: Content) -> Html:
     """Return a section with a heading; empty if its contents are."""
-    inside = join(contents)
+    inside = joined(contents)
     return element("section", element("h2", title), inside, id=name) if inside else inside
 
 
@@ -119,7 +119,7 @@ def table(
     return element("div", element("table", name, head, element("tbody", body), kind=kind), kind=box)
 
 
-def key(name: Content, mark: str, colour: str | None = None, **attributes: Any) -> Html:
+def legend_key(name: Content, mark: str, colour: str | None = None, **attributes: Any) -> Html:
     """Return an entry of a legend: a small picture, and what it stands for. `mark`: its class in
     page.css. `colour`: a variable in page.css."""
     style = None if colour is None else f"--colour:var(--{colour})"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.pages.chart import COLOURS, axis_labels, figure, legend
-from lockstep.pages.markup import Html, element, key
+from lockstep.pages.markup import Html, element, legend_key
 from lockstep.pages.scale import Scale, time_scale
 
 _APART = 0.06
@@ -56,7 +56,7 @@ def timeline(
     ]
     return figure(
         "time since the start",
-        legend(key(words, kind) for kind, words in keys),
+        legend(legend_key(words, kind) for kind, words in keys),
         [ticks, rows, axis_labels(x_scale, "", None)],
         kind="time names" if named else "time",
         spoken=spoken,

@@ -13,8 +13,8 @@ from lockstep.pages.markup import (
     Html,
     bar,
     element,
-    join,
-    key,
+    joined,
+    legend_key,
     paragraph,
     table,
 )
@@ -45,7 +45,7 @@ def plan_page(forecasts: Sequence[Forecast]) -> str:
 def _forecast(forecast: Forecast) -> Html:
     lines = (*forecast.remarks, *forecast.lines(0))
     struck = [[each.plan, each.reason] for each in forecast.outcomes if each.reason is not None]
-    return join(
+    return joined(
         element("h1", forecast.title),
         map(paragraph, lines),
         _plans(HEAD, forecast.rows(len(forecast.outcomes))),
@@ -78,5 +78,5 @@ def _bars(
         ]
         total = element("td", quantity(sum(parts.values())), kind="number")
         rows.append([plan, bar(pieces, longest), total])
-    keys = [key(words(name), "swatch", colour) for name, colour in colours.items()]
-    return join(element("p", keys, kind="legend"), table((), rows, kind="bars"))
+    keys = [legend_key(words(name), "swatch", colour) for name, colour in colours.items()]
+    return joined(element("p", keys, kind="legend"), table((), rows, kind="bars"))

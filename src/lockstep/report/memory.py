@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from lockstep.pages.chart import Chart, Curve, Series
-from lockstep.pages.markup import Column, Html, element, join, table
+from lockstep.pages.markup import Column, Html, element, joined, table
 from lockstep.pages.scale import format_number
 from lockstep.report.history import MemoryProfile, RankMemory, RunHistory
 from lockstep.report.tables import run_key
@@ -53,7 +53,7 @@ def _curve(name: str, colour: int, rank: RankMemory, values: Sequence[int]) -> C
 def memory_tables(runs: Sequence[RunHistory]) -> Html:
     """Return each run's memory at the peak by rank, and the largest allocations of the rank with
     the highest."""
-    return join(
+    return joined(
         [
             element("h3", run_key(run, index)) if len(runs) > 1 else None,
             _peaks(run.memory),

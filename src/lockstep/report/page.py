@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.pages.chart import Chart, Curve, RenderedFigure, render_charts
-from lockstep.pages.document import document, generator
-from lockstep.pages.markup import Html, element, join, note, paragraph, section, tiles
+from lockstep.pages.document import document, generator_tag
+from lockstep.pages.markup import Html, element, joined, paragraph, remark, section, tiles
 from lockstep.report import tables
 from lockstep.report.events import curve_marks, event_table, event_timeline
 from lockstep.report.history import MOST_SERIES, PHASES, RunHistory
@@ -15,7 +15,7 @@ from lockstep.report.memory import memory_charts, memory_tables
 from lockstep.report.ranks import mean_over_ranks, rank_bars, rank_heatmaps
 from lockstep.report.repetitions import group_table, repeated_runs
 
-GENERATOR = generator("lockstep report")
+GENERATOR = generator_tag("lockstep report")
 """The tag that identifies a page as a report."""
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
@@ -49,7 +49,7 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
     ]
     several = len(runs) > 1
     first, second = len(learning), len(learning) + len(speed)
-    empty = note("The run has not reached a logging step.")
+    empty = remark("The run has not reached a logging step.")
     return document(
         "lockstep report",
         title,
@@ -180,20 +180,20 @@ def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
 def _header(runs: Sequence[RunHistory]) -> Html:
     if len(runs) > 1:
         name, about = element("h1", f"{len(runs)} runs"), tables.overview(runs)
-        return join(name, _unreadable(runs), about, _reasons(runs), _lost(runs))
+        return joined(name, _unreadable(runs), about, _reasons(runs), _lost(runs))
     (run,) = runs
     name = element("h1", f"{run.name} ", tables.state_word(run))
     about = element("p", tables.subtitle(run), kind="sub")
     figures = tiles(tables.key_figures(run))
-    return join(name, about, _reasons(runs), _lost(runs), _unreadable(runs), figures)
+    return joined(name, about, _reasons(runs), _lost(runs), _unreadable(runs), figures)
 
 
 def _named(run: RunHistory, runs: Sequence[RunHistory]) -> Html | None:
-    return join(element("strong", run.name), ": ") if len(runs) > 1 else None
+    return joined(element("strong", run.name), ": ") if len(runs) > 1 else None
 
 
 def _reasons(runs: Sequence[RunHistory]) -> Html:
-    return join(
+    return joined(
         paragraph(_named(run, runs), reason, kind=f"reason {run.state}")
         for run in runs
         if (reason := tables.state_reason(run))
@@ -201,7 +201,7 @@ def _reasons(runs: Sequence[RunHistory]) -> Html:
 
 
 def _lost(runs: Sequence[RunHistory]) -> Html:
-    return join(
+    return joined(
         paragraph(_named(run, runs), f"{text}.", kind="reason lost")
         for run in runs
         if (text := loss_summary(run))
@@ -220,7 +220,7 @@ def _unreadable(runs: Sequence[RunHistory]) -> Html:
         for run in runs
         if run.curves.left_out
     ]
-    return join(paragraph(f"{text}.", kind="reason failed") for text in texts)
+    return joined(paragraph(f"{text}.", kind="reason failed") for text in texts)
 
 
 def _grid(figures: Sequence[RenderedFigure]) -> Html | None:
@@ -232,14 +232,14 @@ def _ranks(
 ) -> Html | None:
     if not timed:
         return None
-    explanation = note(
+    explanation = remark(
         "A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a "
         "rank whose data or "
         "compute takes longer, makes the others wait: their communication takes longer, and the "
         "step is as long for "
         "all."
     )
-    return join(
+    return joined(
         explanation,
         (
             [
@@ -255,17 +255,17 @@ def _ranks(
 def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Html | None:
     if not figures:
         return None
-    explanation = note(
+    explanation = remark(
         "Memory of tensors on the rank's device. Activations are what a forward leaves for the "
         "backward; the rest is "
         "temporary: gradients of activations, what is computed again, batches, buffers of "
         "exchanges."
     )
-    return join(explanation, _grid(figures), memory_tables(runs))
+    return joined(explanation, _grid(figures), memory_tables(runs))
 
 
 def _losses(runs: Sequence[RunHistory]) -> Html:
-    return join(
+    return joined(
         [element("h3", tables.run_key(run, index)) if len(runs) > 1 else None, text]
         for index, run in enumerate(runs)
         if (text := loss_list(run))
@@ -275,7 +275,7 @@ def _losses(runs: Sequence[RunHistory]) -> Html:
 def _event_tables(runs: Sequence[RunHistory]) -> Html:
     if len(runs) == 1:
         return element("div", event_table(runs[0]), kind="card") if runs[0].events else Html()
-    return join(
+    return joined(
         element("details", element("summary", tables.run_key(run, index)), event_table(run))
         for index, run in enumerate(runs)
         if run.events

@@ -11,7 +11,7 @@ from statistics import median
 
 from lockstep.pages.chart import RenderedFigure, Series
 from lockstep.pages.heatmap import render_heatmap
-from lockstep.pages.markup import Column, Html, bar, element, join, swatch, table
+from lockstep.pages.markup import Column, Html, bar, element, joined, swatch, table
 from lockstep.pages.scale import format_number
 from lockstep.report.history import PHASES, RankTimes
 
@@ -143,7 +143,7 @@ def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -
                 spoken=f"{title}: {what} and step. {_extremes(cells, rows)}",
             )
         )
-    return RenderedFigure(join(pictures), data)
+    return RenderedFigure(joined(pictures), data)
 
 
 def mean_times(times: RankTimes) -> list[dict[str, float]]:

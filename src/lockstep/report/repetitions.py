@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from lockstep.base.errors import first_few
-from lockstep.pages.markup import Column, Html, element, join, note, table
+from lockstep.pages.markup import Column, Html, element, joined, remark, table
 from lockstep.pages.scale import format_number
 from lockstep.report.history import LARGEST, RunHistory
 
@@ -109,7 +109,7 @@ def group_table(found: Sequence[Group]) -> Html | None:
         [name.replace("/", " "), *(_text(each.get(name)) for each in statistics)]
         for name in names[:METRICS]
     ]
-    return join(table(["", *heads], rows, box="wide card means", row_heads=True), note(NOTE))
+    return joined(table(["", *heads], rows, box="wide card means", row_heads=True), remark(NOTE))
 
 
 def group_json(found: Sequence[Group]) -> list[dict[str, Any]]:

@@ -10,7 +10,17 @@ from statistics import median
 from typing import Any
 
 from lockstep.pages.chart import COLOURS, statistics_of
-from lockstep.pages.markup import Column, Content, Html, Row, element, join, key, note, table
+from lockstep.pages.markup import (
+    Column,
+    Content,
+    Html,
+    Row,
+    element,
+    joined,
+    legend_key,
+    remark,
+    table,
+)
 from lockstep.pages.scale import Unit, format_count, format_date, format_duration, format_number
 from lockstep.report.events import event_details
 from lockstep.report.history import RunHistory, RunState
@@ -110,13 +120,13 @@ def overview(runs: Sequence[RunHistory]) -> Html:
         if fingerprint := _fingerprint(run):
             found.setdefault(fingerprint, []).append(run.name)
     same = [names for names in found.values() if len(names) > 1]
-    notes = [note(f"The same model, bit for bit: {', '.join(names)}.") for names in same]
-    return join(table(heads, rows, row_heads=True), notes)
+    notes = [remark(f"The same model, bit for bit: {', '.join(names)}.") for names in same]
+    return joined(table(heads, rows, row_heads=True), notes)
 
 
 def run_key(run: RunHistory, index: int) -> Html:
     """Return the run's name with the colour of its curves."""
-    return key(run.name, "line", f"line-{index % COLOURS}", data_run=index)
+    return legend_key(run.name, "line", f"line-{index % COLOURS}", data_run=index)
 
 
 def _fingerprint(run: RunHistory) -> str:
@@ -197,10 +207,10 @@ def difference_table(runs: Sequence[RunHistory]) -> Html:
         about.lower() for about in ("Recipe", "Plan") if about not in {each[0] for each in found}
     ]
     verb = "are" if len(same) > 1 else "is"
-    text = note(f"The {' and the '.join(same)} {verb} the same.") if same else None
+    text = remark(f"The {' and the '.join(same)} {verb} the same.") if same else None
     heads: list[Column | str] = [""]
     heads += (Column(run_key(run, index), number=False) for index, run in enumerate(runs))
-    return join(table(heads, rows, box="wide card differences", row_heads=True), text)
+    return joined(table(heads, rows, box="wide card differences", row_heads=True), text)
 
 
 def description(run: RunHistory, index: int, *, several: bool) -> Html:
@@ -251,8 +261,8 @@ def metric_table(runs: Sequence[RunHistory]) -> Html:
         rows.append(Row([name, *owner, *cells], data_run=index))
     owner_head = ["run"] if len(runs) > 1 else []
     left_out = len(pairs) - SERIES
-    more = note(f"{left_out:,} more are in metrics.jsonl.") if left_out > 0 else None
-    return join(table(["metric", *owner_head, *map(Column, heads)], rows, row_heads=True), more)
+    more = remark(f"{left_out:,} more are in metrics.jsonl.") if left_out > 0 else None
+    return joined(table(["metric", *owner_head, *map(Column, heads)], rows, row_heads=True), more)
 
 
 def _optional(value: float | None, unit: Unit = "") -> str:
@@ -262,7 +272,7 @@ def _optional(value: float | None, unit: Unit = "") -> str:
 def breakable(text: str) -> Html:
     """Return a text that may be broken after commas and slashes, and before underscores after
     dots."""
-    return Html(join(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_"))
+    return Html(joined(text).replace(",", ",<wbr>").replace("/", "/<wbr>").replace("._", ".<wbr>_"))
 
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
@@ -351,4 +361,4 @@ def subtitle(run: RunHistory) -> Html:
     digits = _digits(run, "…")
     parts: list[Content] = [began, str(environment.get("host", "")), str(device), plan]
     parts += [["fingerprint ", digits]] if digits else []
-    return Html(" · ".join(join(part) for part in parts if part))
+    return Html(" · ".join(joined(part) for part in parts if part))

@@ -22,7 +22,7 @@ from lockstep.pages.chart import (
     legend_note,
 )
 from lockstep.pages.heatmap import RAMP
-from lockstep.pages.markup import Content, Html, element, join, key
+from lockstep.pages.markup import Content, Html, element, joined, legend_key
 from lockstep.pages.scale import Scale, format_number, step_scale, time_scale
 from lockstep.search.axes import (
     ParameterAxis,
@@ -251,9 +251,9 @@ def _line_legend(results: SearchResults, *states: State) -> list[Html]:
     found = []
     if len(results.ranked) > 1:
         ramp = element("span", "worse", element("b", kind="ramp"), "better", kind="key")
-        found += [ramp, key("best", "line", "line-1")]
+        found += [ramp, legend_key("best", "line", "line-1")]
     shown = [state for state in states if results.count(state)]
-    return [*found, *(key(state, "line", _STATE_COLOURS[state]) for state in shown)]
+    return [*found, *(legend_key(state, "line", _STATE_COLOURS[state]) for state in shown)]
 
 
 def trial_tip(trial: TrialResult, metric: str, names: Sequence[str]) -> str:
@@ -325,7 +325,9 @@ def _mark_legend(results: SearchResults) -> list[Html]:
         "pruned": ("pruned, at its last evaluation", results.count("pruned") > 0),
         "failed": ("failed" + " or not finite" * no_value, results.count("failed") > 0 or no_value),
     }
-    return [key(words, f"mark {state}") for state, (words, is_shown) in shown.items() if is_shown]
+    return [
+        legend_key(words, f"mark {state}") for state, (words, is_shown) in shown.items() if is_shown
+    ]
 
 
 def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[float, float | None]]:
@@ -370,7 +372,7 @@ def _axis_head(
 ) -> list[Html]:
     """Return an axis's name, remark and ticks, over the picture."""
     left = f"left:{100 * place:.2f}%"
-    short = Html(re.sub(r"([/._-])", r"\1<wbr>", join(shorten(name, _LONGEST_NAME))))
+    short = Html(re.sub(r"([/._-])", r"\1<wbr>", joined(shorten(name, _LONGEST_NAME))))
     small = element("small", remark) if remark else None
     head = element("i", short, small, kind="name", style=left, title=name)
     marks = [

@@ -12,9 +12,9 @@ from lockstep.pages.markup import (
     Row,
     bar,
     element,
-    join,
-    note,
+    joined,
     paragraph,
+    remark,
     section,
     table,
     tiles,
@@ -34,7 +34,7 @@ _LONG = 40
 def search_page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:
     """Return the HTML document. `importance`: share of each parameter; empty if it cannot be
     computed. `made`: time of creation, in seconds since 1970."""
-    over_time = join(best_so_far(results), trial_curves(results))
+    over_time = joined(best_so_far(results), trial_curves(results))
     tips = {
         str(trial.number): trial_tip(trial, results.metric, results.varied)
         for trial in results.trials
@@ -48,12 +48,12 @@ def search_page(results: SearchResults, importance: Mapping[str, float], made: f
             "Progress",
             element("div", over_time, kind="grid")
             if over_time
-            else note("No trial was evaluated."),
+            else remark("No trial was evaluated."),
         ),
         section(
             "parameters", "Parameters", parallel_coordinates(results), _importance_bars(importance)
         ),
-        section("trials", "Trials", _trial_table(results) or note("No trial has begun.")),
+        section("trials", "Trials", _trial_table(results) or remark("No trial has begun.")),
         header=_headline(results),
         data={"trials": tips},
         made=made,
@@ -64,7 +64,7 @@ def search_page(results: SearchResults, importance: Mapping[str, float], made: f
 def _headline(results: SearchResults) -> Html:
     metric = element("strong", results.metric)
     about = [element("code", results.script), f" · {results.direction} ", metric]
-    return join(
+    return joined(
         element("h1", results.name),
         element("p", about, kind="sub"),
         _tiles(results),
@@ -83,7 +83,7 @@ def _best_trial(results: SearchResults) -> Html:
     """Return the best trial: its parameters, and the command to train with them."""
     best = results.best
     if best is None:
-        return note("No trial is complete, with a finite value.")
+        return remark("No trial is complete, with a finite value.")
     about: list[Content] = [f"Trial {best.number} · {format_count(best.steps)} steps"]
     about += [f" · {format_duration(best.seconds)}"] if is_number(best.seconds) else []
     about += [" · ", element("code", best.run_dir)] if best.run_dir else []
@@ -93,7 +93,7 @@ def _best_trial(results: SearchResults) -> Html:
             f" It went on from a checkpoint of trial {best.parent}; "
             "the command trains from the start."
         )
-    return join(
+    return joined(
         element("p", about, kind="sub"),
         tiles((name, format_value(value)) for name, value in best.parameters.items()),
         element("p", f"To train with these values:{parent}", kind="note command"),
@@ -108,7 +108,7 @@ def _importance_bars(importance: Mapping[str, float]) -> Html:
         key=lambda pair: -pair[0],
     )
     if not shown:
-        return note(
+        return remark(
             "The importance of parameters cannot be computed: that takes several complete trials "
             "whose parameters and "
             "values differ."

@@ -22,7 +22,7 @@ from lockstep.base.errors import LaunchError, PlanError, RecipeError
 from lockstep.base.torch_private import set_allocator_settings
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.data.digests import difference
+from lockstep.data.digests import differing_part
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.checks import Precision
@@ -365,7 +365,7 @@ def check_same_code(everyone: Sequence[Digests]) -> None:
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for field in {**first, **other}:
-            if (part := difference(first.get(field, {}), other.get(field, {}))) is not None:
+            if (part := differing_part(first.get(field, {}), other.get(field, {}))) is not None:
                 raise RecipeError(
                     f"{field} is another function on rank {rank} than on rank 0:"
                     f" {part or 'its code'} differs; all processes of a run have one recipe; give"

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.data.digests import difference
+from lockstep.data.digests import differing_part
 from lockstep.evidence.tensors import Summaries, TensorSummary, distance, pooled
 from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.evidence.trace import Trace, tensor_distance
@@ -93,7 +93,7 @@ class Comparison:
         return not self.differences
 
 
-def compare(
+def compare_traces(
     reference: Trace,
     plan: Trace,
     rounding: MeasuredRounding,
@@ -267,7 +267,7 @@ def _batches(comparator: _Comparator, step: int) -> Iterator[Difference]:
             or not (expected.batch and microbatch.batch)
         ):
             continue
-        if (part := difference(expected.batch, microbatch.batch)) is not None:
+        if (part := differing_part(expected.batch, microbatch.batch)) is not None:
             yield Difference(
                 step=step,
                 check="batch",
@@ -277,7 +277,7 @@ def _batches(comparator: _Comparator, step: int) -> Iterator[Difference]:
             )
 
 
-def other_data(reference: Trace, other: Trace) -> Difference | None:
+def first_other_data(reference: Trace, other: Trace) -> Difference | None:
     """Return the first batch in which two runs that differ by noise alone hold other data."""
     comparator = _Comparator(
         reference,

@@ -14,9 +14,9 @@ from lockstep.pages.markup import (
     Html,
     element,
     graded,
-    join,
-    note,
+    joined,
     paragraph,
+    remark,
     table,
 )
 from lockstep.verify.verdict import COLUMNS, Report, Verdict
@@ -40,7 +40,7 @@ def verify_page(report: Report) -> str:
             (_row(report, verdict) for verdict in report.verdicts),
         ),
         _microbatch_size(report),
-        map(note, report.notes),
+        map(remark, report.notes),
         (
             _plan(verdict, [next(drawn) for _ in KINDS] if verdict.comparisons else None)
             for verdict in report.verdicts
@@ -71,7 +71,7 @@ def _microbatch_size(report: Report) -> Html:
     mismatch = report.microbatch_size_mismatch
     if mismatch is not None:
         text = f"The same batch with another microbatch size: {mismatch.text()}"
-        return join(paragraph(text, kind="bad"), paragraph(mismatch.why()))
+        return joined(paragraph(text, kind="bad"), paragraph(mismatch.why()))
     if report.microbatch_size_checked:
         return paragraph("The same batch has the same gradient with another microbatch size.")
     return Html()
@@ -86,9 +86,9 @@ def _plan(verdict: Verdict, charts: Sequence[Html] | None) -> Html:
         parts.append(paragraph(verdict.mismatch.text(), kind="bad"))
         parts.append(paragraph(verdict.mismatch.why()))
     parts += [paragraph(each.text()) for each in verdict.compression]
-    parts += map(note, verdict.notes)
+    parts += map(remark, verdict.notes)
     parts.append(element("div", charts, kind="grid small") if charts else None)
-    return join(parts)
+    return joined(parts)
 
 
 def divergence_charts(report: Report, verdict: Verdict) -> list[Chart]:

@@ -21,9 +21,9 @@ from lockstep.verify.causes.microbatches import OTHER_DATA
 from lockstep.verify.compare import (
     DESCRIPTIONS,
     Comparison,
-    compare,
     compare_compressed,
-    other_data,
+    compare_traces,
+    first_other_data,
 )
 from lockstep.verify.jobs import FAST_REFERENCE, FLOAT64_PERTURBED_RUNS
 from lockstep.verify.runner import JobResult, Runner
@@ -238,7 +238,7 @@ class Verification:
     def _check_data(self, reference: Sequence[Trace], perturbed: Sequence[Sequence[Trace]]) -> None:
         for run in perturbed:
             for ours, theirs in zip(reference, run, strict=True):
-                if (found := other_data(ours, theirs)) is not None:
+                if (found := first_other_data(ours, theirs)) is not None:
                     raise DataError(
                         f"two runs of {self._line.script} on one process have other data:"
                         f" {DESCRIPTIONS[found.check]} of microbatch {found.microbatches[0]} after"
@@ -307,7 +307,7 @@ def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Misma
         MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
     )
     rounding = MeasuredRounding(reference, [], minimum=minimum)
-    comparison = compare(
+    comparison = compare_traces(
         replace(reference, microbatches=[]),
         replace(other, microbatches=[]),
         rounding,
@@ -352,7 +352,7 @@ def _judge(
         verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
         return
     for rounding, trace in zip(modules, result.traces, strict=True):
-        comparison = compare(
+        comparison = compare_traces(
             rounding.reference, trace, rounding, bitwise=verdict.bitwise and not float64
         )
         (verdict.float64 if float64 else verdict.comparisons).append(comparison)

@@ -57,7 +57,7 @@ class Factors:
         )
 
 
-def check_gradients(records: Records) -> AreaResult:
+def check_applied_gradients(records: Records) -> AreaResult:
     result = AreaResult(Area.GRADIENTS)
     seen = steps = alike = 0
     for rows in records.together():
@@ -214,7 +214,7 @@ def _fit(
     return None if found is None else Factors(found.factors, found.residual)
 
 
-def shared_names(rows: Sequence[Row]) -> list[str]:
+def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
     """The parameters that every rank has, with a gradient on one of them at least."""
     common = set.intersection(*(set(row["applied"]) for row in rows))
     return [
@@ -229,7 +229,7 @@ def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool
 
     True if all ranks' gradients have one factor. Why that was not seen is added to `result`.
     """
-    names = shared_names(rows)
+    names = names_on_all_ranks(rows)
     is_right = True
     for rank in range(len(rows)):
         whole = factors(rows, rank, names)
@@ -307,7 +307,7 @@ def _is_reduced_after_clip(rows: Sequence[Row], rank: int, names: Sequence[str])
 
 
 def _are_alike(rows: Sequence[Row]) -> bool:
-    names = shared_names(rows)
+    names = names_on_all_ranks(rows)
     return (
         bool(names)
         and any(own_sums(rows[0], names)[name].any() for name in names)
@@ -431,7 +431,7 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row], step: int) ->
 
 
 def _is_local(rows: Sequence[Row]) -> bool:
-    found = [factors(rows, rank, shared_names(rows)) for rank in range(len(rows))]
+    found = [factors(rows, rank, names_on_all_ranks(rows)) for rank in range(len(rows))]
     return any(
         each is not None and each.fits and each.is_own_only(rank) for rank, each in enumerate(found)
     )

@@ -10,7 +10,7 @@ from itertools import takewhile
 import numpy as np
 
 from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.checks.gradients import Factors, factors, shared_names
+from lockstep.audit.checks.gradients import Factors, factors, names_on_all_ranks
 from lockstep.audit.finding import Area
 from lockstep.audit.records import Rank, Records
 from lockstep.audit.remedies import Cause
@@ -105,7 +105,7 @@ def _factors(rows: Sequence[Row]) -> list[float] | None:
     """The factor of each rank's gradient in the reduced one; those of a single process are 1."""
     if len(rows) == 1:
         return [1.0]
-    found: Factors | None = factors(rows, 0, shared_names(rows))
+    found: Factors | None = factors(rows, 0, names_on_all_ranks(rows))
     return found.values if found is not None and found.fits and not found.is_own_only(0) else None
 
 
@@ -192,7 +192,7 @@ def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -
     total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms) / sum(
         term.count for term in terms
     )
-    names = shared_names(rows)
+    names = names_on_all_ranks(rows)
     applied: Vector = np.zeros(8 * len(names))
     right: Vector = np.zeros(8 * len(names))
     for rank, row in enumerate(rows):

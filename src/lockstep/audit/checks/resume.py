@@ -16,7 +16,7 @@ SAME = 1e-6
 """Largest relative difference of tensors that were saved and loaded."""
 
 
-def check_resume(whole: Records, interrupted: Records, resumed: Records, saved: int) -> AreaResult:
+def check_resumed(whole: Records, interrupted: Records, resumed: Records, saved: int) -> AreaResult:
     """`whole`: the run without interruption. `interrupted`: the run that ended after `saved` steps.
     `resumed`: the run that goes on from there."""
     result = AreaResult(Area.RESUME)

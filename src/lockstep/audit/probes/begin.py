@@ -17,7 +17,7 @@ AFTER = ("torch", "torch.distributed.fsdp._fully_shard._fsdp_param_group", "acce
 """Modules after whose import probes are installed."""
 
 
-def begin() -> None:
+def begin_watching() -> None:
     """Watch imports, if this process is one of an audited script."""
     try:
         request = AuditRequest.read(os.environ)

@@ -125,7 +125,7 @@ class Loaders:
             batch_size=loader.batch_size,
             drop_last=bool(loader.drop_last),
             dataset=self._describe(loader.dataset) if current == 0 else None,
-            sampler=sampler_of(loader),
+            sampler=sampler_settings(loader),
         )
 
     def _describe(self, dataset: Any) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _digest(tensors: list[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def sampler_of(loader: Any) -> dict[str, Any]:
+def sampler_settings(loader: Any) -> dict[str, Any]:
     """The settings of a loader's sampler that say which rank has which samples."""
     sampler = loader.sampler
     names = (

@@ -20,6 +20,6 @@ def _run_hidden() -> None:
 
 
 _run_hidden()
-from lockstep.audit.probes.begin import begin  # noqa: E402  # the user's own first
+from lockstep.audit.probes.begin import begin_watching  # noqa: E402  # the user's own first
 
-begin()
+begin_watching()

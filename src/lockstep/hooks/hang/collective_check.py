@@ -105,7 +105,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:
             ranks = self._store.get(f"{key}/ranks").decode().split()
-            text = difference(
+            text = call_difference(
                 [json.loads(self._store.get(f"{key}/{rank}")) for rank in sorted(ranks, key=int)]
             )
             for name in (*ranks, "ranks", "count"):
@@ -122,7 +122,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def difference(everyone: Sequence[Mapping[str, Any]]) -> str:
+def call_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
     """Return the differences between the calls, with their lines; "" if there are none."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for each in everyone:

@@ -220,7 +220,7 @@ class Profiler(ControlHook):
         )
         memory = {"steps": summary["steps"], "ranks": [timeline for *_, timeline in everyone]}
         (self._folder / "memory.json").write_text(json.dumps(memory) + "\n", encoding="utf-8")
-        return "\n".join([table(summary, self._folder), *memory_table(memory["ranks"])])
+        return "\n".join([phase_table(summary, self._folder), *memory_table(memory["ranks"])])
 
 
 def _phase_events(
@@ -237,7 +237,7 @@ def _phase_events(
     return events
 
 
-def table(summary: Mapping[str, Any], folder: Path) -> str:
+def phase_table(summary: Mapping[str, Any], folder: Path) -> str:
     first, stop = summary["steps"]
     lines = [
         f"{f'steps {first} to {stop - 1}, ms':<18}    in all   compute   exposed  overlapped     "

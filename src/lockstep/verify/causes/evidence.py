@@ -48,7 +48,7 @@ class Evidence:
         return list(dict.fromkeys(difference.name for difference in self.of(*checks)))
 
 
-def listed(items: Sequence[object]) -> str:
+def enumerated(items: Sequence[object]) -> str:
     """Return the items as in a sentence: "1, 2 and 3"."""
     words = [str(item) for item in items]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.evidence.fit import EXACT, exact_factors, exact_ratio
 from lockstep.evidence.tensors import Vector
 from lockstep.evidence.trace import MicrobatchTrace, RankTrace
-from lockstep.verify.causes.evidence import Evidence, listed, stacked, wrong_factor
+from lockstep.verify.causes.evidence import Evidence, enumerated, stacked, wrong_factor
 
 
 def wrong_sum(evidence: Evidence) -> str | None:
@@ -35,7 +35,7 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
     what = (
         "the gradient"
         if all_differ or len(names) > 3
-        else f"the gradient of {listed([repr(name) for name in names])}"
+        else f"the gradient of {enumerated([repr(name) for name in names])}"
     )
     expected = stacked(evidence.reference.rank_0.steps[evidence.step].tensors["gradients"], names)
     factor = exact_ratio(expected, target)
@@ -73,9 +73,9 @@ def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: 
     if missing:
         return (
             f"{what} was not reduced over all ranks: on rank {rank} the gradients of ranks"
-            f" {listed(missing)} are missing"
+            f" {enumerated(missing)} are missing"
         )
-    factors_text = listed([f"{factor:.4g}" for factor in factors])
+    factors_text = enumerated([f"{factor:.4g}" for factor in factors])
     if all(factor > 0 for factor in factors) and abs(
         sum(1 / factor for factor in factors) - len(factors)
     ) < 0.01 * len(factors):
@@ -84,7 +84,7 @@ def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: 
             " once, as if each rank divided by its own weight and the results were averaged"
         )
     return (
-        f"a wrong weight for each rank: in {what} the sums of ranks {listed(ranks)} count"
+        f"a wrong weight for each rank: in {what} the sums of ranks {enumerated(ranks)} count"
         f" {factors_text} times"
     )
 
@@ -149,7 +149,8 @@ def missing_gradient(evidence: Evidence) -> str:
     )
     if users and rank not in users:
         return (
-            f"the gradient of {name!r} was not reduced: ranks {listed(users)} used it, rank {rank}"
+            f"the gradient of {name!r} was not reduced: ranks {enumerated(users)} used it, "
+            f"rank {rank}"
             " did not and got no gradient"
         )
     return f"the gradient of {name!r} is lost: some microbatches used it"

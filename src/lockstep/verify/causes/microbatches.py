@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.evidence.fit import EXACT, exact_ratio
 from lockstep.evidence.trace import MicrobatchTrace
-from lockstep.verify.causes.evidence import Evidence, listed, stacked, wrong_factor
+from lockstep.verify.causes.evidence import Evidence, enumerated, stacked, wrong_factor
 
 OTHER_DATA = (
     "the script makes its dataset from something that is not the same in every process, such as a"
@@ -23,7 +23,7 @@ def initial_weights(evidence: Evidence) -> str:
     ranks = sorted({difference.rank for difference in evidence.differences})
     if evidence.plan.world_size > 1 and len(evidence.plan.ranks) > 1 and 0 not in ranks:
         return (
-            f"ranks {listed(ranks)} did not start from rank 0's weights: the weights were drawn"
+            f"ranks {enumerated(ranks)} did not start from rank 0's weights: the weights were drawn"
             " from another seed (one that depends on the rank), or not broadcast to all ranks"
         )
     if len(evidence.differences) == 1:
@@ -67,7 +67,7 @@ def other_data(evidence: Evidence) -> str:
     microbatch = evidence.first.microbatches[0]
     return (
         "other data for the same samples"
-        f" ({listed(list(evidence.expected_microbatches[microbatch].samples[:4]))}, ...):"
+        f" ({enumerated(list(evidence.expected_microbatches[microbatch].samples[:4]))}, ...):"
         f" {OTHER_DATA}"
     )
 
@@ -125,14 +125,15 @@ def scaled_microbatches(evidence: Evidence) -> str | None:
         return None
     if max(values) - min(values) <= EXACT * max(map(abs, values)):
         what = "every microbatch's gradient" + (
-            f" of {listed([repr(name) for name in names])}" if len(names) < 4 else ""
+            f" of {enumerated([repr(name) for name in names])}" if len(names) < 4 else ""
         )
         return wrong_factor(float(np.mean(values)), evidence.plan.world_size, what)
     inverse = sum(1 / value for value in values if value) / len(values)
     if all(value > 0 for value in values) and 0.5 < inverse < 2:
         return (
             "a mean of means: the microbatches' gradients are"
-            f" {listed([f'{value:.4g}' for value in values])} times what they should be, as if each"
+            f" {enumerated([f'{value:.4g}' for value in values])} times what they should be,"
+            " as if each"
             " was divided by its own or its rank's weight instead of the weight of the whole batch"
         )
     return None
