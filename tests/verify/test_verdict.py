@@ -456,7 +456,7 @@ def test_the_page_needs_no_network(tmp_path: Path, kind: type[Engine]) -> None:
     assert text.count("<svg") == 6
     assert text.count('<path class="band"') == 6
     assert ("was not reduced" in text) == (kind is faults.NotReduced)
-    assert "nan" not in text
+    assert "nan" not in text[text.index("</style>") : text.index("<script")]
 
 
 def test_plans_are_read_with_their_processes() -> None:
