@@ -3,20 +3,25 @@ worker."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
+import lockstep
 from lockstep.base.errors import LaunchError
 from lockstep.cli.arguments.launch import options_from
 from lockstep.cli.run import command
 from lockstep.launch.environment import Environment
 from lockstep.options import (
+    OTHER_VARIABLES,
     LaunchOptions,
+    Restart,
     RunOptions,
     check_shared_options,
     flag,
@@ -41,9 +46,7 @@ GIVEN: dict[str, Any] = {
     "set": ("lr=1e-3", "name=a b"),
     "stop_at": 1e9,
     "default_run_dir": "/runs/b",
-    "in_place": True,
-    "not_in_place": "shard=2",
-    "restarted": "rank 1 failed",
+    "restarted": Restart("rank 1 failed", not_in_place="shard=2"),
 }
 LAUNCHER: dict[str, Any] = {
     "nproc": "2",
@@ -64,6 +67,15 @@ LAUNCHER: dict[str, Any] = {
 def test_every_option_is_tried_here() -> None:
     assert {each.name for each in fields(LaunchOptions)} == GIVEN.keys() | LAUNCHER.keys()
     assert all(option_of(each).help.endswith(".") for each in fields(LaunchOptions))
+
+
+def test_every_variable_is_in_one_table() -> None:
+    known = {variable(name) for name in OTHER_VARIABLES.keys() | GIVEN.keys()}
+    files = list(Path(lockstep.__path__[0]).rglob("*.py"))
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    named = {variable(name) for name in re.findall(r'\bvariable\("(\w+)"\)', text)}
+    assert named | set(re.findall(r"\bLOCKSTEP_\w+", text)) <= known
+    assert len(known) <= 22
 
 
 def test_what_a_launcher_passes_on_its_workers_read() -> None:

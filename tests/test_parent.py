@@ -16,10 +16,11 @@ import pytest
 from lockstep.base.parent import die_with_parent
 from lockstep.data import workers
 from lockstep.launch import worker
+from lockstep.launch.worker_files import WorkerStart
 
 
 def begin_launched_worker(parent: int) -> None:
-    os.environ[worker.AGENT] = str(parent)
+    os.environ.update(WorkerStart(launcher=parent).variables())
     worker.begin()
 
 

@@ -290,13 +290,14 @@ def open_run(
     taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
     plan = taken.apply_to(given, world.device.type)
     lacking = set_up_computation(plan, world, environment.threads, stack)
+    restart = environment.restarted
     context = request.context(
         world=world,
         mesh=mesh,
         plan=plan,
         recorder=recorder,
         overrides=overrides,
-        recovered_from=environment.restarted if environment.in_place else None,
+        recovered_from=restart.reason if restart is not None and restart.in_place else None,
     )
     opened = Opened(context, environment, hooks, asked, given, taken)
     _record_start(opened, request, [unequal, *lacking])
@@ -395,13 +396,11 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
     recorder.event("run-started", 0, plan=str(context.plan), world_size=context.world.size)
     if environment.launcher in ("lockstep", "spawn"):
         recorder.event("generators-seeded", 0, seed=SEED)
-    if environment.restarted is not None and not environment.in_place:
-        why_not = (
-            {} if environment.not_in_place is None else {"not_in_place": environment.not_in_place}
-        )
-        recorder.event(
-            "restarted", 0, reason=environment.restarted, restarts=environment.restarts, **why_not
-        )
+    restart = environment.restarted
+    if restart is not None and not restart.in_place:
+        why_not = {"not_in_place": restart.not_in_place} if restart.not_in_place else {}
+        told = {"reason": restart.reason, "restarts": environment.restarts}
+        recorder.event("restarted", 0, **told, **why_not)
     launched_plan = str(opened.given_plan) if environment.plan is not None else None
     for name, by_script, launched in (
         ("plan", request.plan and resolved(request.plan, context.world.size), launched_plan),

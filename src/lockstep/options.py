@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from lockstep.base.errors import LaunchError, RunDirectoryError
@@ -84,6 +84,17 @@ COMPARE_EVERY = 100
 otherwise."""
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A start of the workers after their first."""
+
+    reason: str
+    in_place: bool = False
+    """True if it was a recovery in place."""
+    not_in_place: str | None = None
+    """Why it was none, if one was asked for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """The documentation of an option, and how its value is written as text."""
@@ -92,7 +103,8 @@ class Option:
     """Meaning, unit and default, as `--help` shows them."""
     kind: type = str
     """`str`, `int`, `float` (seconds since 1970), `bool`, `frozenset` (names, separated by commas),
-    or `tuple` (texts: the option is given once for each; in the environment, a JSON list)."""
+    `tuple` (texts: the option is given once for each; in the environment, a JSON list), or
+    `Restart` (JSON)."""
     metavar: str | None = None
     """Placeholder for the value in `--help`; None for flags and for `choices`."""
     choices: Sequence[str] = ()
@@ -117,6 +129,11 @@ class Option:
             return non_negative_int(text, name)
         if self.kind is frozenset:
             return read_names(text)
+        if self.kind is Restart:
+            try:
+                return Restart(**json.loads(text))
+            except (TypeError, ValueError):
+                raise LaunchError(f"{name}={text!r}; launchers set it, as JSON; unset it") from None
         if self.kind is tuple:
             return read_assignments(text, name)
         if self.kind is bool:
@@ -141,6 +158,8 @@ class Option:
             return ",".join(sorted(value))
         if self.kind is tuple:
             return json.dumps(value)
+        if self.kind is Restart:
+            return json.dumps(asdict(value))
         return str(int(value)) if self.kind is bool else str(value)
 
 
@@ -162,6 +181,15 @@ def flag(name: str) -> str:
 def variable(name: str) -> str:
     """The option `name` in the environment: LOCKSTEP_SAVE_EVERY for `save_every`."""
     return f"LOCKSTEP_{name.upper()}"
+
+
+OTHER_VARIABLES = {
+    "launcher": "The launcher of a process, see `launch.environment.Launcher`.",
+    "request": "The file with a command's request to the script, see `scripts.request`.",
+    "worker": "What a launcher tells one process, see `launch.worker_files.WorkerStart`.",
+    "started_by": "Whose worker has started a process, see `launch.worker_files`.",
+}
+"""The variables beside those of `RunOptions`: there are no others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,22 +301,10 @@ class RunOptions:
         on_command_line=False,
         shared=False,
     )
-    in_place: bool = _option(
-        False,
-        "Whether the latest start was a recovery in place.",
-        kind=bool,
-        on_command_line=False,
-        shared=False,
-    )
-    not_in_place: str | None = _option(
+    restarted: Restart | None = _option(  # noqa: RUF009
         None,
-        "Why the latest start was not a recovery in place.",
-        on_command_line=False,
-        shared=False,
-    )
-    restarted: str | None = _option(
-        None,
-        "Why the launcher started the workers again. Not set at their first start.",
+        "Why and how the launcher started the workers again. Not set at their first start.",
+        kind=Restart,
         on_command_line=False,
         shared=False,
     )

@@ -23,7 +23,7 @@ def workers(launcher: psutil.Popen) -> set[int]:
     return {
         each.pid
         for each in found
-        if "LOCKSTEP_SPARE" not in each.environ() and "lockstep.launch.worker" in each.cmdline()
+        if "LOCKSTEP_STARTED_BY" in each.environ() and "lockstep.launch.worker" in each.cmdline()
     }
 
 

@@ -26,8 +26,11 @@ aborted, waits_for = [], []
 rejoin = connect(lambda: aborted.append(1), lambda: waits_for[0] if waits_for else None)
 starts = []
 
+def restarted(name):
+    return json.loads(os.environ.get("LOCKSTEP_RESTARTED", "{}")).get(name)
+
 def note():
-    starts.append([os.getpid(), os.environ["MASTER_PORT"], os.environ.get("LOCKSTEP_IN_PLACE"), os.environ.get("LOCKSTEP_RESTARTED")])
+    starts.append([os.getpid(), os.environ["MASTER_PORT"], restarted("in_place"), restarted("reason")])
     Path(f"starts-{os.getenv('RANK')}-{os.getpid()}").write_text(json.dumps(starts))
 
 def times(rank):
@@ -74,7 +77,7 @@ def script(attempt: str, train: str = "train(7)") -> str:
 def starts(folder: Path, rank: int) -> list[list[list[str]]]:
     """The starts in each process of a rank, in order."""
     found = [json.loads(path.read_text()) for path in folder.glob(f"starts-{rank}-*")]
-    return sorted(found, key=lambda each: each[0][2] == "1")
+    return sorted(found, key=lambda each: bool(each[0][2]))
 
 
 def test_the_others_keep_their_processes_and_get_a_new_store(
@@ -82,7 +85,7 @@ def test_the_others_keep_their_processes_and_get_a_new_store(
 ) -> None:
     ending = run(
         script("""
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             if rank == 1:
                 wait_until(lambda: times(0))
                 die()
@@ -97,10 +100,10 @@ def test_the_others_keep_their_processes_and_get_a_new_store(
     ((first, second),) = starts(tmp_path, 0)
     assert first[0] == second[0]
     assert first[1] != second[1]
-    assert second[2:] == ["1", why]
+    assert second[2:] == [True, why]
     lost, replacement = starts(tmp_path, 1)
     assert lost[0][0] != replacement[0][0]
-    assert replacement == [[replacement[0][0], second[1], "1", why]]
+    assert replacement == [[replacement[0][0], second[1], True, why]]
 
 
 def test_one_that_cannot_go_on_in_place_makes_all_start_again_with_the_reason(
@@ -110,7 +113,7 @@ def test_one_that_cannot_go_on_in_place_makes_all_start_again_with_the_reason(
         script(
             """
             if os.environ.get("LOCKSTEP_RESTARTED"):
-                return Path(f"why-{rank}").write_text(os.environ["LOCKSTEP_NOT_IN_PLACE"])
+                return Path(f"why-{rank}").write_text(restarted("not_in_place"))
             if rank == 1:
                 wait_until(lambda: times(0))
                 die()
@@ -163,7 +166,7 @@ def test_a_second_loss_while_the_others_wait_is_one_recovery_more(
     ending = run(
         script(
             """
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1) and times(2))
             if rank == 1: die()
             if rank == 2: threading.Thread(target=lambda: (wait_until(lambda: times("late")), die())).start()
@@ -251,7 +254,7 @@ def test_one_that_does_not_leave_its_step_in_time_is_replaced_too(
     monkeypatch.setattr(worker_processes, "HOLD_SECONDS", 300 if waits_for else 0.5)
     ending = run(
         script(f"""
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1) and times(2))
             if rank == 1: die()
             if rank == 2:
@@ -274,7 +277,7 @@ def test_all_that_are_lost_are_replaced_and_have_the_time_that_the_script_took_b
     ending = run(
         "time.sleep(0.3)\n"
         + script("""
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1))
             die()
             """),
@@ -283,7 +286,7 @@ def test_all_that_are_lost_are_replaced_and_have_the_time_that_the_script_took_b
     )
     assert ending.status == 0
     assert [[each[0][2] for each in starts(tmp_path, rank)] for rank in range(2)] == [
-        [None, "1"]
+        [None, True]
     ] * 2
 
 
@@ -337,7 +340,7 @@ def test_one_error_of_a_replacement_is_one_recovery_more(
     ending = run(
         script(
             """
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1))
             if rank == 1: die()
             lose_a_peer()

@@ -40,7 +40,7 @@ def test_the_workers_of_the_other_machine_keep_their_processes(
     endings = on_two_machines(
         run,
         script("""
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             wait_until(lambda: all(map(times, range(4))))
             time.sleep(0.5)  # until all launchers know
             if rank == 3: die()
@@ -58,7 +58,7 @@ def test_a_machine_without_a_worker_left_starts_new_ones(run: Starter, tmp_path:
     endings = on_two_machines(
         run,
         script("""
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1))
             time.sleep(0.5)
             if rank == 1: die()
@@ -77,7 +77,7 @@ def test_where_one_machine_cannot_all_start_again(run: Starter, tmp_path: Path) 
         script(
             """
             if os.environ.get("LOCKSTEP_RESTARTED"):
-                return Path(f"why-{rank}").write_text(os.environ["LOCKSTEP_NOT_IN_PLACE"])
+                return Path(f"why-{rank}").write_text(restarted("not_in_place"))
             wait_until(lambda: times(0) and times(1))
             time.sleep(0.5)
             if rank == 1: die()

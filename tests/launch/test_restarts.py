@@ -49,7 +49,9 @@ def test_after_a_failure_all_start_again_and_are_told_why(
             json.loads(line) for line in (tmp_path / f"rank-{rank}").read_text().splitlines()
         ]
         assert first[:3] == ["0", None, "never"]
-        assert second[:3] == ["1", "rank 1 failed (exit status 1): ValueError: boom", "auto"]
+        assert (second[0], second[2]) == ("1", "auto")
+        why = json.loads(second[1])["reason"]
+        assert why == "rank 1 failed (exit status 1): ValueError: boom"
         assert first[3] != second[3]
 
 

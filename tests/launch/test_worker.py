@@ -13,9 +13,8 @@ from textwrap import dedent
 
 import pytest
 
-from lockstep.launch import worker
 from lockstep.launch.failures import FailureRecord
-from lockstep.launch.worker_files import FILES, WorkerFiles
+from lockstep.launch.worker_files import WorkerFiles, WorkerStart
 
 PYTHON = [sys.executable, "-u", "-P", "-m", "lockstep.launch.worker"]
 
@@ -24,7 +23,8 @@ def work(
     folder: Path, *arguments: str, **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], FailureRecord | None]:
     files = WorkerFiles(folder / "rank-0")
-    added = {FILES: str(files.stem), worker.AGENT: str(os.getpid()), **environment}
+    told = WorkerStart(launcher=os.getpid(), files=str(files.stem)).variables()
+    added = {**told, **environment}
     ended = subprocess.run(
         [*PYTHON, *arguments],
         cwd=folder,
@@ -301,7 +301,7 @@ def test_a_crash_leaves_the_python_stack(tmp_path: Path) -> None:
 
 def test_a_worker_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     name = script(tmp_path, "print('not reached')")
-    ended, _ = work(tmp_path, name, **{worker.AGENT: "1"})
+    ended, _ = work(tmp_path, name, **WorkerStart(launcher=1).variables())
     assert (ended.returncode, ended.stdout) == (1, "")
 
 

@@ -35,16 +35,14 @@ from typing import Any, NoReturn
 from lockstep.base.errors import LaunchError
 from lockstep.base.parent import die_with_parent, use_parents_folder
 from lockstep.launch.failures import FailureRecord, exit_status, failure_record
-from lockstep.launch.recovery.channel import Channel, take_channel
+from lockstep.launch.recovery.channel import Channel, worker_channel
 from lockstep.launch.recovery.rejoin import use_channel
 from lockstep.launch.recovery.spare import wait_to_start
 from lockstep.launch.seeding import seed_workers_generators
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
-from lockstep.launch.worker_files import take_files
+from lockstep.launch.worker_files import WorkerStart, use_files
 from lockstep.recipe.sources import note_source
 
-AGENT = "LOCKSTEP_WORKER_AGENT"
-"""The variable that holds the process id of the launcher."""
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
@@ -66,16 +64,16 @@ def main(arguments: Sequence[str]) -> None:
 def begin(channel: Channel | None = None) -> Path | None:
     """Tie this process to its launcher. Returns the path for the record of a failure, or None
     without a launcher. `channel`: the connection to the launcher that a spare has already.
-
-    Removes the launcher's variables from the environment: children of the user's code must not
-    write in our place.
     """
-    files = take_files(os.environ)
-    if (agent := os.environ.pop(AGENT, None)) is not None:
-        die_with_parent(int(agent))
+    told = WorkerStart.take(os.environ)
+    files = use_files(None if told is None else told.files)
+    if told is not None:
+        die_with_parent(told.launcher)
+        if channel is None and told.channel is not None:
+            channel = worker_channel(told.channel)
     if files is not None:
         use_parents_folder(files.stem.parent)
-    use_channel(channel or take_channel(os.environ))
+    use_channel(channel, is_replacement=told is not None and told.is_replacement)
     if files is not None and not faulthandler.is_enabled():
         # Kept open for as long as the process lives: faulthandler writes to the descriptor.
         faulthandler.enable(open(files.crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115

@@ -3,22 +3,53 @@ the worker ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.base.files import write_atomically
+from lockstep.options import variable
 
 if TYPE_CHECKING:
     from lockstep.launch.failures import FailureRecord
 
-FILES = "LOCKSTEP_WORKER_FILES"
-"""The variable that gives a worker its `WorkerFiles.stem`."""
-STARTED_BY = "LOCKSTEP_STARTED_BY"
-"""The same in all that a worker starts: by it the launcher finds what is left of a worker, in
-whatever session."""
+WORKER = variable("worker")
+STARTED_BY = variable("started_by")
+"""`WorkerStart.files` in all that a worker starts: by it the launcher finds what is left of a
+worker, in whatever session."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStart:
+    """What a launcher tells a process that it starts: JSON in one variable. The process takes it:
+    children of the user's code must not write in its place."""
+
+    launcher: int
+    """Process id of the launcher, with which the process ends."""
+    files: str | None = None
+    """`WorkerFiles.stem`. None: a spare process, which has no rank yet."""
+    channel: int | None = None
+    """Descriptor of the connection for recovery in place, which the process inherits."""
+    is_replacement: bool = False
+    """True if it takes the place of a process that was lost."""
+
+    def variables(self) -> dict[str, str]:
+        return {WORKER: json.dumps(asdict(self))}
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> WorkerStart | None:
+        """Return None without a launcher."""
+        return cls(**json.loads(environ[WORKER])) if WORKER in environ else None
+
+    @classmethod
+    def take(cls, environ: MutableMapping[str, str]) -> WorkerStart | None:
+        """Read it, and remove the variable."""
+        found = cls.read(environ)
+        environ.pop(WORKER, None)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +127,9 @@ class WorkerFiles:
 _files: WorkerFiles | None = None
 
 
-def take_files(environ: MutableMapping[str, str]) -> WorkerFiles | None:
-    """The files of this worker; None if no launcher named any. Called once, before the user's code
-    runs.
-
-    Removes the variable from the environment: children of the user's code must not write in this
-    worker's place.
-    """
+def use_files(stem: str | None) -> WorkerFiles | None:
+    """Use the files of this worker, if it has any. Called once, before the user's code runs."""
     global _files
-    stem = environ.pop(FILES, None)
     _files = WorkerFiles(Path(stem)) if stem is not None else None
     return _files
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.base.descendants import kill_all, with_marker
-from lockstep.launch import worker
 from lockstep.launch.failures import (
     Ending,
     FailureRecord,
@@ -31,7 +30,7 @@ from lockstep.launch.failures import (
 from lockstep.launch.recovery.connections import Connections
 from lockstep.launch.recovery.spare import Spare
 from lockstep.launch.termination import PREEMPTED_STATUS, SAVE_SECONDS
-from lockstep.launch.worker_files import FILES, STARTED_BY, WorkerFiles
+from lockstep.launch.worker_files import STARTED_BY, WorkerFiles, WorkerStart
 
 POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
@@ -104,10 +103,12 @@ class WorkerProcesses:
         self._preempted: set[int] = set()
         self._shutdown = False
 
-    def add(self, rank: int, start: Start, environment: Mapping[str, str]) -> int:
-        """Start the worker of this global rank. Returns its process id."""
-        with self.connections.opened(rank) as connected:
-            self._processes[rank] = start({**environment, **self._own_variables(rank), **connected})
+    def add(self, rank: int, start: Start, environment: Mapping[str, str], **told: bool) -> int:
+        """Start the worker of this global rank. Returns its process id. `told`: see
+        `WorkerStart`."""
+        with self.connections.opened(rank) as channel:
+            own = self._own_variables(rank, channel=channel, **told)
+            self._processes[rank] = start({**environment, **own})
         return self._processes[rank].pid
 
     def replace(
@@ -123,11 +124,11 @@ class WorkerProcesses:
         for ranks in (self._asked, self._stopped, self._preempted):
             ranks.discard(rank)
         if spare is None:
-            self.add(rank, start, environment)
+            self.add(rank, start, environment, is_replacement=True)
         else:
             self._processes[rank] = spare.process
             self.connections.use(rank, spare.channel)
-            spare.become({**environment, **self._own_variables(rank)})
+            spare.become({**environment, **self._own_variables(rank, is_replacement=True)})
         self.connections.note_replacement(rank)
 
     def adopt(self, others: WorkerProcesses) -> None:
@@ -179,14 +180,11 @@ class WorkerProcesses:
         self._preempted = {new[rank] for rank in self._preempted}
         self.connections.renumber(new)
 
-    def _own_variables(self, rank: int) -> dict[str, str]:
+    def _own_variables(self, rank: int, **told: Any) -> dict[str, str]:
         files = self._files(rank)
-        return {
-            FILES: str(files.stem),
-            STARTED_BY: str(files.stem),
-            "TORCHELASTIC_ERROR_FILE": str(files.torch_error),
-            worker.AGENT: str(os.getpid()),
-        }
+        start = WorkerStart(launcher=os.getpid(), files=str(files.stem), **told)
+        torch_error = {"TORCHELASTIC_ERROR_FILE": str(files.torch_error)}
+        return {**start.variables(), STARTED_BY: str(files.stem), **torch_error}
 
     @property
     def running(self) -> Sequence[int]:

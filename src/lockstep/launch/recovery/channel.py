@@ -26,12 +26,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-CHANNEL = "LOCKSTEP_CHANNEL"
-"""The variable that holds the number of the worker's descriptor."""
+from lockstep.launch.worker_files import WorkerStart
+
 ENDED = "the training has ended on this process"
 """Why a worker that has done all it had to cannot recover in place."""
 _PIECE_BYTES = 1 << 15
@@ -120,23 +120,13 @@ def open_channel() -> tuple[Channel, socket.socket] | None:
     return Channel(ours), theirs
 
 
-def variables(theirs: socket.socket) -> Mapping[str, str]:
-    """The variable by which a worker that inherits `theirs` finds it."""
-    return {CHANNEL: str(theirs.fileno())}
-
-
 def inherited(environment: Mapping[str, str]) -> list[int]:
     """The descriptors that a process with these variables must inherit."""
-    return [int(environment[CHANNEL])] if CHANNEL in environment else []
+    told = WorkerStart.read(environment)
+    return [] if told is None or told.channel is None else [told.channel]
 
 
-def take_channel(environ: MutableMapping[str, str]) -> Channel | None:
-    """The worker's end; None if no launcher gave it one. Called once, before the user's code runs.
-
-    Removes the variable: children of the user's code do not inherit the connection.
-    """
-    text = environ.pop(CHANNEL, None)
-    if text is None:
-        return None
-    os.set_inheritable(int(text), False)
-    return Channel(socket.socket(fileno=int(text)))
+def worker_channel(descriptor: int) -> Channel:
+    """The worker's end. Children of the user's code do not inherit it."""
+    os.set_inheritable(descriptor, False)
+    return Channel(socket.socket(fileno=descriptor))

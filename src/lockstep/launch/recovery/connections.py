@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.launch.recovery.channel import ENDED, Channel, open_channel, variables
+from lockstep.launch.recovery.channel import ENDED, Channel, open_channel
 
 UNKNOWN = "its training had not begun"
 
@@ -55,17 +55,17 @@ class Connections:
     machines too."""
 
     @contextmanager
-    def opened(self, rank: int) -> Iterator[Mapping[str, str]]:
-        """Connect to the worker of this rank. Yields the variables with which it is started
-        within."""
+    def opened(self, rank: int) -> Iterator[int | None]:
+        """Connect to the worker of this rank. Yields the descriptor that it inherits, if it is
+        started within."""
         ends = open_channel() if self.unused is None else None
         if ends is None:
-            yield {}
+            yield None
             return
         channel, theirs = ends
         self.use(rank, channel)
         with theirs:
-            yield variables(theirs)
+            yield theirs.fileno()
 
     def use(self, rank: int, channel: Channel) -> None:
         """Connect the worker of this rank by a channel that there is."""

@@ -11,7 +11,6 @@ from dataclasses import asdict
 
 from lockstep.base.errors import HangError, say
 from lockstep.launch.failures import failure_record
-from lockstep.launch.recovery.rejoin import REPLACEMENT
 from lockstep.launch.recovery.spare import Spare
 from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Start, WorkerProcesses
@@ -143,7 +142,7 @@ class InPlace:
         """Start processes that wait until the run takes them in. `variables`: those of each, by its
         rank."""
         for rank, each in variables.items():
-            workers.replace(rank, self._start, {**each, REPLACEMENT: "1"}, self._take_spare())
+            workers.replace(rank, self._start, each, self._take_spare())
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
         """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far

@@ -12,7 +12,7 @@ from lockstep.launch.failures import WorkerFailure
 from lockstep.launch.machine_store import JOIN_SECONDS
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import SILENCE_SECONDS
-from lockstep.options import RunOptions, variable
+from lockstep.options import Restart, RunOptions
 
 FAILED, LOST_A_PEER, JOINED = range(3)
 """Why a machine restarts its workers. If machines differ, the first of these is the cause."""
@@ -44,10 +44,10 @@ def restart_variables(
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
-    not_in_place = next((reason for *_, reason, _ in everyone if reason), "")
-    told = {variable("in_place"): "1" if in_place else "", variable("not_in_place"): not_in_place}
+    not_in_place = next((reason for *_, reason, _ in everyone if reason), None)
+    restart = Restart(why, in_place, not_in_place)
     # Whatever --resume was given: by now the run directory may hold an unfinished run.
-    return RunOptions(restarted=why, resume="auto").to_environment() | told
+    return RunOptions(restarted=restart, resume="auto").to_environment()
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:

@@ -19,8 +19,6 @@ from lockstep.launch.failures import FailureRecord, chain, failure_record, lost_
 from lockstep.launch.recovery.channel import ENDED, Channel
 from lockstep.launch.worker_files import write_failure
 
-REPLACEMENT = "LOCKSTEP_REPLACEMENT"
-"""The variable that is set for a process that takes the place of a lost one."""
 STUCK_SECONDS = 2.0
 """Seconds after an abort in which a wait that does not end makes this process end: it counts as
 lost then."""
@@ -38,8 +36,7 @@ class Rejoin:
         """`abort`: makes all collectives of this process raise, from any thread, until it leaves
         its groups. `waits`: what this process waits for in a collective, None if it does not; equal
         as long as it is one wait."""
-        is_replacement = os.environ.pop(REPLACEMENT, None) is not None
-        self.is_rejoining = is_replacement
+        self.is_rejoining = _is_replacement
         """True from the loss until the state of the run is restored."""
         self.trainings = 0
         """Trainings that have begun in this process."""
@@ -53,7 +50,7 @@ class Rejoin:
         self._abort = abort
         self._waits_for = waits
         self._has_left = threading.Event()
-        self._is_new = is_replacement
+        self._is_new = _is_replacement
         self._verdicts: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._is_lost = threading.Event()
         self._handled: BaseException | None = None
@@ -202,15 +199,16 @@ class Rejoin:
 
 _channel: Channel | None = None
 _script_began = time.monotonic()
+_is_replacement = False
 _session_was_opened = False
 _rejoin: Rejoin | None = None
 
 
-def use_channel(channel: Channel | None) -> None:
+def use_channel(channel: Channel | None, *, is_replacement: bool) -> None:
     """Use this connection to the launcher, if any, from now on. Called once, before the user's code
-    runs."""
-    global _channel, _script_began
-    _channel, _script_began = channel, time.monotonic()
+    runs. `is_replacement`: this process takes the place of a lost one."""
+    global _channel, _script_began, _is_replacement
+    _channel, _script_began, _is_replacement = channel, time.monotonic(), is_replacement
 
 
 def refuse_recovery(why_not: str) -> None:

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 
 from lockstep.base.garbage import freeze_for_good
 from lockstep.base.parent import die_with_parent
-from lockstep.launch.recovery.channel import Channel, open_channel, take_channel, variables
+from lockstep.launch.recovery.channel import Channel, open_channel, worker_channel
+from lockstep.launch.worker_files import WorkerStart
 
 if TYPE_CHECKING:
     from lockstep.launch.worker_processes import Start, WorkerProcess
-
-SPARE = "LOCKSTEP_SPARE"
-"""The variable that is set for a spare: the process id of its launcher."""
 
 
 class Spare:
@@ -31,9 +29,8 @@ class Spare:
         self.channel, theirs = ends
         self._import_seconds: float | None = None
         with theirs:
-            self.process: WorkerProcess = start(
-                {**environment, SPARE: str(os.getpid()), **variables(theirs)}
-            )
+            told = WorkerStart(launcher=os.getpid(), channel=theirs.fileno())
+            self.process: WorkerProcess = start({**environment, **told.variables()})
 
     def import_seconds(self) -> float | None:
         """The seconds that the imports took: a worker's script takes them too, and a spare's does
@@ -58,12 +55,12 @@ def wait_to_start(environ: MutableMapping[str, str]) -> Channel | None:
     """In a spare, import what a worker needs, wait until it becomes one, take over its variables,
     and return the connection. Returns None in any other process. Ends the process if the launcher
     does not need it."""
-    if (launcher := environ.pop(SPARE, None)) is None:
+    told = WorkerStart.read(environ)
+    if told is None or told.files is not None or told.channel is None:
         return None
-    die_with_parent(int(launcher))
+    die_with_parent(told.launcher)
     began = time.monotonic()
-    channel = take_channel(environ)
-    assert channel is not None, "a spare is given a connection"
+    channel = worker_channel(told.channel)
     import_module("lockstep.run")
     prepare_process()
     channel.send("warm", import_seconds=time.monotonic() - began)
