@@ -24,7 +24,8 @@ that has not for lost too.
 [Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms
 at 4 ranks), and ends the waits in it as it does. It is not used: making a new group takes as long,
 and the groups of axes, FSDP2's meshes and shared memory are made anew in any case. It ends
-connections too, and so may lose the same wake-up.
+connections too, and so may lose the same wake-up. On NCCL a run is started again instead of being
+recovered in place, so `_reconfigure` has no use there either.
 """
 
 from __future__ import annotations
