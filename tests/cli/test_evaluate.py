@@ -99,10 +99,3 @@ def test_weights_do_not_say_which_script_made_them(trained: Path) -> None:
         "does not say which script made it; the evaluations are those of a script's recipe; give"
         " SCRIPT" in ended.stderr
     )
-
-
-def test_a_script_that_does_not_train_is_a_mistake(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "nothing.py").write_text("print('nothing')")
-    ended = command("evaluate", str(trained / "run"), str(tmp_path / "nothing.py"))
-    assert ended.returncode == 2
-    assert "ended without a call of ls.train; that is what measures the weights" in ended.stderr

@@ -181,7 +181,6 @@ def test_a_mistake_in_the_command_is_said_at_once(
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("never", "ended without a call of ls.train; a plan is made from the recipe"),
         ("fails", "OSError: no such data"),
         ("loop", "a script with its own loop"),
         ("missing", "loading a microbatch of Recipe.data failed with OSError: no such sample"),

@@ -169,11 +169,6 @@ def test_a_rate_that_follows_the_number_of_processes_is_found(tmp_path: Path) ->
             "failed before a training step under one process (exit status 1); verify compares",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "never trains",
-            "ended without a training step under one process; verify compares the steps of",
-            marks=pytest.mark.command,
-        ),
     ],
 )
 def test_a_script_that_cannot_be_compared_is_a_mistake(
