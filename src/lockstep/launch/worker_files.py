@@ -24,7 +24,7 @@ worker, in whatever session."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """What a launcher tells a process that it starts: JSON in one variable. The process takes it:
+    """The notes of a launcher to a process that it starts: JSON in one variable, which is taken:
     children of the user's code must not write in its place."""
 
     launcher: int
