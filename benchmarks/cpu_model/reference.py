@@ -99,7 +99,7 @@ class Image(nn.Module):
 def reference_recipe(step: ReferenceStep, steps: int) -> Recipe:
     """Return the recipe whose steps are measured."""
     plan = Plan.parse(step.plan)
-    data, tensor = _size(plan.replicate) * _size(plan.shard), _size(plan.tensor)
+    data, tensor = plan.data_ranks, _size(plan.tensor)
     heads, head_width = HEADS[step.scale]
     width = head_width * tensor * max(1, round(heads / tensor))
     names = ("query", "key", "value", "gate", "up"), ("output", "down")

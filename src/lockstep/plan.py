@@ -4,7 +4,8 @@ what is learned."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal, get_args
 
 from lockstep.base.errors import PlanError
@@ -18,6 +19,7 @@ Transport = Literal["auto", "torch"]
 Assignment = Literal["equal", "measured"]
 Size = int | Literal["auto"]
 Split = int | tuple[int, ...]
+Divided = Literal["microbatches", "parameters", "features", "layers", "tokens", "experts"]
 
 WORDS: dict[str, tuple[str, ...]] = {
     "numerics": get_args(Numerics),
@@ -44,13 +46,43 @@ SETTINGS = (
     *("threads", "workers", "prefetch"),
 )
 """Settings that the text of a plan contains only if they are not the default."""
-AXES = ("replicate", "shard", "tensor", "pipeline")
+PACED_BY: dict[Divided, str] = {
+    "microbatches": "its ranks compute in rounds of one microbatch each, since each forward gathers"
+    " parameters",
+    "features": "its ranks wait for each other inside each layer, so each takes as long as the"
+    " slowest",
+    "layers": "each microbatch passes through all of its ranks, however fast they are",
+}
+"""What an axis divides -> why its ranks cannot each go at their own speed."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
 """Maximum of `threads`, `workers` and `prefetch`. A larger value is a typing error that would
 exhaust memory."""
 NOT_BUILT_YET = ("context",)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A mesh axis: what its ranks divide among them, and what they exchange. `Plan` has a field for
+    each: adding one adds the axis."""
+
+    name: str
+    divides: tuple[Divided, ...]
+    same_state: bool
+    """True if all its ranks hold the same parameters, buffers and optimizer state."""
+    in_forward: bool
+    """True if the forward communicates over it: its ranks then compute at the same time."""
+    sums: Literal["all", "partial", "shared"]
+    """The parameters whose gradients are summed over it after the backward: `all`, except experts
+    that it divides; those whose gradient a layer leaves `partial`; those that several stages
+    `share`."""
+
+
+def axis(*divides: Divided, same_state: bool, in_forward: bool, sums: str) -> dict[str, Any]:
+    """The metadata of a field of `Plan` that is the size of an axis; see `Axis`."""
+    row = {"divides": divides, "same_state": same_state, "in_forward": in_forward, "sums": sums}
+    return {"axis": row}
 
 
 @with_field_docs
@@ -63,16 +95,25 @@ class Plan:
     `auto`: it takes the remaining processes.
     """
 
-    replicate: Size | None = None
+    replicate: Size | None = field(
+        default=None, metadata=axis("microbatches", same_state=True, in_forward=False, sums="all")
+    )
     """Number of replicas: each holds the whole model and computes some of the microbatches
     (DDP)."""
-    shard: Size | None = None
+    shard: Size | None = field(
+        default=None,
+        metadata=axis("microbatches", "parameters", same_state=False, in_forward=True, sums="all"),
+    )
     """Number of processes over which parameters are sharded; each computes some of the microbatches
     (FSDP2)."""
-    tensor: Size | None = None
+    tensor: Size | None = field(
+        default=None, metadata=axis("features", same_state=False, in_forward=True, sums="partial")
+    )
     """Number of processes that compute parts of each layer for the same microbatch (tensor
     parallelism)."""
-    pipeline: Size | None = None
+    pipeline: Size | None = field(
+        default=None, metadata=axis("layers", same_state=False, in_forward=True, sums="shared")
+    )
     """Number of processes that each hold some of the layers and take microbatches in turn (pipeline
     parallelism)."""
     numerics: Numerics = "fast"
@@ -124,11 +165,11 @@ class Plan:
     loading times."""
 
     def __post_init__(self) -> None:
-        given = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
-        for axis, size in given.items():
+        given = {name: size for name, size in self.axis_sizes.items() if size is not None}
+        for name, size in given.items():
             if size != "auto" and not _counts(size, 1):
                 raise PlanError(
-                    f"{axis}={size}; the size of a mesh axis is a whole number of at least 1, or"
+                    f"{name}={size}; the size of a mesh axis is a whole number of at least 1, or"
                     " auto"
                 )
         if list(given.values()).count("auto") > 1:
@@ -181,10 +222,9 @@ class Plan:
         self._check_one_process(given)
         if self.assignment == "measured":
             self._check_measured_assignment(given)
-        for axis in AXES:
-            if axis not in given:
-                alone = bool(given) or self.split != 1 or self.data_parallel != 1
-                object.__setattr__(self, axis, 1 if alone or axis != "replicate" else "auto")
+        alone = bool(given) or self.split != 1 or self.data_parallel != 1
+        for name in self.axis_sizes.keys() - given:
+            object.__setattr__(self, name, 1 if alone or name != "replicate" else "auto")
 
     def _check_tensor(self) -> None:
         for name, value, why in (
@@ -227,28 +267,13 @@ class Plan:
             )
 
     def _check_measured_assignment(self, given: dict[str, Any]) -> None:
+        paced = [
+            (axis.name, given.get(axis.name, 1), PACED_BY[axis.divides[0]])
+            for axis in self.axes()
+            if axis.in_forward
+        ]
         for name, value, why in (
-            (
-                "shard",
-                given.get("shard", 1),
-                (
-                    "its ranks compute in rounds of one microbatch each, since each forward gathers"
-                    " parameters"
-                ),
-            ),
-            (
-                "tensor",
-                given.get("tensor", 1),
-                (
-                    "its ranks wait for each other inside each layer, so each takes as long as the"
-                    " slowest"
-                ),
-            ),
-            (
-                "pipeline",
-                given.get("pipeline", 1),
-                "each microbatch passes through all of its ranks, however fast they are",
-            ),
+            *paced,
             ("split", self.split, "one process computes all microbatches"),
             ("data_parallel", self.data_parallel, "one process computes all microbatches"),
         ):
@@ -274,7 +299,7 @@ class Plan:
                 " least 1"
             )
         for name, instead in (("split", "pipeline"), ("data_parallel", "replicate")):
-            value, axes = getattr(self, name), [axis for axis, size in given.items() if size != 1]
+            value, axes = getattr(self, name), [each for each, size in given.items() if size != 1]
             if value != 1 and axes:
                 raise PlanError(
                     f"{name}={_text_of(value)} with {axes[0]}={given[axes[0]]}; {name} is for one"
@@ -290,6 +315,48 @@ class Plan:
                         f" microbatch in parts, on copies of the model; leave {name} out, or use"
                         f" replicate={self.data_parallel}, which goes with everything"
                     )
+
+    @classmethod
+    def axes(cls) -> tuple[Axis, ...]:
+        """All axes, in the order of the plan's text."""
+        return _axes_of(cls)  # type: ignore[arg-type]  # a class is hashable
+
+    @property
+    def axis_sizes(self) -> dict[str, Size]:
+        """The size of each axis, by name."""
+        return {axis.name: getattr(self, axis.name) for axis in self.axes()}
+
+    def size(self, axis: Axis) -> int:
+        """The size of an axis of a resolved plan."""
+        return int(getattr(self, axis.name))
+
+    @property
+    def larger(self) -> list[Axis]:
+        """The axes that may have more than one rank, in the order of the mesh. Stages are
+        outermost: they send the least."""
+        larger = [axis for axis in self.axes() if getattr(self, axis.name) != 1]
+        return sorted(larger, key=lambda axis: "layers" not in axis.divides)
+
+    def divides(self, what: Divided) -> bool:
+        """True if an axis of more than one rank divides `what`."""
+        return any(what in axis.divides for axis in self.larger)
+
+    @property
+    def state_divided(self) -> list[str]:
+        """The axes whose ranks hold different state, as text: `shard=2`."""
+        sizes = [(axis, getattr(self, axis.name)) for axis in self.axes() if not axis.same_state]
+        return [f"{axis.name}={size}" for axis, size in sizes if size != 1]
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that compute different microbatches, in a resolved plan."""
+        return math.prod(self.size(axis) for axis in self.larger if "microbatches" in axis.divides)
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if the data ranks compute in rounds of one microbatch each, because their forwards
+        have collectives."""
+        return any(axis.in_forward and "microbatches" in axis.divides for axis in self.larger)
 
     @property
     def split_devices(self) -> int:
@@ -326,13 +393,11 @@ class Plan:
     def resolve(self, world_size: int) -> Plan:
         """The plan with `auto` replaced for `world_size` processes. Raises `PlanError` if the
         product differs."""
-        sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in AXES}
-        fixed = math.prod(size for size in sizes.values() if size != "auto")
+        sizes: dict[str, Any] = self.axis_sizes
+        fixed = self._fixed
         if "auto" in sizes.values() and world_size % fixed == 0:
-            sizes = {
-                axis: world_size // fixed if size == "auto" else size
-                for axis, size in sizes.items()
-            }
+            rest = world_size // fixed
+            sizes = {name: rest if size == "auto" else size for name, size in sizes.items()}
         elif fixed != world_size:
             raise PlanError(
                 f"plan {str(self)!r} with {world_size} processes; the axes multiply to {fixed}, and"
@@ -342,27 +407,23 @@ class Plan:
         return replace(self, **sizes)
 
     @property
+    def _fixed(self) -> int:
+        return math.prod(size for size in self.axis_sizes.values() if size != "auto")
+
+    @property
     def fits_several_sizes(self) -> bool:
         """True if an axis is `auto`."""
-        return "auto" in (getattr(self, axis) for axis in AXES)
+        return "auto" in self.axis_sizes.values()
 
     def sizes(self, most: int) -> list[int]:
         """The numbers of processes, up to `most`, that the plan fits, in order."""
-        fixed = math.prod(size for axis in AXES if (size := getattr(self, axis)) != "auto")
-        return (
-            list(range(fixed, most + 1, fixed))
-            if self.fits_several_sizes
-            else [fixed] * (fixed <= most)
-        )
+        fixed = self._fixed
+        sizes = range(fixed, most + 1, fixed)
+        return list(sizes if self.fits_several_sizes else sizes[:1])
 
     def __str__(self) -> str:
-        text = self._text(
-            {
-                axis: getattr(self, axis)
-                for axis in AXES
-                if axis == "replicate" or getattr(self, axis) != 1
-            }
-        )
+        sizes = self.axis_sizes.items()
+        text = self._text({name: size for name, size in sizes if name == "replicate" or size != 1})
         settings = {name: getattr(self, name) for name in SETTINGS}
         told = [
             f"{name}={_text_of(value)}"
@@ -376,16 +437,23 @@ class Plan:
         return ",".join(f"{axis}={size}" for axis, size in axes.items())
 
 
+@cache
+def _axes_of(plan: type[Plan]) -> tuple[Axis, ...]:
+    rows = [(each.name, each.metadata["axis"]) for each in fields(plan) if "axis" in each.metadata]
+    return tuple(Axis(name, **row) for name, row in rows)
+
+
+def _may_be_auto(name: str) -> bool:
+    return name in MEASURED or any(axis.name == name for axis in Plan.axes())
+
+
 def _read(name: str, value: str, text: str) -> Any:
     if name == "split" and "+" in value:
         return tuple(_whole(name, part, text) for part in value.split("+"))
     if name in ("compile", "offload"):
         return {"yes": True, "no": False}.get(value, value)
-    return (
-        value
-        if name in WORDS or (value == "auto" and name in (*AXES, *MEASURED))
-        else _whole(name, value, text)
-    )
+    is_word = name in WORDS or (value == "auto" and _may_be_auto(name))
+    return value if is_word else _whole(name, value, text)
 
 
 def _counts(value: Any, least: int, most: float = math.inf) -> bool:
@@ -412,5 +480,5 @@ def _whole(name: str, value: str, text: str) -> int:
     except ValueError:
         raise PlanError(
             f"{name}={value!r} in plan {text!r}; the value is a whole"
-            f" number{' or auto' if name in (*AXES, *MEASURED) else ''}"
+            f" number{' or auto' if _may_be_auto(name) else ''}"
         ) from None

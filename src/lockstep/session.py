@@ -145,16 +145,10 @@ class Session:
         )
         self._termination.hold(failed=error is not None)
         self.context.phases.enter("ending")
-        explained = (
-            error_of_sharding(error, self.plan)
-            if self.plan.shard != 1 or self.plan.tensor != 1
-            else None
-        )
-        if (
-            self.plan.shard != 1
-            and self.plan.numerics == "fast"
-            and self.context.precision != "fp32"
-        ):
+        explained, shards = None, self.plan.divides("parameters")
+        if shards or self.plan.divides("features"):
+            explained = error_of_sharding(error, self.plan)
+        if shards and self.plan.numerics == "fast" and self.context.precision != "fp32":
             explained = explained or error_of_autocast(error, self.plan)
         if self.plan.compile:
             explained = explained or error_of_compiling(error, self.plan)

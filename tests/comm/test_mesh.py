@@ -35,7 +35,10 @@ def laid_out(plan: str, ranks_a_host: int) -> tuple[dict[str, float], Mapping[st
     )
     mesh = Mesh.of(world, Plan.parse(plan).resolve(size))
     sums = {}
-    groups: dict[str, Any] = {"data": mesh.data, **mesh.axes}
+    groups: dict[str, Any] = {
+        "data": mesh.data,
+        **{each.name: mesh.axis(each.name) for each in mesh.larger},
+    }
     for name, each in groups.items():
         if each.shared_memory is not None or each.hierarchy is not None:
             tensor = torch.tensor([float(rank)])

@@ -37,7 +37,10 @@ def axes_of_a_bound_group(plan: str) -> dict[str, list[float]]:
     world = join(rank=rank, size=size, local_rank=rank, local_size=size)
     mesh = Mesh.of(world, Plan.parse(plan).resolve(size))
     found = {}
-    for name, axis in {**mesh.axes, "data": mesh.data}.items():
+    for name, axis in {
+        **{each.name: mesh.axis(each.name) for each in mesh.larger},
+        "data": mesh.data,
+    }.items():
         seen = []
         for kind in (torch.device("cpu"), device):
             group = axis.group or dist.group.WORLD

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from training.subjects import recipe, rows, same, samples_at, sgd, squared_error, state_of
 
 import lockstep as ls
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
@@ -360,7 +361,7 @@ def test_where_a_gpu_decides_a_step_that_is_not_applied_leaves_the_statistics_al
         statistics.begin(compare=False)
         norm(torch.tensor([[0.0, 4.0], [2.0, 8.0]]) if gate else torch.full((2, 2), torch.nan))
         statistics.note_microbatch()
-        statistics.commit(1, apply=torch.tensor(gate))
+        statistics.commit(MicrobatchAssignment(1), 1, apply=torch.tensor(gate))
         seen.append({name: value.clone() for name, value in norm.named_buffers()})
     share = 1.0 if momentum is None else momentum
     assert seen[0]["running_mean"].tolist() == pytest.approx([share * 1.0, share * 6.0])

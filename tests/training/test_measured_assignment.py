@@ -15,12 +15,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, distributed, nn
 from training.subjects import FEATURES, OUTPUTS, adamw, learned, recipe, rows, sgd, squared_error
+from training.test_source import laid_out
 
 import lockstep as ls
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError
-from lockstep.comm.mesh import Mesh
-from lockstep.comm.world import World
 from lockstep.data.loader import Loader
 from lockstep.launch.termination import Preempted
 from lockstep.logging.phases import StreamTimes
@@ -80,9 +79,7 @@ class Noted(ls.Hook):
     def before_step(self, run: ls.Run) -> None:
         source = run.source
         assert source is not None
-        self.mine.append(
-            list(source.layout.mesh.assignment.indices(source.count, run.context.mesh.data.rank))
-        )
+        self.mine.append(list(source.layout.mine()))
         assert len(self.mine[-1]) == source.mine
 
 
@@ -350,26 +347,20 @@ def test_no_sample_is_skipped_or_fetched_twice_when_the_assignment_changes(
     """All ranks in one process, in step, each with a loader that reads ahead."""
     batchings, loops, data = [], [], [Asked(length) for _ in range(ranks)]
     for rank in range(ranks):
-        world = World(
-            rank=rank, size=ranks, local_rank=rank, local_size=ranks, device=CPU, owns_group=False
-        )
-        mesh = Mesh(world, world, MicrobatchAssignment(ranks), None, {}, {})
         lengths: dict[str, Any] = {
             "global_batch": global_batch,
             "microbatch": microbatch,
             "steps": None,
             "epochs": 2,
         }
-        batchings.append(Batching(samples=length, mesh=mesh, **lengths))
+        batchings.append(Batching(samples=length, **laid_out(rank, ranks), **lengths))
         loops.append(
             from_data(Loader(data[rank], seed=3, ahead=ahead, device=CPU), batchings[-1], seed=3)
         )
     for step, sources in enumerate(zip(*loops, strict=True)):
         computed = [item.index for source in sources for item, _ in source.batches(0)]
         assert computed == list(range(sources[0].count))
-        assert all(
-            source.layout.mesh.assignment == sources[0].layout.mesh.assignment for source in sources
-        )
+        assert all(source.layout.assignment == sources[0].layout.assignment for source in sources)
         for at, speeds in changes:
             if at == step:
                 first = max(batching.requested for batching in batchings) + 1

@@ -7,6 +7,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.loader import Loader
+from lockstep.plan import Plan
 from lockstep.training.microbatches import Batching, from_data, from_indices
 
 CPU = torch.device("cpu")
@@ -26,12 +27,13 @@ class Noted(Dataset):
         return torch.tensor([index, torch.randint(2**40, ()).item()])
 
 
-def a_mesh(rank=0, size=1, assignment=None):
-    """The mesh of one of `size` ranks on the replicate axis, which exchanges nothing."""
+def laid_out(rank=0, size=1, assignment=None):
+    """The mesh of one of `size` replicas, which exchanges nothing, and what each computes."""
     world = World(
         rank=rank, size=size, local_rank=rank, local_size=size, device=CPU, owns_group=False
     )
-    return Mesh(world, world, assignment or MicrobatchAssignment(size), None, {}, {})
+    mesh = Mesh.of(world, Plan(replicate=size, transport="torch"))
+    return {"mesh": mesh, "assignment": assignment or MicrobatchAssignment(size)}
 
 
 def plain(source):
@@ -47,9 +49,7 @@ def plain(source):
 def test_steps_from_a_later_one_on_are_the_same_and_the_ones_before_are_not_fetched(length, rank):
     def steps(first):
         data = Noted()
-        how_long = Batching(
-            samples=10, global_batch=6, microbatch=2, mesh=a_mesh(rank, 2), **length
-        )
+        how_long = Batching(samples=10, global_batch=6, microbatch=2, **laid_out(rank, 2), **length)
         return (
             list(
                 map(
@@ -68,7 +68,7 @@ def test_steps_from_a_later_one_on_are_the_same_and_the_ones_before_are_not_fetc
 
 
 def test_steps_without_data_begin_where_they_are_asked_to():
-    length = Batching(samples=8, global_batch=8, microbatch=4, steps=5, epochs=None, mesh=a_mesh())
+    length = Batching(samples=8, global_batch=8, microbatch=4, steps=5, epochs=None, **laid_out())
     whole = list(map(plain, from_indices(length, seed=0)))
     assert [step for step, *_ in whole] == [0, 1, 2, 3, 4]
     assert list(map(plain, from_indices(length, seed=0, first=3))) == whole[3:]
@@ -88,7 +88,7 @@ def test_halves_lie_in_their_microbatch_and_differ_by_at_most_a_sample(
         return Batching(
             **about,
             microbatch=microbatch,
-            mesh=a_mesh(0, ranks),
+            **laid_out(0, ranks),
             microbatch_splits=microbatch_splits,
         )
 

@@ -16,7 +16,7 @@ from tiers import tiered
 from torch import Tensor, nn
 from training.kept import MODELS, PLANS, STOPPED_AT, run
 from training.subjects import DATA_PLANS, FEATURES, OUTPUTS, adamw, recipe, rows
-from training.test_source import CPU, a_mesh
+from training.test_source import CPU, laid_out
 
 import lockstep as ls
 from lockstep.assignment import MicrobatchAssignment
@@ -67,14 +67,13 @@ class Segment:
         """Of each rank, what it computes."""
         global_batch, microbatch = batches
         for rank in range(assigned.ranks):
-            mesh = a_mesh(rank, assigned.ranks, assigned)
             length = Batching(
                 samples=global_batch,
                 global_batch=global_batch,
                 microbatch=microbatch,
                 steps=stop,
                 epochs=None,
-                mesh=mesh,
+                **laid_out(rank, assigned.ranks, assigned),
             )
             loader = StreamLoader(stream, collate=list, seed=3, device=CPU)
             self.computed.append([])

@@ -48,7 +48,6 @@ from lockstep.training.set_up import use_threads
 RECIPE_SETTINGS = ("precision", "microbatch")
 TIMED_SETTINGS = ("threads", "precision", "microbatch")
 """In the order of timing. Each is timed with the values already chosen for those before it."""
-MODEL_PARALLEL_AXES = ("shard", "tensor", "pipeline")
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
@@ -202,14 +201,12 @@ class _Autotuner:
             )
 
     def _check_no_model_parallelism(self) -> None:
-        plan = self.context.plan
-        for axis in MODEL_PARALLEL_AXES:
-            if (size := getattr(plan, axis)) != 1:
-                raise PlanError(
-                    f"{self.names[0]}=auto with {axis}={size}; it can be measured only if each"
-                    f" process holds the whole model (replicate); give {self.names[0]} a value, for"
-                    " example the one that a run under replicate chose (see its run.json)"
-                )
+        if divided := self.context.plan.state_divided:
+            raise PlanError(
+                f"{self.names[0]}=auto with {', '.join(divided)}; it can be measured only if each"
+                f" process holds the whole model (replicate); give {self.names[0]} a value, for"
+                " example the one that a run under replicate chose (see its run.json)"
+            )
 
     def _precisions(self) -> list[Any]:
         return precisions.candidates(self.context.device)

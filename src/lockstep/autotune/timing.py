@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base import accelerator
 from lockstep.data.device import to_device
 from lockstep.data.generators import PreservedGenerators, seed_generators
@@ -87,7 +88,7 @@ class MicrobatchTiming:
         self._stack.close()
 
     def batching(self, microbatch: int | None) -> Batching:
-        recipe, data = self.recipe, self.recipe.data
+        recipe, data, plan = self.recipe, self.recipe.data, self.context.plan
         assert recipe.global_batch is not None, "auto is refused with a batch_sampler"
         return Batching(
             samples=recipe.global_batch if isinstance(data, DataStream) else len(data),
@@ -96,7 +97,8 @@ class MicrobatchTiming:
             steps=recipe.steps,
             epochs=recipe.epochs,
             mesh=self.context.mesh,
-            microbatch_splits=self.context.plan.microbatch_splits,
+            assignment=MicrobatchAssignment(plan.data_ranks, plan.has_rounds),
+            microbatch_splits=plan.microbatch_splits,
         )
 
     def fetched(self, microbatch: int | None) -> Iterator[Microbatch]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, PlanError
 from lockstep.options import MPI_SIZES
-from lockstep.plan import AXES, Plan
+from lockstep.plan import Plan
 
 TIMEOUT = timedelta(minutes=10)
 """Timeout of the collectives of every process group."""
@@ -104,11 +104,7 @@ def check_carries(plan: Plan, device: torch.device) -> None:
     On a GPU, a thread of Gloo's crashed at the end of a run with `shard` (torch 2.11), and torch's
     documentation lists no send and receive of Gloo's for a GPU's tensors.
     """
-    beyond = [
-        f"{axis}={getattr(plan, axis)}"
-        for axis in AXES
-        if axis != "replicate" and getattr(plan, axis) > 1
-    ]
+    beyond = plan.state_divided
     if not beyond or not accelerator.is_accelerator(device):
         return
     config = dist.get_backend_config()

@@ -1,13 +1,16 @@
-"""Gathers over ranks for loops of one's own: rows with a gradient, and the mean of values."""
+"""Gathers over ranks: rows with a gradient, the mean of values, rows of microbatches in order."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.assignment import MicrobatchAssignment
+from lockstep.base import accelerator
 from lockstep.comm.world import World, exact_sum
 
 
@@ -36,3 +39,28 @@ def mean(values: Tensor, world: World) -> float:
     rank calls it."""
     everyone = world.gather_ragged(values.detach().reshape(-1).double().cpu())
     return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
+
+
+def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: World) -> Tensor:
+    """All-gather one row per microbatch, in their order: (count, ...). Every rank of `data` calls
+    it. `rows`: of those that `assignment` gives to this rank."""
+    everyone = data.gather_rows(rows, [len(share) for share in assignment.indices_by_rank(count)])
+    if not assignment.round_robin:
+        return everyone
+    positions = torch.tensor(assignment.gathered_positions(count))
+    if accelerator.has_streams(everyone.device):
+        positions = positions.pin_memory().to(everyone.device, non_blocking=True)
+    return everyone[positions.to(everyone.device)]
+
+
+def samples_in_order(
+    rows: Tensor | None, sizes: Sequence[int], assignment: MicrobatchAssignment, data: World
+) -> Tensor:
+    """All-gather one row per sample on the CPU, in the order of the samples. Every rank of `data`
+    calls it. `rows`: this rank's; None if it has none. `sizes`: the samples in each microbatch."""
+    everyone = data.gather_ragged(rows)
+    if not assignment.round_robin:
+        return everyone
+    shares = assignment.indices_by_rank(len(sizes))
+    parts = torch.split(everyone, [sizes[index] for share in shares for index in share])
+    return torch.cat([parts[position] for position in assignment.gathered_positions(len(sizes))])

@@ -5,16 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.assignment import MicrobatchAssignment
-from lockstep.base import accelerator
 from lockstep.base.torch_private import (
     forget_process_groups,
     set_item_of_distributed,
@@ -24,118 +22,115 @@ from lockstep.comm.backend import TIMEOUT
 from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
-from lockstep.plan import Plan
+from lockstep.plan import Axis, Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA_AXES = ("replicate", "shard")
-"""The axes whose ranks compute different microbatches."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The position of this rank on the mesh axes, outermost first: pipeline, replicate, shard,
-    tensor."""
+    """The processes of a run on the axes of its plan, as this rank sees them. Made once."""
 
     world: World
-    data: World
-    """The data ranks: those that compute the microbatches together, with this one's position on the
-    other axes."""
-    assignment: MicrobatchAssignment
-    """The microbatches of each rank of `data`."""
+    larger: Sequence[Axis]
+    """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Torch's mesh of the axes larger than 1, by name. None if the only one is `replicate`, or if
-    there is none."""
-    axes: Mapping[str, World]
-    """The axes larger than 1, by name."""
+    """Torch's mesh of these axes, by name. None if there is one at most, and state is whole."""
+    groups: Mapping[tuple[str, ...], World]
+    """The processes along one axis, or along several together, by the names of these axes."""
     without_shared_memory: Mapping[str, str]
     """Data axis -> why some or all of its ranks do not share memory."""
+    data: World = field(init=False)
+    """The data ranks: those whose microbatches together are those of a step, with this one's
+    position on the other axes."""
+    replicas: World = field(init=False)
+    """The ranks that hold the same state."""
+    stages: World = field(init=False)
+    """The ranks whose layers together are the model's."""
+
+    def __post_init__(self) -> None:
+        for name, asked in (("data", _deals), ("replicas", _copies), ("stages", _stacks)):
+            object.__setattr__(self, name, self.along(asked))
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
         """Place the processes on the axes of a resolved plan. Every rank calls it: it makes process
         groups."""
-        sizes = {
-            axis: int(getattr(plan, axis)) for axis in ("pipeline", "replicate", "shard", "tensor")
-        }
-        sizes = {axis: size for axis, size in sizes.items() if size > 1}
         atexit.unregister(_at_exit)  # a single handler serves all meshes
         atexit.register(_at_exit)
-        if not sizes or sizes.get("replicate") == world.size:
-            torch_mesh, axes = None, {"replicate": world} if sizes else {}
+        larger = plan.larger
+        together = [
+            _names(larger, asked) for asked in (_deals, _copies, _stacks, _sums, _sums_of_expert)
+        ]
+        wanted = tuple(dict.fromkeys([*((axis.name,) for axis in larger), *filter(None, together)]))
+        if len(larger) < 2 and all(axis.same_state for axis in larger):
+            torch_mesh, groups = None, dict.fromkeys(wanted, world)
         else:
-            torch_mesh, groups = _made(world, tuple(sizes.items()))
-            axes = {axis: _part(world, group) for axis, group in groups.items()}
-        axes, reasons = _with_shared_memory(world, plan, axes)
-        data = axes.pop("data", None) or next(
-            (axes[axis] for axis in DATA_AXES if axis in axes), _alone(world)
-        )
-        return cls(
-            world,
-            data,
-            MicrobatchAssignment(data.size, round_robin="shard" in sizes),
-            torch_mesh,
-            axes,
-            reasons,
-        )
+            sizes = tuple((axis.name, plan.size(axis)) for axis in larger)
+            torch_mesh, made = _made(world, sizes, wanted)
+            groups = {names: _part(world, group) for names, group in made.items()}
+        groups, reasons = _with_shared_memory(world, plan, groups, _names(larger, _deals))
+        return cls(world, larger, torch_mesh, groups, reasons)
 
     def close(self) -> None:
         """Release the shared memory."""
-        for each in (self.data, *self.axes.values()):
+        for each in self.groups.values():
             for made in (each.shared_memory, each.hierarchy):
                 if made is not None:
                     made.close()
 
     def axis(self, name: str) -> World:
         """Return the processes along one axis, this one among them."""
-        return self.axes.get(name) or _alone(self.world)
+        return self.groups.get((name,)) or _alone(self.world)
 
-    def split(self, slices: int) -> Mesh:
-        """Return the mesh with each microbatch split into `slices` among the ranks of `data`."""
-        return replace(
-            self, assignment=MicrobatchAssignment(self.data.size, round_robin=True, slices=slices)
-        )
+    def along(self, asked: Callable[[Axis], bool]) -> World:
+        """Return the processes along all axes of which `asked` is true."""
+        names = _names(self.larger, asked)
+        return self.groups[names] if names else _alone(self.world)
 
-    def assigned(self, assignment: MicrobatchAssignment) -> Mesh:
-        """Return the mesh with another assignment of the microbatches to the ranks of `data`."""
-        return self if assignment == self.assignment else replace(self, assignment=assignment)
-
-    def in_order(self, rows: Tensor, count: int) -> Tensor:
-        """All-gather one row per microbatch, in their order: (count, ...). Every rank of `data`
-        calls it."""
-        everyone = self.data.gather_rows(
-            rows, [len(share) for share in self.assignment.indices_by_rank(count)]
-        )
-        if not self.assignment.round_robin:
-            return everyone
-        positions = torch.tensor(self.assignment.gathered_positions(count))
-        if accelerator.has_streams(everyone.device):
-            positions = positions.pin_memory().to(everyone.device, non_blocking=True)
-        return everyone[positions.to(everyone.device)]
+    def summed(self, parameter: Tensor | None = None) -> World:
+        """Return the processes over which the gradient of a parameter is summed after the backward.
+        None: of a parameter that no axis divides."""
+        divided = set() if parameter is None else divided_over(parameter)
+        is_expert = any("experts" in axis.divides and axis.name in divided for axis in self.larger)
+        return self.along(_sums_of_expert if is_expert else _sums)
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model, of which a rank of a pipeline has a part. Every
         rank calls it."""
-        pipeline = self.axis("pipeline")
-        return state if pipeline.size == 1 else PipelineStateDict(state, pipeline)
+        return state if self.stages.size == 1 else PipelineStateDict(state, self.stages)
 
-    def samples_in_order(self, rows: Tensor | None, sizes: Sequence[int]) -> Tensor:
-        """All-gather one row per sample on the CPU, in the order of the samples. Every rank of
-        `data` calls it. `rows`: this rank's; None if it has none. `sizes`: the number of samples in
-        each microbatch."""
-        everyone = self.data.gather_ragged(rows)
-        if not self.assignment.round_robin:
-            return everyone
-        parts = torch.split(
-            everyone,
-            [
-                sizes[place]
-                for share in self.assignment.indices_by_rank(len(sizes))
-                for place in share
-            ],
-        )
-        return torch.cat([parts[place] for place in self.assignment.gathered_positions(len(sizes))])
+
+def _deals(axis: Axis) -> bool:
+    return "microbatches" in axis.divides
+
+
+def _copies(axis: Axis) -> bool:
+    return axis.same_state
+
+
+def _stacks(axis: Axis) -> bool:
+    return "layers" in axis.divides
+
+
+def _sums(axis: Axis) -> bool:
+    return axis.sums == "all"
+
+
+def _sums_of_expert(axis: Axis) -> bool:
+    return _sums(axis) and "experts" not in axis.divides
+
+
+def _names(axes: Sequence[Axis], asked: Callable[[Axis], bool]) -> tuple[str, ...]:
+    return tuple(axis.name for axis in axes if asked(axis))
+
+
+def divided_over(tensor: Tensor) -> set[str]:
+    """Return the names of the axes over which a DTensor is not whole."""
+    names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
+    placements = getattr(tensor, "placements", ())
+    return {name for name, at in zip(names, placements, strict=True) if not at.is_replicate()}
 
 
 class PipelineStateDict(Mapping[str, Tensor]):
@@ -175,14 +170,15 @@ class PipelineStateDict(Mapping[str, Tensor]):
         return len(self._owners)
 
 
-_meshes: dict[Any, tuple[DeviceMesh, Mapping[str, Any]]] = {}
+_meshes: dict[Any, tuple[DeviceMesh, Mapping[tuple[str, ...], Any]]] = {}
 """Meshes with their groups, each made once for the life of the process group: torch caches the
 meshes of distributed tensors, and confuses equal ones."""
 
 
-def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh, Mapping[str, Any]]:
-    """Return torch's mesh of these axes, and the process groups of the axes by name: `data` too,
-    for both data axes as one, if both are among them.
+def _made(
+    world: World, sizes: tuple[tuple[str, int], ...], wanted: tuple[tuple[str, ...], ...]
+) -> tuple[DeviceMesh, Mapping[tuple[str, ...], Any]]:
+    """Return torch's mesh of these axes, and the process groups along the `wanted` ones.
 
     The groups are made here. A mesh that makes its own splits them from a group that is bound to a
     device, and gives Gloo the options of NCCL (torch 2.13 to 2.15): its half then has neither the
@@ -191,17 +187,20 @@ def _made(world: World, sizes: tuple[tuple[str, int], ...]) -> tuple[DeviceMesh,
     from torch.distributed.device_mesh import DeviceMesh
 
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())
-    key = (dist.group.WORLD, sizes)
+    key = (dist.group.WORLD, sizes, wanted)
     if key not in _meshes:
         axes = [axis for axis, _ in sizes]
         ranks = torch.arange(world.size).view([size for _, size in sizes])
-        groups = {axis: _group(ranks, [place], axis) for place, axis in enumerate(axes)}
+        groups = {
+            names: _group(ranks, [axes.index(name) for name in names], "_".join(names))
+            for names in wanted
+        }
         mesh = DeviceMesh.from_group(
-            list(groups.values()), world.device.type, ranks, mesh_dim_names=tuple(axes)
+            [groups[axis,] for axis in axes],
+            world.device.type,
+            ranks,
+            mesh_dim_names=tuple(axes),
         )
-        shared = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
-        if len(shared) > 1:
-            groups["data"] = _group(ranks, shared, "data")
         _meshes[key] = mesh, groups
     return _meshes[key]
 
@@ -222,45 +221,40 @@ def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
 
 
 def _with_shared_memory(
-    world: World, plan: Plan, axes: Mapping[str, World]
-) -> tuple[dict[str, World], dict[str, str]]:
-    """Give the data axes shared memory. Returns all axes, and the reasons for those that have none
-    on some ranks."""
-    with_memory, mine, hierarchies = (
-        dict(axes),
-        dict[str, str](),
-        dict[str, HierarchicalAllReduce](),
-    )
-    names = [name for name in ("data", *DATA_AXES) if name in axes and world.device.type == "cpu"]
-    if plan.transport == "torch" or not names:
-        return with_memory, dict.fromkeys(names, "the plan says transport=torch")
-    for name in names:
-        group = axes[name].group or dist.group.WORLD
+    world: World, plan: Plan, groups: Mapping[tuple[str, ...], World], data: tuple[str, ...]
+) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
+    """Give the groups along `data` axes shared memory. Returns all groups, and the reasons for
+    those that have none on some ranks."""
+    with_memory = dict(groups)
+    mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
+    named = {
+        "data" if len(names) > 1 and names == data else "_".join(names): names
+        for names in groups
+        if world.device.type == "cpu" and set(names) <= set(data)
+    }
+    if plan.transport == "torch" or not named:
+        return with_memory, dict.fromkeys(named, "the plan says transport=torch")
+    for name, names in named.items():
+        group = groups[names].group or dist.group.WORLD
         made = SharedMemoryGroup.create(group)
         if isinstance(made, SharedMemoryGroup):
-            with_memory[name] = replace(axes[name], shared_memory=made)
+            with_memory[names] = replace(groups[names], shared_memory=made)
             continue
         mine[name] = made.reason
-        if (
-            made.hosts
-            and plan.numerics == "fast"
-            and isinstance(
-                hierarchy := HierarchicalAllReduce.create(group, made.hosts), HierarchicalAllReduce
-            )
-        ):
+        if not made.hosts or plan.numerics != "fast":
+            continue
+        hierarchy = HierarchicalAllReduce.create(group, made.hosts)
+        if isinstance(hierarchy, HierarchicalAllReduce):
             mine[name] += (
                 "; the ranks of each host share memory, and one leader per host sums over the hosts"
             )
             hierarchies[name] = hierarchy
-            with_memory[name] = replace(axes[name], hierarchy=hierarchy)
+            with_memory[names] = replace(groups[names], hierarchy=hierarchy)
     everyone = world.gather_values([mine, [each.leaders for each in hierarchies.values()]])
-    HierarchicalAllReduce.connect(
-        sorted({tuple(leaders) for _, several in everyone for leaders in several}),
-        hierarchies.values(),
-    )
-    return with_memory, {
-        name: reason for reasons, _ in everyone for name, reason in reasons.items()
-    }
+    leaders = {tuple(each) for _, several in everyone for each in several}
+    HierarchicalAllReduce.connect(sorted(leaders), hierarchies.values())
+    reasons = {name: reason for theirs, _ in everyone for name, reason in theirs.items()}
+    return with_memory, reasons
 
 
 def forget_meshes() -> None:

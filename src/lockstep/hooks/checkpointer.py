@@ -172,7 +172,8 @@ class Checkpointer:
             if not self._saver.is_under_way and self._error is None:
                 return None
         part, parts = 0, 1
-        for axis in map(self.run.context.mesh.axis, ("pipeline", "shard", "tensor")):
+        mesh = self.run.context.mesh
+        for axis in (mesh.axis(each.name) for each in mesh.larger if not each.same_state):
             part, parts = part * axis.size + axis.rank, parts * axis.size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         metadata = {**self._metadata(), "score": None, "rescued": True}
@@ -354,7 +355,7 @@ class Checkpointer:
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """The bytes of a checkpoint's tensors. Every rank calls it."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        everyone = self.run.context.mesh.axis("pipeline").gather_values(mine)
+        everyone = self.run.context.mesh.stages.gather_values(mine)
         return sum({name: size for theirs in everyone for name, size in theirs.items()}.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:

@@ -216,7 +216,7 @@ class Checkpointing(ControlHook):
         if (
             run.source is not None
             and run.source.positions is not None
-            and run.context.mesh.axis("replicate").size > 1
+            and run.context.mesh.replicas.size > 1
         ):
             return False  # only the other replicas have the positions of their shards of the stream
         try:

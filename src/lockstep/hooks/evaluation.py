@@ -105,7 +105,7 @@ class EvaluationHook(ControlHook):
             run.modules[0].modes.evaluating(),
             nullcontext() if average is None else average.applied(run),
         ):
-            return self._evaluators[prefix].measure(run.step)
+            return self._evaluators[prefix].measure(run.step, run.speeds)
 
     def on_end(self, run: Run) -> None:
         for evaluator in self._evaluators.values():

@@ -154,17 +154,16 @@ def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _takes_outputs(run: Run) -> bool:
-    has_collectives = (
-        run.context.mesh.data.size < run.context.world.size
-        or run.modules[0].mesh.assignment.round_robin
-    )
-    return has_collectives or _is_compiled(run)
+    in_forward = any(axis.in_forward for axis in run.context.plan.larger)
+    in_slices = run.source is not None and bool(run.source.layout.assignment.slices)
+    return in_forward or in_slices or _is_compiled(run)
 
 
 def _may_fail(run: Run) -> bool:
     """True if training can go on after a forward that failed on all ranks."""
     plan = run.context.plan
-    stage_has_collectives = plan.pipeline != 1 and (plan.shard != 1 or plan.tensor != 1)
+    communicate = sum(axis.in_forward for axis in plan.larger)
+    stage_has_collectives = plan.divides("layers") and communicate > 1
     return not _is_compiled(run) and not stage_has_collectives
 
 
@@ -397,7 +396,7 @@ def _buffers_restored(run: Run) -> Iterator[None]:
 
 def _watching(run: Run) -> AbstractContextManager[Any]:
     """Look for collectives in a loss, except for tensors that are split over ranks."""
-    return nullcontext() if run.context.plan.tensor != 1 else CollectivesRefused()
+    return nullcontext() if run.context.plan.divides("features") else CollectivesRefused()
 
 
 def _talks(tried: Sequence[Outcome]) -> str | None:

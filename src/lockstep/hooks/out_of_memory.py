@@ -208,7 +208,7 @@ def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
 def _can_offload(run: Run) -> bool:
     """False if an optimizer refuses offload."""
     plan = run.context.plan
-    if plan.shard == 1 or plan.offload:
+    if plan.offload or not plan.divides("parameters"):
         return False
     try:
         for module in run.modules:
@@ -265,11 +265,7 @@ class OutOfMemory(ControlHook):
         """Raise `RecipeError` if the plan splits unsplittable microbatches. Every rank calls it.
         `largest`: samples of one."""
         mine = [name for name, _ in training_batchnorms(models)]
-        layers = [
-            name
-            for theirs in run.context.mesh.axis("pipeline").gather_values(mine)
-            for name in theirs
-        ]
+        layers = [name for theirs in run.context.mesh.stages.gather_values(mine) for name in theirs]
         if layers:
             self._unsplittable = (
                 f"BatchNorm ({layers[0]!r}) takes its statistics over one microbatch, so half a"

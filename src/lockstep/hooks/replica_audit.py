@@ -50,7 +50,7 @@ class ReplicaAudit(ControlHook):
         for module in run.modules:
             if module.left_out is not None:
                 module.left_out.agree(mesh.world)
-        replicas = mesh.axis("replicate")
+        replicas = mesh.replicas
         if not self._every or self._agreed == run.step:
             return
         _compare_hooks(run)
@@ -69,7 +69,7 @@ class ReplicaAudit(ControlHook):
         self, step: int, mesh: Mesh, names: Sequence[str], sums: Tensor, differs: bool
     ) -> str:
         """Return the same words on every rank."""
-        replicas = mesh.axis("replicate")
+        replicas = mesh.replicas
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(mesh.world.rank)
         mine = (
@@ -106,7 +106,7 @@ def _compare_hooks(run: Run) -> None:
     if run.context.world.size == 1:
         return
     # a stage has the state of its own part of the model
-    stage = run.context.mesh.axis("pipeline").rank
+    stage = run.context.mesh.stages.rank
     everyone = run.context.world.gather_values(
         [stage, {name: _digest(name, other) for name, other in others.items()}]
     )

@@ -79,7 +79,7 @@ class Stragglers(ControlHook):
                 partial(accelerator.event, context.device, timed=True)
             )
         self._phases = context.phases
-        mine = [socket.gethostname(), context.mesh.axis("pipeline").rank]
+        mine = [socket.gethostname(), context.mesh.stages.rank]
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
@@ -232,7 +232,7 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
     requested."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
-    found = batching.mesh.assignment.at_speeds(seconds, count)
+    found = batching.assignment.at_speeds(seconds, count)
     if found is None or first >= batching.steps:
         return
     batching.reassign(found, first=first, done=source.step)

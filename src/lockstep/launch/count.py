@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from lockstep.base.errors import LaunchError
-from lockstep.plan import AXES, Plan, Size
+from lockstep.plan import Plan, Size
 
 
 def count_processes(
@@ -20,7 +20,7 @@ def count_processes(
     GPU, or one if there is no GPU. `count_gpus` is called only if needed. Raises `LaunchError`, and
     `PlanError` if the plan's axes do not multiply to the number.
     """
-    sizes: list[Size] = [getattr(plan, axis) for axis in AXES] if plan is not None else ["auto"]
+    sizes: list[Size] = list(plan.axis_sizes.values()) if plan is not None else ["auto"]
     if asked == "auto":
         number = (
             max(1, count_gpus())

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, versions
+from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.model.self_updating import SelfUpdatingBuffers, self_updating
 
@@ -93,7 +95,7 @@ class RunningStatistics:
     forward, and `commit`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
+        self._data = mesh.data
         modules = [
             m
             for m in model.modules()
@@ -233,12 +235,12 @@ class RunningStatistics:
             None,
         )
 
-    def commit(self, count: int, *, apply: bool | Tensor) -> None:
+    def commit(self, assignment: MicrobatchAssignment, count: int, *, apply: bool | Tensor) -> None:
         """Gather the updates of all `count` microbatches, and apply them if the step was applied.
         Every rank calls it. `apply`: True if the step was applied; a scalar tensor if a GPU
         decides."""
         for updating in self._updating:
-            updating.commit(self.mesh, count, apply=apply)
+            updating.commit(assignment, self._data, count, apply=apply)
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
@@ -249,7 +251,7 @@ class RunningStatistics:
         )
         self._rows = []
         # all slices of a microbatch say the same
-        everyone = self.mesh.in_order(mine, count)[:: self.mesh.assignment.slices or 1]
+        everyone = in_order(mine, count, assignment, self._data)[:: assignment.slices or 1]
         if apply is not False:
             for scratch, rows in zip(
                 self._scratches, torch.split(everyone, widths, dim=1), strict=True

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import forward_pre_hooks, own_buffers
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.world import World
 
 ATTRIBUTE = "self_updating_buffers"
 """The attribute of a module, or of its class, that names its own such buffers."""
@@ -86,12 +87,12 @@ class SelfUpdatingBuffers:
                 )
         return None
 
-    def commit(self, mesh: Mesh, count: int, *, apply: bool | Tensor) -> None:
+    def commit(
+        self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
+    ) -> None:
         """Take over the updates of the first of all `count` microbatches. Every rank calls it."""
         owner = next(
-            rank
-            for rank, indices in enumerate(mesh.assignment.indices_by_rank(count))
-            if 0 in indices
+            rank for rank, indices in enumerate(assignment.indices_by_rank(count)) if 0 in indices
         )
         for name, buffer in self.kept.items():
             updated = (
@@ -99,7 +100,7 @@ class SelfUpdatingBuffers:
                 if self._first is None
                 else self._first[name].to(buffer.dtype).contiguous()
             )
-            mesh.data.broadcast(updated, owner)
+            data.broadcast(updated, owner)
             if isinstance(apply, Tensor):
                 updated = torch.where(apply.to(buffer.device), updated, buffer)
             if apply is not False:

@@ -12,6 +12,7 @@ its own loss, the mean or the sum over its samples."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.mesh import Mesh
@@ -94,18 +96,23 @@ def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
 
 
 def split_microbatches(
-    models: Sequence[nn.Module], mesh: Mesh, plan: Plan, *, microbatch: int
-) -> Mesh:
-    """Return the mesh, with microbatches split over its data ranks if a model has a SyncBatchNorm
-    in training mode. Every rank calls it. Raises `RecipeError` if other settings do not allow the
-    split."""
+    models: Sequence[nn.Module],
+    mesh: Mesh,
+    plan: Plan,
+    assignment: MicrobatchAssignment,
+    *,
+    microbatch: int,
+) -> MicrobatchAssignment:
+    """Return the assignment, or one that splits microbatches over the data ranks if a model has a
+    SyncBatchNorm in training mode. Every rank calls it. Raises `RecipeError` if other settings do
+    not allow the split."""
     mine = [
         (name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm))
         for name, layer in training_batchnorms(models)
     ]
-    layers = [layer for theirs in mesh.axis("pipeline").gather_values(mine) for layer in theirs]
+    layers = [layer for theirs in mesh.stages.gather_values(mine) for layer in theirs]
     if mesh.data.size == 1 or not any(split for *_, split in layers):
-        return mesh
+        return assignment
     ranks = f"SyncBatchNorm on {mesh.data.size} data ranks"
     if plan.numerics == "bitwise":
         raise RecipeError(
@@ -120,7 +127,7 @@ def split_microbatches(
                 " would see slices, which depend on the number of processes; convert all with"
                 " nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
             )
-    return mesh.split(min(microbatch, mesh.data.size))
+    return replace(assignment, round_robin=True, slices=min(microbatch, mesh.data.size))
 
 
 def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:

@@ -195,7 +195,7 @@ class Forecast:
         """Return the samples a second that a machine's loaders must deliver. Processes that share
         samples, as on the tensor axis, load them each."""
         plan = Plan.parse(prediction.plan).resolve(self.devices)
-        data = int(plan.replicate or 1) * int(plan.shard or 1)
+        data = plan.data_ranks
         return prediction.samples / prediction.seconds / data * self.devices_per_node
 
     def budget(self, prediction: Prediction) -> Budget | None:

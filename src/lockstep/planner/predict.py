@@ -129,7 +129,7 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
             "a recipe with batch_sampler or batch_loss; a step is planned from microbatches of one"
             " size; give global_batch"
         )
-    data, ranks = int(plan.replicate or 1) * int(plan.shard or 1), int(plan.pipeline or 1)
+    data, ranks = plan.data_ranks, int(plan.pipeline or 1)
     if recipe.microbatch == "auto":
         raise PlanError(
             "microbatch='auto' is measured on the machine; a plan needs a number; give"
@@ -140,9 +140,9 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
     total = -(-recipe.global_batch // microbatch)
     count = max(
         len(share)
-        for share in MicrobatchAssignment(
-            data, round_robin=int(plan.shard or 1) > 1
-        ).indices_by_rank(total)[:1]
+        for share in MicrobatchAssignment(data, round_robin=plan.has_rounds).indices_by_rank(total)[
+            :1
+        ]
     )
     most = TRACED if ranks == 1 else ROUNDS * ranks
     traced = count if plan.schedule == "gpipe" and ranks > 1 else min(count, most)
@@ -155,7 +155,7 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
         recipe, **changes, precision="fp32" if recipe.precision == "auto" else recipe.precision
     )
     # FSDP computes what a rank lacks as dummies
-    load = 1.0 if int(plan.shard or 1) > 1 else total / (count * data)
+    load = 1.0 if plan.has_rounds else total / (count * data)
     return _Shape(microbatch, count, traced, load, changed, replace(plan, microbatch_splits=0))
 
 

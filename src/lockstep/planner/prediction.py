@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.plan import AXES, Plan
+from lockstep.plan import Plan
 
 MARGIN = 0.08
 """Part of a device's memory that stays free: fragmentation, and libraries."""
@@ -112,8 +112,8 @@ class Prediction:
 
 def text(plan: Plan) -> str:
     """Return a plan as a user writes it."""
-    axes = [f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) != 1]
-    rest = [part for part in str(plan).split(",") if part.split("=")[0] not in AXES]
+    axes = [f"{name}={size}" for name, size in plan.axis_sizes.items() if size != 1]
+    rest = [part for part in str(plan).split(",") if part.split("=")[0] not in plan.axis_sizes]
     return ",".join(
         [*(axes or ["replicate=1"]), *(part for part in rest if part != "numerics=fast")]
     )

@@ -120,7 +120,7 @@ class Space:
 
     def most_splits(self, plan: Plan) -> int:
         """Return how often a plan's microbatches can be halved."""
-        data = int(plan.replicate or 1) * int(plan.shard or 1)
+        data = plan.data_ranks
         return (
             int(math.log2(max(1, self.microbatch or self.samples // data)))
             if self.is_splittable
@@ -190,9 +190,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _held_bytes(plan: Plan, space: Space) -> int:
-    return space.state_bytes // (
-        int(plan.shard or 1) * int(plan.tensor or 1) * int(plan.pipeline or 1)
-    )
+    parts = math.prod(plan.size(axis) for axis in plan.larger if not axis.same_state)
+    return space.state_bytes // parts
 
 
 def _too_large(plan: Plan, space: Space) -> str | None:

@@ -101,8 +101,11 @@ class Consensus:
                 else raised
             )
         raised_by = torch.stack(on_gpu)
-        for axis in ("tensor", "pipeline"):
-            self.mesh.axis(axis).all_reduce(raised_by)
+        for axis in self.mesh.larger:
+            if (
+                "microbatches" not in axis.divides
+            ):  # over the others it is summed with the gradients
+                self.mesh.axis(axis.name).all_reduce(raised_by)
         before, self._before = self._before, None
         if wait:
             with self.phases.waiting_for_device():

@@ -7,16 +7,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.assignment import microbatch_spans, split_spans
+from lockstep.assignment import MicrobatchAssignment, microbatch_spans, split_spans
 from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LossError
+from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.no_collectives import CollectiveCalled, as_one_process
 from lockstep.comm.world import exact_sum
@@ -24,6 +25,7 @@ from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.keys import RandomStream
 from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
+from lockstep.plan import Plan
 from lockstep.recipe.recipe import Evaluation, Gathered, Mean, Recipe
 from lockstep.training.context import Context
 from lockstep.training.losses.loss import (
@@ -67,9 +69,10 @@ class Evaluator:
     recipe: Recipe
     evaluation: Evaluation
     mesh: Mesh
+    plan: Plan
     loader: Loader
     module: TrainModule
-    microbatch_splits: int  # see `Plan`
+    assignment: MicrobatchAssignment = field(init=False)
     _is_first: bool = True
     """True until a microbatch has been measured."""
 
@@ -86,25 +89,24 @@ class Evaluator:
             prefetch=int(context.plan.prefetch),
             device=context.device,
         )
-        return cls(recipe, evaluation, context.mesh, loader, module, context.plan.microbatch_splits)
+        return cls(recipe, evaluation, context.mesh, context.plan, loader, module)
 
-    def measure(self, step: int) -> dict[str, float]:
+    def measure(self, step: int, speeds: tuple[float, ...]) -> dict[str, float]:
         """Return the loss and every metric after `step` steps, the same on every rank. Every rank
         calls it.
 
         Restores each module's `training` flag. Seeds the default generators before each microbatch.
         """
-        self.mesh = self.mesh.assigned(
-            replace(self.mesh.assignment, speeds=self.module.mesh.assignment.speeds)
-        )
+        plan = self.plan
+        self.assignment = MicrobatchAssignment(plan.data_ranks, plan.has_rounds, speeds=speeds)
         with in_evaluation_mode(self.module.model), torch.no_grad():
             return self._measure(step)
 
     def _measure(self, step: int) -> dict[str, float]:
         assert self.recipe.microbatch != "auto", "autotune has chosen one"
         size = self.evaluation.microbatch or self.recipe.microbatch or self.recipe.global_batch or 1
-        unsplit = microbatch_spans(len(self.evaluation.data), size, self.mesh.assignment.ranks)
-        bounds = split_spans(unsplit, 2**self.microbatch_splits)
+        unsplit = microbatch_spans(len(self.evaluation.data), size, self.assignment.ranks)
+        bounds = split_spans(unsplit, 2**self.plan.microbatch_splits)
         spans = [
             Span(
                 step=0,
@@ -113,9 +115,7 @@ class Evaluator:
                 stop=bounds[index][1],
                 is_dummy=is_dummy,
             )
-            for index, is_dummy in self.mesh.assignment.with_dummies(
-                len(bounds), self.mesh.data.rank
-            )
+            for index, is_dummy in self.assignment.with_dummies(len(bounds), self.mesh.data.rank)
         ]
         rows: dict[int, Sums] = {}
         ahead: deque[tuple[int, _ToHost]] = deque()
@@ -176,7 +176,7 @@ class Evaluator:
     ) -> Any:
         """Call a metric's function of one microbatch. Raises `DataError` if it calls a collective,
         which is looked for once."""
-        if self.recipe.inputs is None or self.mesh.axis("tensor").size > 1:
+        if self.recipe.inputs is None or self.plan.divides("features"):
             return function(output, batch)  # the model's own collectives
         try:
             with as_one_process(watched=self._is_first):
@@ -203,7 +203,7 @@ class Evaluator:
         mine = torch.tensor(numbers_on_host(numbers), dtype=torch.float64).reshape(
             len(rows), 2 * len(names)
         )
-        columns = self.mesh.in_order(mine, microbatches).T.tolist()
+        columns = in_order(mine, microbatches, self.assignment, self.mesh.data).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {
             name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else float("nan")
@@ -222,7 +222,7 @@ class Evaluator:
         """The names of the sums. Every rank calls it. Raises `LossError` if they differ between
         microbatches."""
         (_, names), *others = distinct_kinds(
-            self.mesh, {index: list(row) for index, row in rows.items()}
+            self.mesh.data, {index: list(row) for index, row in rows.items()}
         )
         for index, found in others:
             if set(found) != set(names):
@@ -247,7 +247,9 @@ class Evaluator:
         sizes = [stop - start for start, stop in bounds]
         found = {}
         for name, parts in collected.items():
-            everyone = gather_columns(self.mesh, f"metric {name!r}", parts, sizes)
+            everyone = gather_columns(
+                self.mesh.data, self.assignment, f"metric {name!r}", parts, sizes
+            )
             try:
                 with as_one_process():
                     computed = self._metrics(Gathered)[name].compute(*everyone)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.data.digests import Digests, changing, check_same, check_unchanged, not_compared
@@ -109,15 +110,19 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         if isinstance(order, BatchOrder)
         else microbatch or options.global_batch or 0
     )
-    mesh = split_microbatches(models, run.context.mesh, plan, microbatch=largest)
+    mesh = run.context.mesh
+    equal = MicrobatchAssignment(plan.data_ranks, plan.has_rounds)
+    assignment = split_microbatches(models, mesh, plan, equal, microbatch=largest)
     microbatch_is_fixed = microbatch is not None or isinstance(order, BatchOrder)
     check_assignment(
-        plan, mesh, is_stream=isinstance(data, Stream), microbatch_is_fixed=microbatch_is_fixed
+        plan,
+        assignment,
+        is_stream=isinstance(data, Stream),
+        microbatch_is_fixed=microbatch_is_fixed,
     )
-    # those of the loop before
-    mesh = mesh.assigned(replace(mesh.assignment, speeds=run.modules[0].mesh.assignment.speeds))
-    run.exchange.world = mesh.data if mesh.assignment.slices else None
-    if isinstance(data, Stream) and mesh.assignment.slices:
+    assignment = replace(assignment, speeds=run.speeds)
+    run.exchange.world = mesh.data if assignment.slices else None
+    if isinstance(data, Stream) and assignment.slices:
         raise RecipeError(
             f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each"
             " microbatch over the ranks, and only one of them reads its shard; use plain"
@@ -132,20 +137,21 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         epochs=options.epochs,
         drop_last=options.drop_last,
         mesh=mesh,
+        assignment=assignment,
         microbatch_splits=plan.microbatch_splits,
         order=order,
     )
     run.epoch_of = None if data is None or isinstance(data, Stream) else batching.epoch
     run.total_steps = batching.steps
     if (pipeline := run.modules[0].parallel.pipeline) is not None:
-        pipeline.exchange = run.exchange if mesh.assignment.slices else None
+        pipeline.exchange = run.exchange if assignment.slices else None
         rounds = [
-            len(mesh.assignment.with_dummies(batching.max_microbatches, rank))
-            for rank in range(mesh.assignment.ranks)
+            len(assignment.with_dummies(batching.max_microbatches, rank))
+            for rank in range(assignment.ranks)
         ]
         check_microbatches(min(rounds), pipeline.stages)
     for module in run.modules:
-        module.begin_loop(mesh, batching.max_microbatches)
+        module.begin_loop(batching.max_microbatches)
     return batching
 
 
@@ -360,8 +366,6 @@ def steps(
         if keeps:
             source.keep()
         run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total
-        for module in run.modules:
-            module.use_mesh(source.layout.mesh)
         run.begin_step(source)
         step = Step(source, run)
         context.phases.enter("compute")

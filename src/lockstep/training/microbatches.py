@@ -16,6 +16,7 @@ import torch
 from lockstep import assignment
 from lockstep.assignment import MicrobatchAssignment, stream_shard
 from lockstep.base.errors import CheckpointError, LossError
+from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.no_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.comm.world import exact_sum
@@ -65,6 +66,7 @@ class Batching:
         epochs: int | None,
         drop_last: bool = False,
         mesh: Mesh,
+        assignment: MicrobatchAssignment,
         microbatch_splits: int = 0,
         order: SampleOrder | None = None,
     ) -> None:
@@ -73,7 +75,8 @@ class Batching:
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
         self.samples = samples
-        self._meshes = [(0, mesh)]
+        self.mesh = mesh
+        self._assignments = [(0, assignment)]
         self.requested = -1
         """The last step whose microbatches on this rank are settled: they are being fetched, or
         were."""
@@ -91,7 +94,7 @@ class Batching:
         self._in_epochs = epochs is not None
         self._microbatch = microbatch
         self._spans: dict[Any, Spans] = {}
-        self._mine_of: tuple[Mesh, int] | None = None
+        self._mine_of: tuple[MicrobatchAssignment, int] | None = None
         self._mine: list[tuple[int, bool]] = []
         if self._batches is None:
             self.max_microbatches = len(
@@ -103,28 +106,27 @@ class Batching:
             self.max_microbatches = self._batches.max_microbatches * self._most_parts()
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh, with the latest assignment of microbatches to ranks. A step that was requested
-        may have another."""
-        return self._meshes[-1][1]
+    def assignment(self) -> MicrobatchAssignment:
+        """The latest assignment of microbatches to ranks. A step that was requested may have
+        another."""
+        return self._assignments[-1][1]
 
-    def mesh_in_step(self, step: int) -> Mesh:
-        """The mesh with the assignment of a step."""
-        first, mesh = self._meshes[-1]
-        return (
-            mesh
-            if first <= step
-            else next(mesh for first, mesh in reversed(self._meshes) if first <= step)
-        )
+    def assignment_in_step(self, step: int) -> MicrobatchAssignment:
+        """The assignment of a step's microbatches to ranks."""
+        first, latest = self._assignments[-1]
+        if first <= step:
+            return latest
+        return next(each for first, each in reversed(self._assignments) if first <= step)
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
         """Assign the microbatches of step `first` and later ones anew. Every rank calls it, with a
         step after all that any rank has requested. `done`: the last step that has ended; the
         assignments of earlier ones are forgotten."""
         assert first > self.requested, "what a rank has requested, it computes"
-        oldest = max(at for at, _ in self._meshes if at <= max(0, min(done, self.requested)))
-        self._meshes = [(at, mesh) for at, mesh in self._meshes if at >= oldest]
-        self._meshes.append((first, self.mesh.assigned(assignment)))
+        settled = max(0, min(done, self.requested))
+        oldest = max(at for at, _ in self._assignments if at <= settled)
+        kept = [(at, earlier) for at, earlier in self._assignments if at >= oldest]
+        self._assignments = [*kept, (first, assignment)]
 
     def span(self, step: int) -> tuple[int, int]:
         """The positions of a step's global batch."""
@@ -159,7 +161,7 @@ class Batching:
     def _uniform(self, size: int) -> Spans:
         """The microbatches of a batch of `size` samples."""
         if size not in self._spans:
-            assigned = self.mesh.assignment
+            assigned = self.assignment
             unsplit = assignment.microbatch_spans(
                 size, self._microbatch, 1 if assigned.slices else assigned.ranks
             )
@@ -168,7 +170,7 @@ class Batching:
 
     def _most_parts(self) -> int:
         """The number of parts that each microbatch is split into, if it has as many samples."""
-        return self.mesh.assignment.slices or self._parts
+        return self.assignment.slices or self._parts
 
     @property
     def largest(self) -> int:
@@ -204,15 +206,13 @@ class Batching:
 
     def mine(self, step: int) -> list[tuple[int, bool]]:
         """This rank's microbatches in a step, as (microbatch, is_dummy)."""
-        return self.mine_among(self.mesh_in_step(step), len(self.spans(step)))
+        return self.mine_among(self.assignment_in_step(step), len(self.spans(step)))
 
-    def mine_among(self, mesh: Mesh, count: int) -> list[tuple[int, bool]]:
+    def mine_among(self, assigned: MicrobatchAssignment, count: int) -> list[tuple[int, bool]]:
         """This rank's microbatches of a step that has `count`."""
-        if self._mine_of is None or self._mine_of[0] is not mesh or self._mine_of[1] != count:
-            self._mine_of, self._mine = (
-                (mesh, count),
-                mesh.assignment.with_dummies(count, mesh.data.rank),
-            )
+        if self._mine_of is None or self._mine_of[0] is not assigned or self._mine_of[1] != count:
+            self._mine_of = assigned, count
+            self._mine = assigned.with_dummies(count, self.mesh.data.rank)
         return self._mine
 
     def mine_in_step(self, step: int) -> list[Span]:
@@ -227,7 +227,7 @@ class Batching:
                 stop=start + spans[index][1],
                 is_dummy=is_dummy,
             )
-            for index, is_dummy in self.mine_among(self.mesh_in_step(step), len(spans))
+            for index, is_dummy in self.mine_among(self.assignment_in_step(step), len(spans))
         ]
 
     def request(self, first: int) -> Iterator[Span]:
@@ -247,14 +247,19 @@ class StepLayout:
     start: int  # the first position of the global batch
     spans: Spans
     mesh: Mesh
+    assignment: MicrobatchAssignment
     order: Order | SampleOrder | None
     origins: dict[int, Origin] | None = None
     """The origin of each microbatch that this rank has fetched from a stream; None for a
     dataset."""
 
+    def mine(self) -> range:
+        """The microbatches of this rank, without dummies."""
+        return self.assignment.indices(len(self.spans), self.mesh.data.rank)
+
     def name(self, place: int) -> str:
         """Name microbatch `place` in words."""
-        split = self.mesh.assignment.slices
+        split = self.assignment.slices
         return (
             f"slice {place % split} of microbatch {place // split}"
             if split
@@ -265,7 +270,7 @@ class StepLayout:
         """Name the rank that computes microbatch `place`."""
         rank = next(
             rank
-            for rank, share in enumerate(self.mesh.assignment.indices_by_rank(len(self.spans)))
+            for rank, share in enumerate(self.assignment.indices_by_rank(len(self.spans)))
             if place in share
         )
         return (
@@ -277,7 +282,7 @@ class StepLayout:
         described in words, and `place` must be a microbatch of this rank."""
         if self.origins is not None:
             return place, self.origins[place].names()
-        split = self.mesh.assignment.slices or 1
+        split = self.assignment.slices or 1
         number = place // split
         places = range(number * split, min((number + 1) * split, len(self.spans)))
         return number, [sample for each in places for sample in self.samples_of(each)]
@@ -320,14 +325,15 @@ class Microbatches:
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
-        self._mesh = batching.mesh_in_step(step)
+        mesh, assignment = batching.mesh, batching.assignment_in_step(step)
+        self._data, self._device = mesh.data, mesh.world.device
         self.batching = batching
         spans = batching.spans_of(step, start, stop)
         self.layout = StepLayout(
-            step, start, spans, self._mesh, order, None if positions is None else {}
+            step, start, spans, mesh, assignment, order, None if positions is None else {}
         )
         self.count = len(spans)
-        mine = batching.mine_among(self._mesh, self.count)
+        mine = batching.mine_among(assignment, self.count)
         self.mine = sum([not is_dummy for _, is_dummy in mine])  # without dummies
         self.most = batching.max_microbatches
         self.weights: Weights | None = None
@@ -355,7 +361,7 @@ class Microbatches:
         if names is None:
             names = next(
                 found
-                for found in self._mesh.data.gather_values(list(mine[0]) if mine else None)
+                for found in self._data.gather_values(list(mine[0]) if mine else None)
                 if found is not None
             )
         for item, weights in zip(self._kept, mine, strict=False):
@@ -368,7 +374,7 @@ class Microbatches:
         rows = torch.tensor(
             [list(weights.values()) for weights in mine], dtype=torch.float64
         ).reshape(len(mine), len(names))
-        columns = self._mesh.in_order(rows, self.count).T.tolist()
+        columns = in_order(rows, self.count, self.layout.assignment, self._data).T.tolist()
         self.weights = {
             name: exact_sum(column) for name, column in zip(names, columns, strict=True)
         }
@@ -389,8 +395,8 @@ class Microbatches:
         """This rank's microbatches, and their batches on the device, each with its own random
         generators."""
         for item in self._kept if self._kept is not None else self._items:
-            batch = to_device(item.batch, self._mesh.world.device)
-            seed_generators(key(*self.position(item, passes)), self._mesh.world.device)
+            batch = to_device(item.batch, self._device)
+            seed_generators(key(*self.position(item, passes)), self._device)
             yield item, batch
 
     def _record_origin(self, item: Microbatch) -> Microbatch:

@@ -37,7 +37,7 @@ def autocast(
 def keeps_casts(plan: Plan) -> bool:
     """False under `shard`, where the casts would be those of the full model, and so in bitwise
     numerics everywhere."""
-    return plan.shard == 1 and plan.numerics == "fast"
+    return not plan.divides("parameters") and plan.numerics == "fast"
 
 
 class LossScale:

@@ -111,7 +111,7 @@ def prepare(
     remedy = "session.prepare(..., lambda model: torch.optim.AdamW(model.parameters()))"
     check_factory("session.prepare(build_optimizer)", build_optimizer, remedy=remedy)
     context = run.context
-    if run.modules and context.mesh.axis("pipeline").size > 1:
+    if run.modules and context.plan.divides("layers"):
         raise RecipeError(
             f"a second session.prepare with pipeline={context.plan.pipeline}; a pipeline computes"
             " one model's stages; use another plan, or make the two one model"

@@ -208,6 +208,11 @@ class Run:
         the global batch."""
         return self._saved_loss if self.latest is None else self.latest.loss()
 
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """The measured speeds of the data ranks in the latest step; empty if all count as equal."""
+        return () if self.source is None else self.source.layout.assignment.speeds
+
     def stop(self, reason: str) -> None:
         """Ask for the end of training, on any rank. All stop at the next logging step, or after
         this evaluation."""
@@ -339,7 +344,7 @@ class Run:
             for name, p in named
             if p.grad is not None
         }
-        everyone = self.context.mesh.axis("pipeline").gather_values(mine)
+        everyone = self.context.mesh.stages.gather_values(mine)
         return {name: norm for theirs in everyone for name, norm in theirs.items()}
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:

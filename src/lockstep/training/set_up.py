@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base import accelerator, cublas
 from lockstep.base.container import VOLUME, ends_with_container
 from lockstep.base.errors import LaunchError, PlanError, RecipeError
@@ -155,7 +156,7 @@ def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> No
     """Let the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value a
     channel: it has no variance, and torch raises an error at the end of the epoch."""
     sizes = batching.last_of_epoch
-    if 1 not in sizes or batching.mesh.assignment.slices:
+    if 1 not in sizes or batching.assignment.slices:
         return
     for name, layer in training_batchnorms(models):
         _check_values_per_channel(name, layer, sizes)
@@ -178,10 +179,10 @@ def _check_values_per_channel(name: str, layer: nn.Module, sizes: Sequence[int])
 
 def idle_ranks(batching: Batching) -> Remark | None:
     """Return a remark if some data ranks have no microbatch in any step."""
-    ranks, count, size = batching.mesh.assignment.ranks, batching.max_microbatches, batching.largest
+    ranks, count, size = batching.assignment.ranks, batching.max_microbatches, batching.largest
     idle = [
         rank
-        for rank, indices in enumerate(batching.mesh.assignment.indices_by_rank(count))
+        for rank, indices in enumerate(batching.assignment.indices_by_rank(count))
         if not indices
     ]
     if not idle:
@@ -201,7 +202,7 @@ def idle_ranks(batching: Batching) -> Remark | None:
 def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
     """Return a remark if measured speeds change nothing, because no rank ever has more than one
     microbatch."""
-    ranks, count = batching.mesh.assignment.ranks, batching.max_microbatches
+    ranks, count = batching.assignment.ranks, batching.max_microbatches
     if plan.assignment == "equal" or ranks == 1 or count > ranks:
         return None
     line = (
@@ -212,9 +213,11 @@ def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
     return Remark("assignment-fixed", {"microbatches": count, "ranks": ranks}, line)
 
 
-def check_assignment(plan: Plan, mesh: Mesh, *, is_stream: bool, microbatch_is_fixed: bool) -> None:
+def check_assignment(
+    plan: Plan, assignment: MicrobatchAssignment, *, is_stream: bool, microbatch_is_fixed: bool
+) -> None:
     """Raise `PlanError` if the plan measures speeds and microbatches cannot move from rank to rank.
-    `mesh`: with microbatches split, if SyncBatchNorm splits them."""
+    `assignment`: with microbatches split, if SyncBatchNorm splits them."""
     if plan.assignment == "equal":
         return
     for applies, what, why, instead in (
@@ -225,7 +228,7 @@ def check_assignment(plan: Plan, mesh: Mesh, *, is_stream: bool, microbatch_is_f
             "use a map-style dataset",
         ),
         (
-            bool(mesh.assignment.slices),
+            bool(assignment.slices),
             "SyncBatchNorm",
             "all ranks compute slices of each microbatch together",
             "use plain BatchNorm",
@@ -274,13 +277,13 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
             " rounds the gradients it sends, so the bits depend on the number of processes; use"
             " gradient_compression='none', or numerics=fast"
         )
-    for axis in ("shard", "tensor", "pipeline", "split"):
-        if getattr(plan, axis) != 1:
-            raise RecipeError(
-                f"gradient_compression={gradient_compression!r} with {axis}={getattr(plan, axis)};"
-                " only gradients of full replicas can be compressed; use a plan with replicate"
-                " alone, or gradient_compression='none'"
-            )
+    divided = plan.state_divided + [f"split={plan.split}"] * (plan.split != 1)
+    if divided:
+        raise RecipeError(
+            f"gradient_compression={gradient_compression!r} with {', '.join(divided)}; only"
+            " gradients of full replicas can be compressed; use a plan with replicate alone, or"
+            " gradient_compression='none'"
+        )
 
 
 def resolved(plan: Plan, world_size: int) -> str:

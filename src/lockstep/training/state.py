@@ -510,7 +510,7 @@ def _check_tensors(
     }
     everyone = {
         name: described
-        for part in mesh.axis("pipeline").gather_values(mine)
+        for part in mesh.stages.gather_values(mine)
         for name, described in part.items()
     }
     there = {name: [dtype, list(shape)] for name, (dtype, shape) in saved.items()}

@@ -51,7 +51,6 @@ class Step:
         self.skipped: set[int] = set()
         self._run = run
         self._modules = run.modules
-        self._mesh = run.modules[0].mesh
         self._statistics = run.statistics
         self._streams = run.streams
         self._polls = run.context.device.type == "cpu"
@@ -226,7 +225,7 @@ class Step:
             else result.applied
         )
         for statistics in self._statistics:
-            statistics.commit(self.count, apply=applied)
+            statistics.commit(self.source.layout.assignment, self.count, apply=applied)
         self._end_commit(number, result)
 
     def _again(
@@ -327,7 +326,11 @@ class Step:
             loss, self.source.layout.spans, lambda: self.current, watched=self.index == 0
         )
         found.collect(
-            self._mesh, self.batches(), partial(call_model, inputs, module.model), module.autocast
+            self._run.context.mesh.data,
+            self.source.layout.assignment,
+            self.batches(),
+            partial(call_model, inputs, module.model),
+            module.autocast,
         )
         reshard(module.model)
         return found
@@ -349,7 +352,7 @@ class Step:
     def _refuse_dummies(self) -> None:
         """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in any of
         its epoch."""
-        assigned = self._mesh.assignment
+        assigned = self.source.layout.assignment
         count = next(
             (
                 count
@@ -419,7 +422,9 @@ class Step:
         """The accumulation of model `number`, begun if it is not yet."""
         if self._accumulation is None:
             self.check_gradients()
-            self._modules[number].begin_step(self.count, self.samples)
+            self._modules[number].begin_step(
+                self.count, self.samples, self.source.layout.assignment
+            )
             self.note_gradients()
             probe = None if self._is_repeated else self._probe
             self._accumulation = _Accumulation(
@@ -572,13 +577,9 @@ class _Accumulation:
     def check_complete(self) -> None:
         """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one
         kind."""
-        step, mesh = self._step, self._module.mesh
+        step = self._step
         if len(self._seen) < step.source.mine:
-            missing = [
-                place
-                for place in mesh.assignment.indices(step.count, mesh.data.rank)
-                if place not in self._seen
-            ]
+            missing = [place for place in step.source.layout.mine() if place not in self._seen]
             raise LossError(
                 f"after step {step.index}: commit without a backward for microbatches {missing} of"
                 " this rank; call step.backward once for each microbatch; to leave the microbatch"

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import divides_gradients
-from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.mesh import to_local
 from lockstep.logging.flops import Flops, peak_of
 from lockstep.model.model_snapshot import ModelSnapshot
 from lockstep.model.parallelize import Parallelized
@@ -101,6 +102,7 @@ class TrainModule:
         """Tensors that are saved only if they change. None in a run that saves nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
+        self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
         self.device = context.device
         self.parallel = parallel
         self.settings = settings_of(optimizers)
@@ -112,7 +114,7 @@ class TrainModule:
         )
         self._bitwise = context.bitwise
         self._compression = compression_for(
-            context.gradient_compression, context.mesh.data, self.parameters, self.names
+            context.gradient_compression, context.mesh.summed(), self.parameters, self.names
         )
         self._keeps_rest = keeps_rest(context.gradient_compression)
         self.forward_knows_weight: bool | None = None
@@ -197,40 +199,28 @@ class TrainModule:
         self.snapshot.note_trainable()
         if self._reducer is not None:
             self._close_reducer()
-            self.begin_loop(self.mesh, self._max_microbatches)
+            self.begin_loop(self._max_microbatches)
 
-    def begin_loop(self, mesh: Mesh, max_microbatches: int) -> None:
+    def begin_loop(self, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
-        calls it. `mesh`: with its assignment."""
+        calls it."""
         self.choice = choose_reducer(
-            mesh, bitwise=self._bitwise, compressed=self._compression is not None
+            self.mesh, bitwise=self._bitwise, compressed=self._compression is not None
         )
-        if (
-            self._reducer is None
-            or mesh.assignment != self.mesh.assignment
-            or max_microbatches > self._max_microbatches
-        ):
+        if self._reducer is None or max_microbatches > self._max_microbatches:
             self._close_reducer()
-            self.use_mesh(mesh)
             self._max_microbatches = max_microbatches
             self._reducer = build_reducer(
                 self.choice,
                 self.model,
                 self.parameters,
-                mesh,
+                self.mesh,
                 tied=self._tied,
                 bitwise=self._bitwise,
                 max_microbatches=max_microbatches,
                 compression=self._compression,
-                complete=None if mesh.torch_mesh is None else reduce_partial_gradients,
+                complete=reduce_partial_gradients if self._sums_partial else None,
             )
-
-    def use_mesh(self, mesh: Mesh) -> None:
-        """Compute the next steps with the assignment of `mesh`, between two steps. Every rank calls
-        it."""
-        self.mesh = mesh
-        for statistics in self.statistics:
-            statistics.mesh = mesh
 
     @property
     def overflows(self) -> int:
@@ -247,7 +237,7 @@ class TrainModule:
         assert self._reducer is not None, "begin_loop comes first"
         return self._reducer
 
-    def begin_step(self, count: int, samples: int) -> None:
+    def begin_step(self, count: int, samples: int, assignment: MicrobatchAssignment) -> None:
         """Begin gradient accumulation for a step of `count` microbatches and `samples` samples over
         all ranks."""
         if self.prescale is None:
@@ -259,7 +249,7 @@ class TrainModule:
         if self._compression is not None and self._keeps_rest:
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             self._compression.begin(scale / self.prescale.item())
-        self.reducer.begin_step(count, self.mesh.assignment)
+        self.reducer.begin_step(count, assignment)
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""

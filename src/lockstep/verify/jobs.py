@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lockstep.base.errors import PlanError
-from lockstep.plan import AXES, Plan
+from lockstep.plan import Plan
 from lockstep.scripts.request import ScriptRequest
 
 PERTURBED_RUNS = 3
@@ -89,7 +89,7 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
         )
     for text in texts:
         plan = Plan.parse(text)
-        sizes = {axis: getattr(plan, axis) for axis in AXES}
+        sizes: dict[str, Any] = plan.axis_sizes
         if "auto" in sizes.values():
             axis = next(axis for axis, size in sizes.items() if size == "auto")
             raise PlanError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.base.torch_private import BatchNormBase
-from lockstep.comm.mesh import Mesh, full_tensor
+from lockstep.comm.mesh import full_tensor
 from lockstep.data.digests import digest_parts
 from lockstep.data.loader import Microbatch
 from lockstep.evidence.noise import perturb_parameters
@@ -77,14 +77,19 @@ class TraceHook(ControlHook):
             torch.set_default_dtype(torch.float64)
         mesh, world, plan = run.context.mesh, run.context.world, str(run.context.plan)
         if not hasattr(self, "tracer"):
-            writes = all(mesh.axis(axis).rank == 0 for axis in ("replicate", "shard", "tensor"))
+            self._is_whole = not run.context.plan.state_divided
+            writes = all(
+                mesh.axis(axis.name).rank == 0
+                for axis in mesh.larger
+                if "layers" not in axis.divides
+            )
             self.tracer = Tracer(
                 self._request.folder,
                 self._request.steps,
                 rank=world.rank,
                 world_size=world.size,
                 plan=plan,
-                replicated=_is_replicated(mesh),
+                replicated=self._is_whole,
                 writes=writes,
             )
             self._finds_short_dtypes &= world.size == 1
@@ -149,7 +154,7 @@ class TraceHook(ControlHook):
         """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a
         slice of it."""
         each, gradients = self.run.modules[module], None
-        if _is_replicated(each.mesh) and not each.mesh.assignment.slices:
+        if self._is_whole and not self._slices:
             found = torch.autograd.grad(
                 total, each.parameters, grad_output, retain_graph=True, allow_unused=True
             )
@@ -160,12 +165,18 @@ class TraceHook(ControlHook):
         """See `Probe`."""
         self._note_microbatch(module, microbatch, None)
 
+    @property
+    def _slices(self) -> int:
+        """The slices into which SyncBatchNorm splits each microbatch; 0 if it does not."""
+        assert self.run.source is not None, "a step has begun"
+        return self.run.source.layout.assignment.slices
+
     def _note_microbatch(
         self, module: int, microbatch: int, gradients: NamedTensors | None
     ) -> None:
         assert self.run.source is not None, "a step has begun"
         index, samples = self.run.source.layout.full_microbatch(microbatch)
-        batch = {} if self.run.modules[module].mesh.assignment.slices else self._batches[microbatch]
+        batch = {} if self._slices else self._batches[microbatch]
         self.tracer.microbatch(module, self._steps[module], index, samples, batch, gradients)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
@@ -241,10 +252,6 @@ def _states(module: TrainModule) -> NamedTensors:
             for what, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{name}/{what}", value
-
-
-def _is_replicated(mesh: Mesh) -> bool:
-    return all(mesh.axis(axis).size == 1 for axis in ("shard", "tensor", "pipeline"))
 
 
 def _full(tensors: NamedTensors) -> NamedTensors:

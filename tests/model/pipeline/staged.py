@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import LossError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
@@ -291,10 +292,10 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     )
     found = []
     for step, sizes in enumerate(steps):
-        reducer.begin_step(len(sizes), mesh.assignment)
+        reducer.begin_step(len(sizes), MicrobatchAssignment(2))
         given = items(name, sizes, torch.float32)
         rows = pipeline.run(
-            [given[place] for place in mesh.assignment.indices(len(sizes), mesh.data.rank)],
+            [given[place] for place in MicrobatchAssignment(2).indices(len(sizes), mesh.data.rank)],
             columns=2,
         )
         stats = reducer.reduce(
@@ -417,7 +418,7 @@ def statistics(
         pipeline.run(items(name, sizes, torch.float32), columns=2)
         for watcher in watchers:
             watcher.check(compare=False)
-            watcher.commit(len(sizes), apply=True)
+            watcher.commit(MicrobatchAssignment(1), len(sizes), apply=True)
     return dict(model.named_buffers())
 
 

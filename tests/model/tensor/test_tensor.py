@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.model.initialization.deferred_init import build
@@ -131,9 +132,10 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
     )
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
     separate_meshes(optimizer)
-    reducer.begin_step(MICROBATCHES, mesh.assignment)
-    share = list(mesh.assignment.indices(MICROBATCHES, mesh.data.rank))
-    rounds = -(-MICROBATCHES // mesh.assignment.ranks) if sizes.get("shard", 1) > 1 else len(share)
+    assigned = MicrobatchAssignment(mesh.data.size, round_robin=sizes.get("shard", 1) > 1)
+    reducer.begin_step(MICROBATCHES, assigned)
+    share = list(assigned.indices(MICROBATCHES, mesh.data.rank))
+    rounds = -(-MICROBATCHES // assigned.ranks) if sizes.get("shard", 1) > 1 else len(share)
     values = []
     for turn in range(rounds):
         is_dummy = turn >= len(share)

@@ -60,7 +60,7 @@ def with_short_first_step() -> Patch:
     original = Batching.spans
 
     def spans(batching: Batching, step: int) -> Spans:
-        return original(batching, step)[: batching.mesh.assignment.ranks if step == 0 else None]
+        return original(batching, step)[: batching.assignment.ranks if step == 0 else None]
 
     return Batching, {"spans": spans}
 

@@ -378,9 +378,8 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
     """Return torch's name of each group of a mesh -> axis."""
-    named = {"data": mesh.data, **mesh.axes}
     return {
-        group_name(world.group or dist.group.WORLD): axis
-        for axis, world in named.items()
+        group_name(world.group or dist.group.WORLD): "data" if len(names) > 1 else names[0]
+        for names, world in reversed(list(mesh.groups.items()))
         if world.size > 1
     }

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import LossError
-from lockstep.comm.mesh import Mesh
 from lockstep.comm.no_collectives import CollectiveCalled, as_one_process
+from lockstep.comm.world import World
 from lockstep.data.device import map_tensors
 from lockstep.data.loader import Microbatch
 from lockstep.recipe.recipe import Gathered, Sum
@@ -44,7 +45,8 @@ class BatchLoss:
 
     def collect(
         self,
-        mesh: Mesh,
+        data: World,
+        assignment: MicrobatchAssignment,
         batches: Iterator[tuple[Microbatch, Any]],
         call: Callable[[Any], Any],
         autocast: AbstractContextManager[Any],
@@ -62,9 +64,9 @@ class BatchLoss:
                 if not item.is_dummy:
                     parts[item.index] = columns
         columns_of_all = gather_columns(
-            mesh, WHAT, parts, [stop - start for start, stop in self._spans]
+            data, assignment, WHAT, parts, [stop - start for start, stop in self._spans]
         )
-        self._differentiate([column.to(mesh.world.device) for column in columns_of_all], autocast)
+        self._differentiate([column.to(data.device) for column in columns_of_all], autocast)
 
     def _differentiate(self, columns: list[Tensor], autocast: AbstractContextManager[Any]) -> None:
         with torch.enable_grad(), autocast:

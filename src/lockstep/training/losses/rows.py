@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import DataError
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.gather import samples_in_order
+from lockstep.comm.world import World
 
 Columns = tuple[Tensor, ...]
 """The tensors that an `ls.Gathered` collected from one microbatch, each with one row per sample."""
@@ -38,19 +40,25 @@ def checked_columns(what: str, collected: Any, samples: int) -> Columns:
 
 
 def gather_columns(
-    mesh: Mesh, what: str, parts: Mapping[int, Columns], sizes: Sequence[int]
+    data: World,
+    assignment: MicrobatchAssignment,
+    what: str,
+    parts: Mapping[int, Columns],
+    sizes: Sequence[int],
 ) -> list[Tensor]:
     """All-gather the rows of all microbatches, on the CPU, in the order of the samples. Every rank
-    of `mesh.data` calls it. `parts`: of this rank's microbatches. `sizes`: samples of each
+    of `data` calls it. `parts`: of this rank's microbatches. `sizes`: samples of each
     microbatch. Raises `DataError` if rows differ."""
-    mine, count = list(parts.values()), _count(mesh, what, parts)
+    mine, count = list(parts.values()), _count(data, what, parts)
     return [
-        mesh.samples_in_order(torch.cat([part[i] for part in mine]).cpu() if mine else None, sizes)
+        samples_in_order(
+            torch.cat([part[i] for part in mine]).cpu() if mine else None, sizes, assignment, data
+        )
         for i in range(count)
     ]
 
 
-def _count(mesh: Mesh, what: str, parts: Mapping[int, Columns]) -> int:
+def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
     """The number of tensors that each microbatch has given. Raises `DataError` if dtypes or shapes
     differ."""
     kinds = {
@@ -59,7 +67,7 @@ def _count(mesh: Mesh, what: str, parts: Mapping[int, Columns]) -> int:
         ]
         for index, part in parts.items()
     }
-    (first, before), *others = distinct_kinds(mesh, kinds)
+    (first, before), *others = distinct_kinds(data, kinds)
     if others:
         index, found = others[0]
         raise DataError(
@@ -71,10 +79,10 @@ def _count(mesh: Mesh, what: str, parts: Mapping[int, Columns]) -> int:
     return len(before)
 
 
-def distinct_kinds(mesh: Mesh, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
+def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """(microbatch, kind) of each distinct kind (JSON) on any rank: the first microbatch of that
-    kind, in order. Every rank of `mesh.data` calls it."""
-    everyone = mesh.data.gather_values(_firsts(kinds.items()))
+    kind, in order. Every rank of `data` calls it."""
+    everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
 

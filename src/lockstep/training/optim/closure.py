@@ -27,11 +27,7 @@ def check_closures(
     found = next(filter(needs_closure, optimizers), None)
     if found is None:
         return
-    others = [
-        f"{axis}={getattr(plan, axis)}"
-        for axis in ("shard", "tensor", "pipeline")
-        if getattr(plan, axis) != 1
-    ]
+    others = plan.state_divided
     others += ["fp16"] * (precision == "fp16") + [
         f"gradient_compression={gradient_compression!r}"
     ] * (gradient_compression != "none")

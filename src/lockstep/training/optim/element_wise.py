@@ -28,11 +28,7 @@ _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
     """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that
     they need whole. Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
-    axes = [
-        f"{axis}={getattr(plan, axis)}"
-        for axis in ("shard", "tensor", "pipeline")
-        if getattr(plan, axis) != 1
-    ]
+    axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
         raise RecipeError(
             f"{type(mixing).__name__} with {','.join(axes)}; its update of a tensor depends on"
@@ -40,10 +36,10 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
             " numbers, and ranks hold parts of the model; use replicate, or an optimizer that"
             " updates each tensor by itself, such as AdamW"
         )
-    if plan.shard == 1 and plan.tensor == 1:
+    if not plan.divides("parameters") and not plan.divides("features"):
         return []
     found = [optimizer for optimizer in optimizers if not is_element_wise(optimizer)]
-    if found and (plan.tensor != 1 or plan.offload or plan.pipeline != 1):
+    if found and (plan.offload or plan.divides("features") or plan.divides("layers")):
         raise RecipeError(
             f"{type(found[0]).__name__} with"
             f" {','.join([*axes, *(['offload=yes'] if plan.offload else [])])}; its update of an"

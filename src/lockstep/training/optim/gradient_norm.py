@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
-from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.mesh import Mesh, divided_over, to_local
 
 PIECE_ELEMENTS = 2**15 - 1
 """Elements whose squares are summed at once: torch sums so many in one thread, and so in one
@@ -30,12 +30,14 @@ class GradientNorm:
 
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
-        self._in_parts = mesh.torch_mesh is not None
-        self._memory = None if self._in_parts else mesh.data.host_shared_memory
-        self._sharding_axes = {
-            name: axis for name in ("shard", "tensor") if (axis := mesh.axis(name)).size > 1
+        divided = [axis for axis in mesh.larger if not axis.same_state]
+        self._in_parts = bool(divided)
+        self._memory = None if self._in_parts else mesh.replicas.host_shared_memory
+        self._parts = {
+            axis.name: mesh.axis(axis.name) for axis in divided if "layers" not in axis.divides
         }
-        self._pipeline = mesh.axis("pipeline")
+        """The axes along which ranks hold parts of the same tensors, or the same tensors."""
+        self._stages = mesh.stages
         self._bitwise = bitwise
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
@@ -57,7 +59,7 @@ class GradientNorm:
                 .square()
                 .to(squares.device)
             )
-        for axis in (*self._sharding_axes.values(), self._pipeline):
+        for axis in (*self._parts.values(), self._stages):
             axis.all_reduce(squares)
         return self._number(squares.sqrt())
 
@@ -99,14 +101,8 @@ class GradientNorm:
     def _counts(self, gradient: Tensor) -> bool:
         """True if this rank's part of a gradient counts: of ranks with the same part, the first on
         each axis."""
-        mesh = getattr(gradient, "device_mesh", None)
-        names = () if mesh is None else mesh.mesh_dim_names
-        sharded = {
-            name
-            for name, placement in zip(names, getattr(gradient, "placements", ()), strict=True)
-            if not placement.is_replicate()
-        }
-        return all(name in sharded or axis.rank == 0 for name, axis in self._sharding_axes.items())
+        divided = divided_over(gradient)
+        return all(name in divided or axis.rank == 0 for name, axis in self._parts.items())
 
     def _number(self, value: Tensor) -> Tensor | float:
         return value.item() if value.is_cpu else value

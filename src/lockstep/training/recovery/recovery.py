@@ -88,9 +88,7 @@ class Recovery:
         """Tell the launcher whether the run could recover in place from now on: if all of its
         processes can. Every rank calls it. `data`: that of the loop."""
         plan = run.context.plan
-        self.is_replica = plan.shard == plan.tensor == plan.pipeline == 1 and not isinstance(
-            data, Stream
-        )
+        self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run)
         mine = (
             self._too_late
@@ -120,9 +118,7 @@ class Recovery:
         """A reader of the newest state that the survivors hold, or that is in the images of all,
         and which of the two it reads: "replica" or "image". None if there is none. Every rank calls
         it. `plan`: the run's from now on; if it splits tensors, only images can be read."""
-        held = ReplicaReader(
-            self._held if plan.shard == plan.tensor == plan.pipeline == 1 else None, world
-        )
+        held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         images = open_images(
             [f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images], world

@@ -99,12 +99,13 @@ class DdpReducer:
         compression: Compression | None = None,
     ) -> None:
         """`compression`: not with `bitwise`."""
-        world = mesh.data
+        world = mesh.summed()
         self._memory = world.shared_memory
         self._waits_in_torch = world.hierarchy is None and compression is None
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._world = world
+        self._data_rank = mesh.data.rank
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._unused = UnusedParameters(self._parameters, world)
@@ -141,7 +142,7 @@ class DdpReducer:
         for parameter in self._parameters:
             parameter.grad = None
         self._count = count
-        self._mine = assignment.indices(count, self._world.rank)
+        self._mine = assignment.indices(count, self._data_rank)
         self._has_rounds = assignment.round_robin
         self._remaining = len(self._mine)
         self._synchronized = False

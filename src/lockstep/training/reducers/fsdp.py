@@ -68,9 +68,9 @@ class FsdpReducer:
         self._model = model
         self._mesh = mesh
         self._parameters = list(parameters)
-        self._replicas = mesh.axis("replicate")
+        self._replicas = mesh.replicas
         self._bitwise = bitwise
-        self._unused = UnusedParameters(self._parameters, mesh.data)
+        self._unused = UnusedParameters(self._parameters, mesh.summed())
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
         self._scatters: list[Scatter] = []
         self._groups = fsdp_groups(model)
@@ -182,7 +182,7 @@ class FsdpReducer:
         self._used.refuse_hooks()
         self._used.refuse_changes()
         packed = self._vector.pack(used, self._mine, values, weights, flag)
-        self._mesh.data.all_reduce(packed)
+        self._mesh.summed().all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         for scatter in self._scatters:
             scatter.end()
@@ -477,7 +477,7 @@ class OrderedScatter(Scatter):
     """
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
-        super().__init__(mesh.data.shared_memory, mesh.axis("replicate"), parameters)
+        super().__init__(mesh.data.shared_memory, mesh.replicas, parameters)
         self._data = mesh.data
         self._shards = mesh.axis("shard").size
 

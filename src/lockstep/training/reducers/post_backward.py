@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.world import World
 from lockstep.training.reducers.step_stats import (
     Number,
     StepStats,
@@ -37,14 +38,19 @@ class PostBackwardReducer:
         """`complete`: called with the parameters after the last backward, to sum gradients that are
         still partial."""
         self._parameters = list(parameters)
-        self._mesh = mesh
+        self._rank = mesh.data.rank
+        self._numbers = mesh.summed()
+        """The ranks whose numbers of the step are summed with the gradients."""
+        self._groups: dict[World, list[nn.Parameter]] = {self._numbers: []}
+        for parameter in self._parameters:
+            self._groups.setdefault(mesh.summed(parameter), []).append(parameter)
         self._complete = complete
-        self._unused = UnusedParameters(self._parameters, mesh.data)
+        self._unused = UnusedParameters(self._parameters, self._numbers)
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count
-        self._mine = assignment.indices(count, self._mesh.data.rank)
+        self._mine = assignment.indices(count, self._rank)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -79,17 +85,16 @@ class PostBackwardReducer:
         flag: bool,
     ) -> StepStats:
         """`reduce`, given what `used` returned."""
-        data = self._mesh.data
         packed = self._vector.pack(used, self._mine, values, weights, flag)
-        if data.size > 1:
-            for parameter in self._parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            data.sum_each(
-                [*(to_local(p.grad) for p in self._parameters if p.grad is not None), packed]
-            )
+        for world, parameters in self._groups.items():
+            if world.size > 1:
+                for parameter in parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                summed = [to_local(p.grad) for p in parameters if p.grad is not None]
+                world.sum_each([*summed, packed] if world is self._numbers else summed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
-        if data.size > 1:
+        if self._numbers.size > 1:
             self._unused.clear(used, stats)
         return stats
 
