@@ -152,7 +152,7 @@ def seconds(step: Step) -> float:
         stack.callback(gc.enable)
         gc.disable()
         with suppress(Ended), session:
-            train_in(session, session.recipe)
+            train_in(session)
     lengths = [end - start for start, end in zip(clock.times, clock.times[1:], strict=False)]
     return min(lengths[WARM:])
 

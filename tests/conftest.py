@@ -31,7 +31,7 @@ pools: list[WorkerPool] = []
 PRELOADED = (
     "lockstep.run",
     "lockstep.autotune.autotune",
-    "lockstep.model.pipeline.torch_stage",
+    "lockstep.model.pipeline.stage",
     "torch.distributed.checkpoint",
 )
 """What most tests train with, which each of their ranks would import for itself."""

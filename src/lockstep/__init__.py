@@ -19,6 +19,7 @@ from lockstep.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from lockstep.cli.export import export_pretrained as export_pretrained, load as load
     from lockstep.data import samplers as samplers
+    from lockstep.evaluation import evaluate as evaluate
     from lockstep.hooks.early_stopping import EarlyStopping as EarlyStopping
     from lockstep.hooks.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from lockstep.launch.spawn import spawn as spawn
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
         Sum as Sum,
         Weights as Weights,
     )
-    from lockstep.run import Result as Result, evaluate as evaluate, train as train
+    from lockstep.recipe_session import Result as Result
+    from lockstep.run import train as train
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.session import Session as Session
@@ -58,14 +60,14 @@ _HOME = {
     "OnMetric": "lockstep.training.optim.schedule",
     "Plan": "lockstep.plan",
     "Recipe": "lockstep.recipe.recipe",
-    "Result": "lockstep.run",
+    "Result": "lockstep.recipe_session",
     "Saving": "lockstep.saving",
     "Session": "lockstep.session",
     "Stream": "lockstep.recipe.data",
     "Sum": "lockstep.recipe.recipe",
     "WandB": "lockstep.logging.loggers",
     "Weights": "lockstep.recipe.recipe",
-    "evaluate": "lockstep.run",
+    "evaluate": "lockstep.evaluation",
     "export_pretrained": "lockstep.cli.export",
     "fingerprint": "lockstep.logging.fingerprint",
     "load": "lockstep.cli.export",

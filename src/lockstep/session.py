@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,6 @@ class Session:
     code: Mapping[str, str] = MappingProxyType({})
     """Digests of the functions of the recipe; empty in a script's own session."""
     _code_and_objects: Digests = MappingProxyType({})
-    # replaces the settings that `train` measures
-    _resolve: Callable[[Opened], Context] | None = None
     _recovery: Recovery | None = None  # that of `train`, if the run can recover in place
     _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(
         open_run
@@ -106,7 +104,11 @@ class Session:
         self._stack = ExitStack()
         self._termination = Termination()
 
-    def __enter__(self) -> Session:
+    def _resolve(self, opened: Opened) -> Context:
+        """Replace the settings that `train` measures."""
+        return opened.context
+
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             opened = self._open(self._request, self._termination, stack, self._recovery)
             self.house = HouseHooks(
@@ -118,7 +120,7 @@ class Session:
             )
             stack.callback(self.house.hang.close)
             self.run = Run(
-                opened.context if self._resolve is None else self._resolve(opened),
+                self._resolve(opened),
                 self.house.in_order,
             )
             self.run.include_hooks(self.hooks)

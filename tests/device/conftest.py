@@ -41,7 +41,7 @@ def devices() -> Iterator[WorkerPool]:
         max_workers=4,
         preload=[
             "lockstep.run",
-            "lockstep.model.pipeline.torch_stage",
+            "lockstep.model.pipeline.stage",
             "torch.distributed.checkpoint",
         ],
     ) as pool:

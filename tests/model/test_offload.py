@@ -28,7 +28,7 @@ from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim import gradient_norm
 from lockstep.training.reducers.fsdp import OrderedScatter
-from lockstep.training.reducers.pipeline import TiedGradients
+from lockstep.training.reducers.tied import TiedGradients
 
 PLANS = {"shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
 GPU = World(0, 2, 0, 2, ELSEWHERE, owns_group=False)

@@ -27,7 +27,7 @@ from lockstep.recipe.data import Stream as DataStream
 from lockstep.recipe.recipe import Recipe
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
-from lockstep.training.executors.executor import call_model
+from lockstep.training.executor import call_model
 from lockstep.training.losses.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,8 +19,8 @@ from lockstep.model.blocks import blocks_of
 from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
 from lockstep.model.device_split import devices_of, layers_of, split
 from lockstep.model.initialization.initial_model import InitialModel
-from lockstep.model.pipeline.pipeline import STAGES_PER_RANK, Pipeline
 from lockstep.model.pipeline.stages import (
+    STAGES_PER_RANK,
     SharedParameter,
     Stages,
     keep_only_parts,
@@ -31,6 +31,9 @@ from lockstep.model.shard import shard, shard_parts
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import check_stage_parts, tensor_styles
 from lockstep.plan import Plan
+
+if TYPE_CHECKING:
+    from lockstep.model.pipeline.pipeline import Pipeline
 
 
 @dataclass(slots=True)
@@ -70,9 +73,11 @@ def parallelize(
     pipeline: Pipeline | None = None
     shared: Sequence[SharedParameter] = ()
     roots = [""]
-    if mesh.axis("pipeline").size > 1:
+    if mesh.stages.size > 1:
+        from lockstep.model.pipeline.pipeline import Pipeline  # torch's schedules take long
+
         split_stages = Stages.split(
-            model, stages, ranks=mesh.axis("pipeline").size, per_rank=STAGES_PER_RANK[plan.schedule]
+            model, stages, ranks=mesh.stages.size, per_rank=STAGES_PER_RANK[plan.schedule]
         )
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
@@ -80,7 +85,7 @@ def parallelize(
         pipeline = Pipeline(
             model,
             split_stages,
-            mesh.axis("pipeline"),
+            mesh.stages,
             streams,
             schedule=plan.schedule,
             shards=shards,
@@ -145,7 +150,7 @@ def check_devices(plan: Plan, home: torch.device) -> None:
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
     """Remove the tensors of other ranks' stages. Return the parts that this rank holds."""
-    pipeline = mesh.axis("pipeline")
+    pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
     # no other rank computes the values of these stages, so one checks another's
     if pipeline.size == mesh.world.size:

@@ -21,7 +21,7 @@ from lockstep.model.model_snapshot import remark_on_modes
 from lockstep.model.shard import reshard
 from lockstep.recipe.checks import check_clip_norm
 from lockstep.recipe.recipe import Gathered
-from lockstep.training.executors.executor import call_model
+from lockstep.training.executor import call_model
 from lockstep.training.losses.batch_loss import BatchLoss
 from lockstep.training.losses.loss import SINGLE, Contribution, LossKind, contribution
 from lockstep.training.microbatches import Microbatches
@@ -33,7 +33,11 @@ from lockstep.training.train_module import TrainModule
 
 
 class Step:
-    """One optimizer step under way, the same on all ranks. Made by `Session.steps`."""
+    """One optimizer step under way, the same on all ranks. Made by `Session.steps`.
+
+    It accumulates the gradient of one model at a time: from that model's first microbatch to its
+    commit.
+    """
 
     def __init__(self, source: Microbatches, run: Run) -> None:
         self.index = source.step
@@ -52,21 +56,23 @@ class Step:
         self._run = run
         self._modules = run.modules
         self._statistics = run.statistics
-        self._streams = run.streams
         self._polls = run.context.device.type == "cpu"
         self._compares = run.is_logging_step or self.index == 0
         self._phases = run.context.phases
         self._probe = run.context.overrides.probe
-        self._closure: Callable[[], object] | None = None
-        """Repeats what `compute` did, for optimizers that compute the gradient again."""
+        self._computed: tuple[Any, Any] | None = None
+        """The `inputs` and `loss` of `compute`."""
         self._is_repeated = False
+        """True while an optimizer has the gradient computed again."""
         # a second model's backward may reach the first one
         alone = self._compares and len(run.modules) == 1
         self._gradients = run.modules[0].reducer.gradient_versions() if alone else None
         """The gradients as the last backward of the step, or of the step before, has left them.
         None: not compared."""
         self._current: Microbatch | None = None
-        self._accumulation: _Accumulation | None = None
+        self._number = 0
+        """The model whose gradient is accumulated, once `_has_begun`."""
+        self._has_begun = False
 
     def compute(
         self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered
@@ -76,35 +82,36 @@ class Step:
 
         `inputs` and `loss`: as in `Recipe`, or its `batch_loss`. Raises `LossError`, `RecipeError`.
         """
-        number = self._number(None)
-        if self._closure is not None:
+        number = self._number_of(None)
+        if self._computed is not None:
             raise LossError(
                 f"after step {self.index}: a second step.compute; the first computed all"
                 " microbatches; let its loss return the sum of both losses, or a dict of terms"
             )
-        self._closure = partial(self._compute, number, inputs, loss)
-        self._closure()
+        self._computed = inputs, loss
+        self._train(number, inputs, loss)
 
-    def _compute(
+    def _train(
         self,
         number: int,
         inputs: Callable[[Any], Any] | None,
         loss: Callable[[Any, Any], Any] | Gathered,
     ) -> None:
+        executor = self._modules[number].executor
         if isinstance(loss, Gathered):
             loss = self._over_batch(self._modules[number], inputs, loss)
-        executor = self._modules[number].executor
         if executor.why_no_loop is not None:
             loss = partial(self._without_backward, loss)
-        executor.train(self._begun(number), inputs, loss)
+        self._begin(number)
+        executor.train(self, inputs, loss)
 
     def _without_backward(self, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
-        """Call the loss of a microbatch between backwards of others. Raises `LossError` if it has
-        called one itself."""
-        self.note_gradients()
-        found = loss(output, batch)
-        self.check_gradients()
-        return found
+        """Call the loss of a microbatch between backwards of others. Raises `LossError` if it calls
+        one itself."""
+        self._note_gradients()
+        value = loss(output, batch)
+        self._check_gradients()
+        return value
 
     def microbatches(self, *, dummies: bool = False) -> Iterator[Any]:
         """Yield the batch of each microbatch of this rank, each with its own random generators. A
@@ -141,9 +148,80 @@ class Step:
         `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: that of the model, if several are
         prepared; others that the loss reaches get no gradient. Raises `LossError`.
         """
-        number = self._number(optimizer)
+        number = self._number_of(optimizer)
         _check_loop(self._modules[number])
-        self._begun(number).backward(loss)
+        self._begin(number)
+        self.accumulate(loss)
+
+    def accumulate(self, loss: Any) -> None:
+        """`backward`, once the accumulation has begun."""
+        current, module = self.current, self._module
+        if not current.is_dummy and self._seen and self._seen[-1] >= current.index:
+            raise LossError(
+                f"after step {self.index}, microbatch {current.index}: a second backward; each"
+                " microbatch has one: add the losses and call it on their sum"
+            )
+        part = self.contribution(loss, current)
+        grad_output = module.grad_output(part)
+        if not current.is_dummy:
+            if not self._is_repeated:
+                for statistics in self._statistics:  # the forward of one model may call others
+                    statistics.note_microbatch()
+            self._note(current, part.value, part.weight, part)
+            if self._probe is not None and not self._is_repeated:
+                self._probe.before_backward(self._number, current.index, part.total, grad_output)
+        self._check_gradients()
+        with module.gradient_hooks:
+            module.reducer.backward(
+                part.total,
+                grad_output,
+                own_parameters_only=len(self._modules) > 1,
+                is_dummy=current.is_dummy,
+            )
+        self._note_gradients()
+
+    def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
+        """Check the result of a loss function. Raises `LossError`."""
+        assert self._module.prescale is not None, "begin_step comes first"
+        return contribution(
+            loss,
+            samples=microbatch.size,
+            step_samples=self.samples,
+            batch=microbatch.batch,
+            weights=self.weights,
+            prescale=self._module.prescale,
+        )
+
+    def grad_output(self, part: Contribution) -> Tensor:
+        """The gradient that the backward of `part.total` starts with, times the loss scale."""
+        return self._module.grad_output(part)
+
+    def record(
+        self,
+        microbatch: Microbatch,
+        value: Number,
+        weight: Tensor | None,
+        part: Contribution | None,
+    ) -> None:
+        """Record a microbatch whose gradient a pipeline's schedule has accumulated."""
+        self._note(microbatch, value, weight, part)
+        if self._probe is not None and not self._is_repeated:
+            self._probe.without_backward(self._number, microbatch.index)
+
+    def _note(
+        self,
+        microbatch: Microbatch,
+        value: Number,
+        weight: Tensor | None,
+        part: Contribution | None,
+    ) -> None:
+        self._seen.append(microbatch.index)
+        self._values.append(value)
+        if weight is not None:
+            self._forward_weights.append(weight)
+        if part is not None:
+            self._terms.append(part.terms)
+            self._kinds.append(part.kind())
 
     def commit(
         self,
@@ -162,60 +240,46 @@ class Step:
         step; the model is not updated by such a step if the optimizer is `fused`).
         """
         check_clip_norm(clip_norm)
-        number = self._number(optimizer)
+        number = self._number_of(optimizer)
         self._check_open(number)
-        module, accumulation = self._modules[number], self._begun(number)
-        closure = closure or self._closure
-        if module.needs_closure and closure is None:
+        self._begin(number)
+        module = self._module
+        if module.needs_closure and closure is None and self._computed is None:
             raise LossError(
                 f"after step {self.index}: a commit without a closure;"
                 f" {type(module.optimizers[0]).__name__} computes the gradient more than once a"
                 " step; give commit(closure=...) a function that loops over step.microbatches()"
                 " and calls step.backward for each"
             )
-        accumulation.check_complete()
+        self._check_complete()
         self._phases.enter("exchange")
         flag = self._run.consensus.flag(may_stop=self._run.is_logging_step)
         with module.gradient_hooks:
-            stats = module.reducer.reduce(accumulation.values, accumulation.weights, flag=flag)
+            stats = module.reducer.reduce(self._values, self._weights_of_forward, flag=flag)
         module.gradient_hooks.check()
         self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
-        terms = accumulation.terms
-        # The gradient may be finite all the same: torch.where can mask the loss.
-        if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
-            StepResult(
-                self.source.layout,
-                module,
-                stats.values,
-                stats.weights,
-                math.nan,
-                False,
-                stats.flags,
-                [],
-                clip_norm,
-            ).check()
-        self._run.begin_change()
-        module.divide_by_weight(stats.weights, stats.values)
-        self._call_gradient_hooks(number)
-        self._run.hooks.call("after_backward", self._run, module.model)
         result = StepResult(
             self.source.layout,
             module,
             stats.values,
             stats.weights,
             math.nan,
-            None,
+            False,
             stats.flags,
-            terms,
+            [],
             clip_norm,
         )
-        again = (
-            self._again(number, result, closure)
-            if module.needs_closure and closure is not None
-            else None
-        )
+        # The gradient may be finite all the same: torch.where can mask the loss.
+        if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
+            result.check()
+        self._run.begin_change()
+        module.divide_by_weight(stats.weights, stats.values)
+        self._call_gradient_hooks(number)
+        self._run.hooks.call("after_backward", self._run, module.model)
+        result.applied, result.terms = None, self._terms
+        again = self._again(number, result, closure) if module.needs_closure else None
         result.norm, result.applied = module.apply(
             self.index, clip_norm, measure=self._run.is_logging_step, closure=again
         )
@@ -229,24 +293,25 @@ class Step:
         self._end_commit(number, result)
 
     def _again(
-        self, number: int, first: StepResult, closure: Callable[[], object]
+        self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
         """The closure for an optimizer: it returns the loss, and leaves the gradient. The first
         call finds the gradient of this step; later ones compute it again, at the parameters as they
-        are then, with the same random numbers."""
+        are then, with the same random numbers. `closure`: the script's; None: as `compute` has."""
         module, calls = self._modules[number], count()
+        repeat = closure or partial(self._train, number, *(self._computed or ()))
 
         def again() -> Tensor:
             if next(calls) == 0:
                 return torch.tensor(first.loss())
-            self._is_repeated, self._accumulation = True, None
+            self._is_repeated, self._has_begun = True, False
             with torch.enable_grad():
-                closure()
-                accumulation = self._begun(number)
-                accumulation.check_complete()
+                repeat()
+                self._begin(number)
+                self._check_complete()
                 with module.gradient_hooks:
                     stats = module.reducer.reduce(
-                        accumulation.values, accumulation.weights, flag=False
+                        self._values, self._weights_of_forward, flag=False
                     )
             module.divide_by_weight(stats.weights, stats.values)
             self._call_gradient_hooks(number)
@@ -258,19 +323,17 @@ class Step:
     def _call_gradient_hooks(self, number: int) -> None:
         module, context = self._modules[number], self._run.context
         if module.gradient_hooks:
-            seed_generators(
-                key(context.seed, RandomStream.GRADIENT_HOOK, self._run.step, number),
-                context.device,
-            )
+            seed = key(context.seed, RandomStream.GRADIENT_HOOK, self._run.step, number)
+            seed_generators(seed, context.device)
             module.call_gradient_hooks()
 
     def skip(self, optimizer: Any = None) -> None:
         """Leave a model, its optimizer's state and its schedule as they are in this step. Every
         rank calls it, instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if the
         model has had a backward in this step."""
-        number = self._number(optimizer)
+        number = self._number_of(optimizer)
         self._check_open(number)
-        if self._accumulation is not None:
+        if self._has_begun:
             raise LossError(
                 f"after step {self.index}: a skip after a backward; the gradient would be lost;"
                 " commit it, or call skip before"
@@ -295,7 +358,7 @@ class Step:
                 # the updates by forwards without a backward, and by recomputation
                 statistics.discard()
             position = self.source.position(current, passes)
-            for number, streams in self._streams:
+            for number, streams in self._run.streams:
                 streams.set_position((*position, number) if number else position)
             if self._probe is None or self._is_repeated:
                 yield current, self._changed(current, batch)
@@ -304,11 +367,14 @@ class Step:
                     yield current, self._changed(current, batch)
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
+        """All of this rank's microbatches and their batches at once, for a pipeline."""
         self._begin_statistics()
-        return [
-            (current, self._changed(current, batch))
-            for current, batch in self._phases.during("data", self.source.batches(0))
-        ]
+        fetched = self._phases.during("data", self.source.batches(0))
+        return [(current, self._changed(current, batch)) for current, batch in fetched]
+
+    def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
+        """The key of the microbatch's random streams, for a pipeline."""
+        return self.source.position(microbatch, 0)
 
     def _over_batch(
         self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered
@@ -322,12 +388,11 @@ class Step:
             )
         self.weights = {SINGLE: 1.0}
         self.source.keep()
-        found = BatchLoss(
-            loss, self.source.layout.spans, lambda: self.current, watched=self.index == 0
-        )
+        layout = self.source.layout
+        found = BatchLoss(loss, layout.spans, lambda: self.current, watched=self.index == 0)
         found.collect(
             self._run.context.mesh.data,
-            self.source.layout.assignment,
+            layout.assignment,
             self.batches(),
             partial(call_model, inputs, module.model),
             module.autocast,
@@ -353,24 +418,17 @@ class Step:
         """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in any of
         its epoch."""
         assigned = self.source.layout.assignment
-        count = next(
-            (
-                count
-                for count in (self.count, *sorted(self.source.batching.counts))
-                if assigned.has_dummies(count)
-            ),
-            None,
-        )
+        counts = self.count, *sorted(self.source.batching.counts)
+        count = next((count for count in counts if assigned.has_dummies(count)), None)
         if count is None:
             return
         parts, plan = (
-            ("slices of microbatches" if assigned.slices else "microbatches"),
+            "slices of microbatches" if assigned.slices else "microbatches",
             self._run.context.plan,
         )
+        ranks = str(assigned.ranks)
         number = (
-            f"{assigned.per_round} of {assigned.ranks}"
-            if assigned.per_round < assigned.ranks
-            else str(assigned.ranks)
+            f"{assigned.per_round} of {ranks}" if assigned.per_round < assigned.ranks else ranks
         )
         raise RecipeError(
             f"step.microbatches() under {plan} in a loop with steps of {count} {parts}, computed in"
@@ -393,8 +451,8 @@ class Step:
 
     def _end_commit(self, number: int, result: StepResult) -> None:
         self.committed[number] = result
-        self._accumulation = self._current = self._closure = self._run.exchange.is_dummy = None
-        self._is_repeated = False
+        self._current = self._computed = self._run.exchange.is_dummy = None
+        self._is_repeated = self._has_begun = False
         self._end()
         if self._polls:
             result.check()
@@ -418,51 +476,84 @@ class Step:
                 " each model has one a step"
             )
 
-    def _begun(self, number: int) -> _Accumulation:
-        """The accumulation of model `number`, begun if it is not yet."""
-        if self._accumulation is None:
-            self.check_gradients()
-            self._modules[number].begin_step(
-                self.count, self.samples, self.source.layout.assignment
-            )
-            self.note_gradients()
-            probe = None if self._is_repeated else self._probe
-            self._accumulation = _Accumulation(
-                self, number, self._modules[number], alone=len(self._modules) == 1, probe=probe
-            )
-        if self._accumulation.number != number:
+    def _begin(self, number: int) -> None:
+        """Begin the gradient accumulation of model `number` if it has not begun."""
+        if not self._has_begun:
+            self._check_gradients()
+            self._has_begun, self._number, self._module = True, number, self._modules[number]
+            self._module.begin_step(self.count, self.samples, self.source.layout.assignment)
+            self._note_gradients()
+            self._seen: list[int] = []
+            self._values: list[Number] = []
+            self._forward_weights: list[Tensor] = []
+            self._terms: list[dict[str, Tensor]] = []
+            """For each microbatch whose loss is on this rank: on the last stage of a pipeline."""
+            self._kinds: list[LossKind] = []
+        if self._number != number:
             raise LossError(
                 f"after step {self.index}: backward for a second model before the first one's"
                 " commit; loop over step.microbatches() and commit for one model, then for the"
                 " next"
             )
-        return self._accumulation
 
-    def check_gradients(self) -> None:
-        """Raise `LossError` if gradients have changed since `note_gradients`: the script has called
-        a backward."""
-        if (
-            self._gradients is not None
-            and not self._is_repeated
-            and self._gradients != self._modules[0].reducer.gradient_versions()
-        ):
+    @property
+    def _weights_of_forward(self) -> Sequence[Number] | None:
+        """One for each microbatch; None if `Recipe.weight` or the sample count gives them."""
+        return self._forward_weights if self._module.forward_knows_weight else None
+
+    def _check_gradients(self) -> None:
+        """Raise `LossError` if gradients have changed since `_note_gradients`: the script has
+        called a backward."""
+        if self._gradients is None or self._is_repeated:
+            return
+        if self._gradients != self._modules[0].reducer.gradient_versions():
             raise LossError(
                 f"after step {self.index}: the forward or the loss has called backward, and so"
                 " changed the model's gradients; they are sums over microbatches, scaled and"
                 " reduced with the loss; add to the loss what it was called on"
             )
 
-    def note_gradients(self) -> None:
+    def _note_gradients(self) -> None:
         if self._gradients is not None:
             self._gradients = self._modules[0].reducer.gradient_versions()
 
-    def note_forward(self) -> None:
-        if self._is_repeated:
-            return
-        for statistics in self._statistics:  # the forward of one model may call others
-            statistics.note_microbatch()
+    def _check_complete(self) -> None:
+        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one
+        kind."""
+        module = self._module
+        if len(self._seen) < self.source.mine:
+            missing = [place for place in self.source.layout.mine() if place not in self._seen]
+            raise LossError(
+                f"after step {self.index}: commit without a backward for microbatches {missing} of"
+                " this rank; call step.backward once for each microbatch; to leave the microbatch"
+                " out of the gradient, multiply its loss by 0"
+            )
+        if module.forward_knows_weight is None:
+            module.agree_on_loss(self._kinds)
+        if {kind.has_weight for kind in self._kinds} - {module.forward_knows_weight}:
+            raise LossError(
+                f"after step {self.index}: the loss is an ls.Loss for some microbatches and not for"
+                " others; it must be the same kind for all: return ls.Loss(total, weight) always,"
+                " or never"
+            )
+        for place, kind in zip(
+            self._seen, self._kinds, strict=False
+        ):  # earlier stages of a pipeline have none
+            if kind.repeats != module.repeats:
+                raise LossError(
+                    f"after step {self.index}, microbatch {place}: the batch has {kind.repeats}"
+                    f" rows for each sample and had {module.repeats} before; a mean over them would"
+                    " be weighted as one over samples; return ls.Sum(loss * n) with Recipe.weight"
+                    " = batch -> n, its rows, or ls.Loss(loss * n, n)"
+                )
+            if set(kind.terms) != set(module.terms):
+                raise LossError(
+                    f"after step {self.index}, microbatch {place}: the loss has terms {kind.terms}"
+                    f" and had {module.terms} before; it must have the same terms for every"
+                    " microbatch: for one that does not apply, return (output * 0).sum()"
+                )
 
-    def _number(self, optimizer: Any) -> int:
+    def _number_of(self, optimizer: Any) -> int:
         """The number of the model that `optimizer` updates."""
         if optimizer is None and len(self._modules) == 1:
             return 0
@@ -480,134 +571,6 @@ class Step:
             f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one"
             " that session.prepare returned"
         )
-
-
-class _Accumulation:
-    """Gradient accumulation of one model in a step, from its first microbatch to its commit. See
-    `executor.Accumulation`."""
-
-    def __init__(
-        self, step: Step, number: int, module: TrainModule, *, alone: bool, probe: Any
-    ) -> None:
-        self.number = number
-        self.values: list[Number] = []
-        self.terms: list[dict[str, Tensor]] = []
-        """For each microbatch whose loss is on this rank: on the last stage of a pipeline."""
-        self._kinds: list[LossKind] = []
-        self.microbatches = step.batches
-        self.fetched = step.fetched
-        self.grad_output = module.grad_output
-        self._step = step
-        self._module = module
-        self._alone = alone
-        self._probe = probe
-        self._seen: list[int] = []
-        self._weights: list[Tensor | None] = []
-
-    @property
-    def weights(self) -> Sequence[Number] | None:
-        """One for each microbatch; None if `Recipe.weight` or the sample count gives them."""
-        return (
-            [weight for weight in self._weights if weight is not None]
-            if self._module.forward_knows_weight
-            else None
-        )
-
-    def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
-        return self._step.source.position(microbatch, 0)
-
-    def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
-        assert self._module.prescale is not None, "begin_step comes first"
-        return contribution(
-            loss,
-            samples=microbatch.size,
-            step_samples=self._step.samples,
-            batch=microbatch.batch,
-            weights=self._step.weights,
-            prescale=self._module.prescale,
-        )
-
-    def backward(self, loss: Any) -> None:
-        current = self._step.current
-        is_dummy = current.is_dummy
-        if not is_dummy and self._seen and self._seen[-1] >= current.index:
-            raise LossError(
-                f"after step {self._step.index}, microbatch {current.index}: a second backward;"
-                " each microbatch has one: add the losses and call it on their sum"
-            )
-        part = self.contribution(loss, current)
-        grad_output = self.grad_output(part)
-        if not is_dummy:
-            self._step.note_forward()
-            self._note(current, part.value, part.weight, part)
-            if self._probe is not None:
-                self._probe.before_backward(self.number, current.index, part.total, grad_output)
-        self._step.check_gradients()
-        with self._module.gradient_hooks:
-            self._module.reducer.backward(
-                part.total, grad_output, own_parameters_only=not self._alone, is_dummy=is_dummy
-            )
-        self._step.note_gradients()
-
-    def record(
-        self,
-        microbatch: Microbatch,
-        value: Number,
-        weight: Tensor | None,
-        part: Contribution | None,
-    ) -> None:
-        self._note(microbatch, value, weight, part)
-        if self._probe is not None:
-            self._probe.without_backward(self.number, microbatch.index)
-
-    def _note(
-        self,
-        microbatch: Microbatch,
-        value: Number,
-        weight: Tensor | None,
-        part: Contribution | None,
-    ) -> None:
-        self._seen.append(microbatch.index)
-        self.values.append(value)
-        self._weights.append(weight)
-        if part is not None:
-            self.terms.append(part.terms)
-            self._kinds.append(part.kind())
-
-    def check_complete(self) -> None:
-        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one
-        kind."""
-        step = self._step
-        if len(self._seen) < step.source.mine:
-            missing = [place for place in step.source.layout.mine() if place not in self._seen]
-            raise LossError(
-                f"after step {step.index}: commit without a backward for microbatches {missing} of"
-                " this rank; call step.backward once for each microbatch; to leave the microbatch"
-                " out of the gradient, multiply its loss by 0"
-            )
-        if self._module.forward_knows_weight is None:
-            self._module.agree_on_loss(self._kinds)
-        if {kind.has_weight for kind in self._kinds} - {self._module.forward_knows_weight}:
-            raise LossError(
-                f"after step {step.index}: the loss is an ls.Loss for some microbatches and not for"
-                " others; it must be the same kind for all: return ls.Loss(total, weight) always,"
-                " or never"
-            )
-        # earlier stages of a pipeline have none
-        for place, kind in zip(self._seen, self._kinds, strict=False):
-            if kind.repeats != self._module.repeats:
-                raise LossError(
-                    f"after step {step.index}, microbatch {place}: the batch has {kind.repeats}"
-                    f" rows for each sample and had {self._module.repeats} before; a mean over them"
-                    " would be weighted as one over samples; return ls.Sum(loss * n) with"
-                    " Recipe.weight = batch -> n, its rows, or ls.Loss(loss * n, n)"
-                )
-            if set(kind.terms) != set(self._module.terms):
-                raise LossError(
-                    f"after step {step.index}, microbatch {place}: the loss has terms {kind.terms}"
-                    f" and had {self._module.terms} before; it must have the same terms for every"
-                    " microbatch: for one that does not apply, return (output * 0).sum()"
-                )
 
 
 def _check_loop(

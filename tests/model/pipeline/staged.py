@@ -21,13 +21,18 @@ from lockstep.comm.world import World
 from lockstep.model.initialization.deferred_init import DeferredModel, build
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
-from lockstep.model.pipeline.pipeline import STAGES_PER_RANK, Pipeline
-from lockstep.model.pipeline.stages import Stages, keep_only_parts, sequential_parts
+from lockstep.model.pipeline.pipeline import Pipeline
+from lockstep.model.pipeline.stages import (
+    STAGES_PER_RANK,
+    Stages,
+    keep_only_parts,
+    sequential_parts,
+)
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.plan import Plan, Schedule
-from lockstep.training.reducers.pipeline import PipelineReducer, TiedGradients
 from lockstep.training.reducers.post_backward import PostBackwardReducer
+from lockstep.training.reducers.tied import TiedGradients
 
 KEY, WIDTH, CONTEXT = 3, 8, 6
 
@@ -287,9 +292,8 @@ def in_two_pipelines(name: str, schedule: Schedule, steps: list[list[int]]) -> l
     whether a flag was raised."""
     mesh = Mesh.of(world(), Plan(replicate=2, pipeline=2, transport="torch"))
     model, pipeline, tied = staged(name, schedule, torch.float32, mesh.axis("pipeline"))
-    reducer = PipelineReducer(
-        PostBackwardReducer(list(model.parameters()), mesh, max_microbatches=8), tied
-    )
+    parameters = list(model.parameters())
+    reducer = PostBackwardReducer(parameters, mesh, max_microbatches=8, tied=tied)
     found = []
     for step, sizes in enumerate(steps):
         reducer.begin_step(len(sizes), MicrobatchAssignment(2))

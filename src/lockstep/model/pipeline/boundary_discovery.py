@@ -18,7 +18,7 @@ from lockstep.model.pipeline.boundary import Boundary, sendable_outputs
 from lockstep.model.pipeline.failure import PipelineFailure
 from lockstep.model.pipeline.microbatch import PipelineMicrobatch
 from lockstep.model.pipeline.sequential_check import SequentialCheck
-from lockstep.model.pipeline.stage_forward import StageForwards, call_with, unchanged_buffers
+from lockstep.model.pipeline.stage import StageForwards, call_with, unchanged_buffers
 
 FAILED = -1
 

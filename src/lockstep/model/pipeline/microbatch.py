@@ -11,10 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoss:
-    """A microbatch's loss, as scalars: the backward accumulates the gradient of `seed * total`."""
+    """A microbatch's loss, as scalars: the backward accumulates the gradient of `grad_output *
+    total`."""
 
     total: Tensor
-    seed: Tensor
+    grad_output: Tensor
     record: Sequence[Tensor | float]
     """Numbers that are sent to every rank, such as the loss's value and weight."""
 

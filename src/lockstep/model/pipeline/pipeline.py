@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,16 @@ from lockstep.model.pipeline.boundary import Boundary, received_inputs, sendable
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
 from lockstep.model.pipeline.failure import PipelineFailure
 from lockstep.model.pipeline.microbatch import PipelineMicrobatch
-from lockstep.model.pipeline.stage_forward import StageForwards
+from lockstep.model.pipeline.stage import (
+    ONE_STAGE_A_RANK,
+    SEVERAL_STAGES_A_RANK,
+    StageForwards,
+    VariableShapeStage,
+)
 from lockstep.model.pipeline.stages import Stages, schedule_calls
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
-
-if TYPE_CHECKING:
-    from lockstep.model.pipeline.torch_stage import VariableShapeStage
-
-STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
-"""The number of stages that a schedule puts on each rank."""
 
 
 class Pipeline:
@@ -94,10 +93,10 @@ class Pipeline:
         return (len(self.stages.ranges) - 1) % self.stages.ranks
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
-        """Forward and backward of all microbatches: adds the gradient of Σ seed * total to this
-        rank's `.grad`. Returns every microbatch's `PipelineLoss.record`: (microbatches, columns),
-        float64, the same on every rank. If a forward fails, every rank raises; the gradients are
-        then invalid."""
+        """Forward and backward of all microbatches: adds the gradient of Σ grad_output * total to
+        this rank's `.grad`. Returns every microbatch's `PipelineLoss.record`: (microbatches,
+        columns), float64, the same on every rank. If a forward fails, every rank raises; the
+        gradients are then invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -178,12 +177,6 @@ class Pipeline:
     def _build_schedule(
         self, count: int, schedule: str, route: list[Boundary], backward: bool
     ) -> tuple[Any, list[VariableShapeStage]]:
-        from lockstep.model.pipeline.torch_stage import (
-            ONE_STAGE_A_RANK,
-            SEVERAL_STAGES_A_RANK,
-            VariableShapeStage,
-        )
-
         loss = (lambda output, _: output) if backward else None
         last = len(self.stages.ranges) - 1
         stages = [
@@ -234,7 +227,7 @@ class Pipeline:
             route[stage].check(value, self.stages.last_part(stage))
             return sendable_outputs(value)
         return (
-            value.total * value.seed
+            value.total * value.grad_output
             if torch.is_grad_enabled()
             else torch.zeros((), device=self.world.device)
         )

@@ -13,6 +13,9 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
 from lockstep.model.blocks import check_not_nested, matching_names, numel, outermost, tensors_of
 
+STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+"""The number of stages that a schedule puts on each rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:

@@ -24,8 +24,7 @@ from lockstep.launch.termination import Termination
 from lockstep.logging.recorder import Recorder
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.boundary import Boundary
-from lockstep.model.pipeline.pipeline import STAGES_PER_RANK
-from lockstep.model.pipeline.stages import Stages, sequential_parts
+from lockstep.model.pipeline.stages import STAGES_PER_RANK, Stages, sequential_parts
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
@@ -51,7 +50,8 @@ from lockstep.planner.tracing.torch_fakes import (
 from lockstep.planner.tracing.values import Values
 from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
-from lockstep.run import RecipeSession, train_in
+from lockstep.recipe_session import RecipeSession
+from lockstep.run import train_in
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook
 from lockstep.training.recovery.recovery import Recovery
@@ -169,7 +169,7 @@ def trace_step(
         session.hook.watch = watch
         try:
             with session:
-                train_in(session, session.recipe)
+                train_in(session)
         except _Traced:
             return session.hook.trace()
     raise PlanError(
@@ -199,7 +199,7 @@ class LoneSession(RecipeSession):
             if recipe.inputs is None or recipe.loss is None
             else self.hook.labelled(recipe.loss)
         )
-        self.recipe = replace(
+        recipe = replace(
             recipe,
             steps=self.STEPS,
             epochs=None,
@@ -216,7 +216,7 @@ class LoneSession(RecipeSession):
             options,
         )
         super().__init__(
-            [self.recipe], plan=self._executed, run_dir=folder, log_every=1000, resume="never"
+            recipe, plan=self._executed, run_dir=folder, log_every=1000, resume="never"
         )
         self._open = self._open_fake
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.garbage import collector_paused
-from lockstep.base.torch_private import has_step_hooks, step_is_profiled
 from lockstep.comm.mesh import to_local
 
 STATE_IS_ZERO_AT_FIRST = (
@@ -211,21 +210,6 @@ def allocate_state(optimizer: Optimizer) -> None:
         for value in optimizer.state[parameter].values():
             if isinstance(value, Tensor):
                 value.zero_()
-
-
-def apply(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler and
-    no step hook."""
-    step = type(optimizer).step
-    if (
-        not getattr(step, "hooked", False)
-        or "step" in vars(optimizer)
-        or step_is_profiled()
-        or has_step_hooks(optimizer)
-    ):
-        optimizer.step()
-    else:
-        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -8,8 +8,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from lockstep.base.errors import LockstepError, PlanError, UserError
 from lockstep.checkpoint.images.reader import open_images
 from lockstep.comm.recovery.regroup import leave_groups
 from lockstep.comm.world import World
@@ -22,6 +23,8 @@ from lockstep.training.recovery.held_state import HeldState, ReplicaReader
 from lockstep.training.recovery.hook_state import HookState, hook_states, why_not_set_back
 from lockstep.training.run import Run
 from lockstep.training.state import StateReader
+
+T = TypeVar("T")
 
 
 class Recovery:
@@ -63,6 +66,31 @@ class Recovery:
         prepare_process()
         self._rejoin.announce(self._too_late)
         self._rejoin.join_at_first()
+
+    def run(self, attempt: Callable[[], T]) -> T:
+        """Open the run and train, by `attempt`. After the loss of another process, do so again in
+        this one, with the rank that the launcher gives it."""
+        while True:
+            self.begin()
+            try:
+                result = attempt()
+            except BaseException as error:
+                if not self.rejoined(error, None):
+                    self.close(failed=True)
+                    is_mistake = isinstance(error, UserError) and not isinstance(error, PlanError)
+                    if self.is_under_way and is_mistake:
+                        # Before the loss there was no such mistake: processes that start anew may
+                        # not make it.
+                        self.refuse(error)
+                        raise LockstepError(
+                            f"the run cannot be opened again in this process: {error}"
+                        ) from error
+                    raise
+                lost = error
+            else:
+                self.close(failed=False)
+                return result
+            self.leave(lost)
 
     @property
     def is_under_way(self) -> bool:

@@ -47,6 +47,7 @@ from lockstep.training.reducers.step_stats import (
     StepStatsVector,
     UnusedParameters,
 )
+from lockstep.training.reducers.tied import TiedGradients
 from lockstep.tree import Counter
 
 REPLICATE = "use replicate, under which parameters are plain tensors"
@@ -63,7 +64,9 @@ class FsdpReducer:
         *,
         bitwise: bool,
         max_microbatches: int,
+        tied: TiedGradients | None = None,
     ) -> None:
+        self._tied = tied
         reshard(model)  # a forward without a backward may have left gathered parameters
         self._model = model
         self._mesh = mesh
@@ -95,7 +98,7 @@ class FsdpReducer:
             group.register_forward_hook(each.watch)
             for group, each in zip(self._groups, self._backwards, strict=True)
         ]
-        if mesh.axis("pipeline").size > 1:  # its schedule computes the backwards
+        if mesh.stages.size > 1:  # its schedule computes the backwards
             self._handles += [
                 group.register_forward_hook(self._check_stage) for group in self._groups
             ]
@@ -163,22 +166,9 @@ class FsdpReducer:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        return self.reduce_used(self.used(), values, weights, flag=flag)
-
-    def used(self) -> list[float]:
-        """Return 1 for each parameter that a microbatch of this rank used, else 0. For
-        `PipelineReducer`."""
-        return self._used.flags
-
-    def reduce_used(
-        self,
-        used: Sequence[float],
-        values: Sequence[Number],
-        weights: Sequence[Number] | None,
-        *,
-        flag: bool,
-    ) -> StepStats:
-        """`reduce`, given what `used` returned."""
+        used = self._used.flags
+        if self._tied is not None:
+            self._tied.sum(used)
         self._used.refuse_hooks()
         self._used.refuse_changes()
         packed = self._vector.pack(used, self._mine, values, weights, flag)

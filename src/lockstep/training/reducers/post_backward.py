@@ -22,6 +22,7 @@ from lockstep.training.reducers.step_stats import (
     UnusedParameters,
     gradient_versions,
 )
+from lockstep.training.reducers.tied import TiedGradients
 
 
 class PostBackwardReducer:
@@ -34,6 +35,7 @@ class PostBackwardReducer:
         *,
         max_microbatches: int,
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
+        tied: TiedGradients | None = None,
     ) -> None:
         """`complete`: called with the parameters after the last backward, to sum gradients that are
         still partial."""
@@ -45,6 +47,7 @@ class PostBackwardReducer:
         for parameter in self._parameters:
             self._groups.setdefault(mesh.summed(parameter), []).append(parameter)
         self._complete = complete
+        self._tied = tied
         self._unused = UnusedParameters(self._parameters, self._numbers)
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
@@ -67,24 +70,11 @@ class PostBackwardReducer:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        return self.reduce_used(self.used(), values, weights, flag=flag)
-
-    def used(self) -> list[float]:
-        """Complete the gradients. Returns 1 for each parameter that a microbatch of this rank used,
-        else 0. For `PipelineReducer`."""
         if self._complete is not None:
             self._complete(self._parameters)
-        return [float(parameter.grad is not None) for parameter in self._parameters]
-
-    def reduce_used(
-        self,
-        used: Sequence[float],
-        values: Sequence[Number],
-        weights: Sequence[Number] | None,
-        *,
-        flag: bool,
-    ) -> StepStats:
-        """`reduce`, given what `used` returned."""
+        used = [float(parameter.grad is not None) for parameter in self._parameters]
+        if self._tied is not None:
+            self._tied.sum(used)
         packed = self._vector.pack(used, self._mine, values, weights, flag)
         for world, parameters in self._groups.items():
             if world.size > 1:

@@ -13,9 +13,9 @@ from lockstep.comm.mesh import Mesh
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.pipeline import PipelineReducer, TiedGradients
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.step_stats import Number, StepStats
+from lockstep.training.reducers.tied import TiedGradients
 
 
 class GradientReducer(Protocol):
@@ -54,7 +54,6 @@ class GradientReducer(Protocol):
 
 class ReducerChoice(NamedTuple):
     reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
-    """The reducer over the data axes, which a pipeline's `PipelineReducer` calls."""
     reason: str
 
 
@@ -73,7 +72,7 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
         )
     if compressed:
         return ReducerChoice(DdpReducer, "gradient_compression: buckets are sent in fewer bytes")
-    if mesh.data.shared_memory is not None:
+    if mesh.summed().shared_memory is not None:
         return ReducerChoice(PostBackwardReducer, "all replicas share the memory of one host")
     return ReducerChoice(DdpReducer, "buckets are summed while the backward computes")
 
@@ -100,13 +99,10 @@ def build_reducer(
             max_microbatches=max_microbatches,
             compression=compression,
         )
-    inner: PostBackwardReducer | FsdpReducer
     if choice.reducer is FsdpReducer:
-        inner = FsdpReducer(
-            model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches
+        return FsdpReducer(
+            model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, tied=tied
         )
-    else:
-        inner = PostBackwardReducer(
-            parameters, mesh, max_microbatches=max_microbatches, complete=complete
-        )
-    return inner if tied is None else PipelineReducer(inner, tied)
+    return PostBackwardReducer(
+        parameters, mesh, max_microbatches=max_microbatches, complete=complete, tied=tied
+    )

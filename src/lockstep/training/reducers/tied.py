@@ -1,22 +1,16 @@
-"""Gradient reduction for the stages of a pipeline: tied parameters over the stages, then all over
-the data axes."""
+"""Gradients of parameters that several stages of a pipeline share, summed over these stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.pipeline.stages import SharedParameter
-from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.post_backward import PostBackwardReducer
-from lockstep.training.reducers.step_stats import Number, StepStats
 
 
 class TiedGradients:
@@ -74,35 +68,3 @@ class TiedGradients:
             mine += other
         for rank in ranks[1:]:
             dist.send(mine, group=group, group_dst=rank)
-
-
-class PipelineReducer:
-    """A `GradientReducer` for this rank's stages. `Pipeline.run` computes, and exchanges values and
-    weights."""
-
-    def __init__(
-        self, data_reducer: PostBackwardReducer | FsdpReducer, tied: TiedGradients
-    ) -> None:
-        self._data_reducer = data_reducer
-        self._tied = tied
-
-    def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
-        self._data_reducer.begin_step(count, assignment)
-
-    def backward(
-        self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
-    ) -> None:
-        raise AssertionError("the pipeline's schedule computes the backwards")
-
-    def reduce(
-        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
-    ) -> StepStats:
-        used = self._data_reducer.used()
-        self._tied.sum(used)
-        return self._data_reducer.reduce_used(used, values, weights, flag=flag)
-
-    def gradient_versions(self) -> list[Any]:
-        return self._data_reducer.gradient_versions()
-
-    def close(self) -> None:
-        self._data_reducer.close()

@@ -1,0 +1,60 @@
+"""`evaluate`: a recipe's evaluations, measured without training."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+from lockstep.base.errors import RecipeError
+from lockstep.plan import Plan
+from lockstep.recipe.recipe import Recipe, Weights
+from lockstep.recipe_session import RecipeSession, Result
+
+
+def evaluate(
+    recipe: Recipe,
+    weights: Weights | str | os.PathLike[str] | None = None,
+    *,
+    plan: str | Plan | None = None,
+    run_dir: str | None = None,
+) -> dict[str, float]:
+    """Measure the recipe's evaluations without training, on as many processes as were started, and
+    return the metrics by name. Every rank calls it, with the same arguments.
+
+    `weights`: as in `Recipe`, such as a run's `model.safetensors`; None: those that the recipe
+    begins with. `plan` and `run_dir`: as for `train`; the metrics are in `result.json` too. Raises
+    the children of `ls.errors.UserError`.
+    """
+    return evaluated(recipe, weights, plan=plan, run_dir=run_dir).metrics
+
+
+def evaluated(
+    recipe: Recipe,
+    weights: Weights | str | os.PathLike[str] | None,
+    *,
+    plan: str | Plan | None,
+    run_dir: str | None,
+) -> Result:
+    """`evaluate`, with all of the result."""
+    if not recipe.evaluations:
+        raise RecipeError(
+            "an evaluation of a recipe without Recipe.evaluation; it measures those of the recipe;"
+            " give ls.Evaluation(data=...)"
+        )
+    measured = {
+        name.removesuffix("/"): replace(each, weights="current")
+        for name, each in recipe.evaluations.items()
+    }
+    recipe = replace(
+        recipe,
+        evaluation=measured.get("", measured),
+        weights=recipe.weights if weights is None else weights,
+    )
+    with RecipeSession(recipe, trains=False, run_dir=run_dir, plan=plan, resume="never") as session:
+        session.build()
+        assert session.house.evaluation is not None, "the recipe has one"
+        began = time.perf_counter()
+        session.house.evaluation.on_start(session.run)
+        session.house.evaluation.measure(session.run)
+        return session.result(time.perf_counter() - began, is_trained=False)

@@ -1,0 +1,188 @@
+"""The session of a recipe: measures what is `auto`, builds the model, writes the result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.events import Event
+from lockstep.base.field_docs import with_field_docs
+from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
+from lockstep.launch.termination import Termination
+from lockstep.logging.fingerprint import fingerprint
+from lockstep.logging.run_directory import check_tensors
+from lockstep.opening import Opened
+from lockstep.plan import MEASURED
+from lockstep.recipe.code import code_and_objects_of, code_of
+from lockstep.recipe.recipe import Recipe
+from lockstep.saving import Best
+from lockstep.session import Session
+from lockstep.training.context import Context
+from lockstep.training.losses.loss_module import with_loss_in_model
+from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.set_up import check_microbatch_is_fixed
+
+
+@with_field_docs
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """The result of a run: the same on every rank, apart from `rank`. Rank 0 writes it to
+    `result.json`."""
+
+    steps: int
+    """Optimizer steps done."""
+    loss: float
+    """The training loss of the last step: Σ total / Σ weight over its global batch. NaN after
+    `lockstep evaluate`."""
+    metrics: dict[str, float]
+    """The last evaluation: `loss` and the recipe's metrics. Empty without one."""
+    best: Best | None
+    """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if
+    none was measured."""
+    fingerprint: str
+    """SHA-256 of the final parameters and buffers, see `lockstep.fingerprint`."""
+    run_dir: str
+    """The run directory."""
+    plan: str
+    """The plan, with every `auto` resolved."""
+    rank: int
+    """0 for the process that writes, and prints."""
+    world_size: int
+    """Number of processes."""
+    seconds: float
+    """Wall-clock time of training, evaluations included, set-up not."""
+    samples_per_second: float
+    """Training samples over those seconds."""
+    events: list[Event]
+    """Everything in `events.jsonl`, as this rank saw it."""
+
+
+class RecipeSession(Session):
+    """The session of a recipe. Entering it measures the `auto` settings, and gives `recipe` their
+    values."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        recovery: Recovery | None = None,
+        *,
+        trains: bool = True,
+        **options: Any,
+    ) -> None:
+        self.recipe = recipe
+        self._evaluations, self._recovery = recipe.evaluations, recovery
+        self.code, self._code_and_objects = code_of(recipe), code_and_objects_of(recipe)
+        super().__init__(
+            seed=recipe.seed,
+            precision="fp32" if recipe.precision == "auto" else recipe.precision,
+            gradient_compression=recipe.gradient_compression,
+            recipe=recipe.describe(),
+            **options,
+        )
+        self._termination = Termination(saves=trains)
+
+    def _resolve(self, opened: Opened) -> Context:
+        """Measure every setting that is `auto`."""
+        recipe, plan = self.recipe, opened.context.plan
+        if recipe.microbatch != "auto" and recipe.global_batch is not None:
+            check_microbatch_is_fixed(plan, recipe.global_batch, recipe.microbatch)
+        if plan.pipeline != 1 and recipe.inputs is None:
+            raise RecipeError(
+                f"pipeline={plan.pipeline} on a recipe in shorthand form (no inputs; the loss calls"
+                " the model); it must call the model's parts itself, on several ranks; give"
+                " Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
+            )
+        if "auto" not in (
+            recipe.precision,
+            recipe.microbatch,
+            *(getattr(plan, name) for name in MEASURED),
+        ):
+            return opened.context
+        if recipe.global_batch is None:
+            raise RecipeError(
+                "auto with batch_sampler; what is auto is timed with microbatches of one size; give"
+                " a value in recipe and plan"
+            )
+        if recipe.batch_loss is not None:
+            raise RecipeError(
+                "auto with batch_loss; what is auto is timed with a loss of one microbatch; give a"
+                " value in the recipe and the plan"
+            )
+        from lockstep.autotune.autotune import autotune  # 5 ms to import
+
+        self.recipe, context = autotune(recipe, opened)
+        return context
+
+    def build(self) -> None:
+        """Build the model, with a loss that is a module in it, and register what is saved with the
+        run."""
+        recipe = with_loss_in_model(self.recipe)
+        if recipe is not self.recipe and self.plan.pipeline != 1:
+            raise RecipeError(
+                f"pipeline={self.plan.pipeline} with a loss that is a module with parameters;"
+                " stages hold all parameters; choose another plan, or make the parameters a part of"
+                " the last stage"
+            )
+        run, self.recipe = self.run, recipe
+        run.recipe, run.code = recipe, self.code
+        self.prepare(
+            recipe.model,
+            recipe.optimizer,
+            schedule=recipe.schedule,
+            blocks=recipe.blocks,
+            tensor=recipe.tensor,
+            stages=recipe.stages,
+            weights=recipe.weights,
+        )
+        metric = run.modules[0].schedule.metric
+        if metric is not None and all(each.every is None for each in recipe.evaluations.values()):
+            raise RecipeError(
+                f"a ReduceLROnPlateau follows the evaluations' {metric!r}, and Recipe.evaluation"
+                " has none, or every=None; give ls.Evaluation(every=...), or another schedule"
+            )
+        pipeline, check = (
+            run.modules[0].parallel.pipeline,
+            partial(check_tensors, run.model.state_dict()),
+        )
+        if pipeline is None:
+            check()
+        else:
+            pipeline.raise_on_all_ranks(check)
+        if self.house.evaluation is not None:
+            self.house.evaluation.prepare(run, recipe)
+        if run.rank == 0:
+            save_configuration(run.model, run.dir / CONFIGURATION)
+
+    def result(self, seconds: float, *, is_trained: bool) -> Result:
+        """Write the final weights, unless the run was only evaluated, and the result."""
+        run, recorder = self.run, self.context.recorder
+        state = run.modules[0].model_state()
+        if is_trained:
+            recorder.save_tensors("model.safetensors", state)
+            run.hooks.call("on_save", run)
+        run.end()
+        result = Result(
+            steps=run.step,
+            loss=run.loss if is_trained else math.nan,
+            metrics=run.metrics,
+            best=self.house.checkpointing.best() if is_trained else None,
+            fingerprint=fingerprint(state),
+            run_dir=str(recorder.path),
+            plan=str(self.plan),
+            rank=self.rank,
+            world_size=self.world_size,
+            seconds=seconds,
+            samples_per_second=self.house.metrics.throughput.total_samples / seconds,
+            events=list(recorder.events.events),
+        )
+        recorder.end(
+            {
+                name: value
+                for name, value in asdict(result).items()
+                if name not in ("rank", "events")
+            }
+        )
+        return result

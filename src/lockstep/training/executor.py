@@ -1,0 +1,239 @@
+"""Executors, which compute a rank's microbatches of one model: one after another, or through a
+pipeline's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.errors import RecipeError
+from lockstep.data.device import to_device
+from lockstep.data.generators import seed_generators
+from lockstep.data.loader import Microbatch
+from lockstep.keys import key
+from lockstep.logging.flops import Flops
+from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
+from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.training.losses.loss import Contribution
+
+if TYPE_CHECKING:
+    from lockstep.model.pipeline.pipeline import Pipeline
+
+T = TypeVar("T")
+Inputs = Callable[[Any], Any] | None
+Loss = Callable[[Any, Any], Any]
+Score = Callable[[Microbatch, Any, Any, Any], T]
+"""(microbatch, batch, output, loss) -> the microbatch's part of an evaluation."""
+EVALUATED_TOGETHER = 2
+"""Microbatches of a stage in one forward of an evaluation; activations between stages are all in
+memory."""
+
+
+class Accumulation(Protocol):
+    """The gradient accumulation of one model in a step on this rank: `Step`, as executors see
+    it."""
+
+    def batches(self) -> Iterator[tuple[Microbatch, Any]]:
+        """This rank's microbatches and batches, on the device, each with its own random
+        generators."""
+
+    def accumulate(self, loss: Any) -> None:
+        """Accumulate the gradient of the loss of the microbatch that `batches` gave last."""
+
+    def fetched(self) -> list[tuple[Microbatch, Any]]:
+        """All of this rank's microbatches and their batches at once. For `record`."""
+
+    def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
+        """The key of the microbatch's random streams."""
+
+    def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
+        """Check the result of a loss function. Raises `LossError`."""
+
+    def grad_output(self, part: Contribution) -> Tensor:
+        """The gradient that the backward of `part.total` starts with, times the loss scale."""
+
+    def record(
+        self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None
+    ) -> None:
+        """Record a microbatch whose gradient has been accumulated. `part`: None if another rank has
+        its loss."""
+
+
+class Executor(Protocol):
+    """Computes this rank's microbatches of one model. Every rank makes the same calls."""
+
+    why_no_loop: str | None
+    """Why the script cannot loop over microbatches itself; None if it can."""
+
+    def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
+        """Forward and backward of all microbatches of a step."""
+
+    def evaluate(
+        self,
+        items: Iterator[Microbatch],
+        position: Callable[[Microbatch], tuple[int, ...]],
+        inputs: Inputs,
+        loss: Loss,
+        score: Score[T],
+    ) -> Iterable[tuple[Microbatch, T]]:
+        """Forward alone: each microbatch and its score, on ranks with the output. `position`: the
+        key of its random streams."""
+
+    def on_output_rank(self, compute: Callable[[], Any]) -> Any:
+        """Compute a JSON value on the rank with the model's output, for all ranks. An error there
+        is raised on all."""
+
+
+@dataclass(slots=True)
+class SerialExecutor:
+    """An `Executor` for every plan without a pipeline: one microbatch after another."""
+
+    model: nn.Module
+    device: torch.device
+    autocast: AbstractContextManager[Any]
+    flops: Flops
+    streams: ModuleRandomStreams | None
+    why_no_loop: str | None = None
+
+    def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
+        for microbatch, batch in step.batches():
+            with self.autocast, self.flops.counting(microbatch.size):
+                value = loss(call_model(inputs, self.model, batch), batch)
+            step.accumulate(value)
+
+    def evaluate(
+        self,
+        items: Iterator[Microbatch],
+        position: Callable[[Microbatch], tuple[int, ...]],
+        inputs: Inputs,
+        loss: Loss,
+        score: Score[T],
+    ) -> Iterator[tuple[Microbatch, T]]:
+        for item in items:
+            batch = to_device(item.batch, self.device)
+            at = position(item)
+            seed_generators(key(*at), self.device)
+            if self.streams is not None:
+                self.streams.set_position(at)
+            with self.autocast:
+                output = call_model(inputs, self.model, batch)
+                value = loss(output, batch)
+            yield item, score(item, batch, output, value)
+
+    def on_output_rank(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class PipelineExecutor:
+    """An `Executor` for a pipeline: all microbatches go through its stages, in the order of its
+    schedule."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.why_no_loop: str | None = (
+            f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
+        )
+        self._pipeline = pipeline
+        self._device = pipeline.world.device
+
+    def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
+        if inputs is None:
+            raise RecipeError(
+                "step.compute(None, loss) with a pipeline; it calls the stages itself; give inputs"
+            )
+        fetched = step.fetched()
+        parts: dict[int, Contribution] = {}
+
+        def score(microbatch: Microbatch, batch: Any, output: Any) -> PipelineLoss:
+            part = step.contribution(loss(output, batch), microbatch)
+            if microbatch.is_dummy:
+                part = part._replace(grad_output=torch.zeros_like(part.grad_output))
+            else:
+                parts[microbatch.index] = part._replace(total=part.total.detach())
+            record = [part.value, 0.0 if part.weight is None else part.weight]
+            return PipelineLoss(part.total, step.grad_output(part), record)
+
+        rows = self._pipeline.run(
+            [
+                PipelineMicrobatch(
+                    step.random_position(microbatch),
+                    partial(model_arguments, inputs, batch),
+                    partial(score, microbatch, batch),
+                    is_dummy=microbatch.is_dummy,
+                )
+                for microbatch, batch in fetched
+            ],
+            columns=2,
+        )
+        for (microbatch, _), (value, weight) in zip(fetched, rows, strict=True):
+            if not microbatch.is_dummy:
+                value = value.item() if value.is_cpu else value
+                step.record(microbatch, value, weight, parts.get(microbatch.index))
+
+    def evaluate(
+        self,
+        items: Iterator[Microbatch],
+        position: Callable[[Microbatch], tuple[int, ...]],
+        inputs: Inputs,
+        loss: Loss,
+        score: Score[T],
+    ) -> Iterator[tuple[Microbatch, T]]:
+        assert inputs is not None, "a pipeline is refused without"
+
+        def scored(item: Microbatch, batch: Any, output: Any) -> T:
+            value = loss(output, batch)
+            with torch.autocast(self._device.type, enabled=False):
+                return score(item, batch, output, value)
+
+        while several := list(
+            islice(items, EVALUATED_TOGETHER * len(self._pipeline.stages.ranges))
+        ):
+            batches = [to_device(item.batch, self._device) for item in several]
+            results = self._pipeline.forward(
+                [
+                    PipelineMicrobatch(
+                        position(item),
+                        partial(model_arguments, inputs, batch),
+                        partial(scored, item, batch),
+                    )
+                    for item, batch in zip(several, batches, strict=True)
+                ]
+            )
+            yield from zip(several, results, strict=False)
+
+    def on_output_rank(self, compute: Callable[[], Any]) -> Any:
+        world, last = self._pipeline.world, self._pipeline.last_rank
+        value = self._pipeline.raise_on_all_ranks(compute if world.rank == last else lambda: None)
+        return world.value_of(last, value)
+
+
+def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch; without `inputs` the model itself, because the loss then
+    calls it."""
+    if inputs is None:
+        return model
+    arguments = model_arguments(inputs, batch)
+    if isinstance(arguments, tuple):
+        return model(*arguments)
+    return model(**arguments) if isinstance(arguments, dict) else model(arguments)
+
+
+def model_arguments(inputs: Callable[[Any], Any], batch: Any) -> Any:
+    """Call `inputs`, which returns a tuple of arguments, a dict of keywords, or one argument.
+    Raises `RecipeError`."""
+    arguments = inputs(batch)
+    if arguments is None or isinstance(arguments, list):
+        found = f"a list of {len(arguments)}" if isinstance(arguments, list) else "None"
+        raise RecipeError(
+            f"Recipe.inputs returned {found}; the model is called with what it returns: a tuple of"
+            " arguments, a dict of keywords, or one tensor; the batches of a TensorDataset are"
+            " lists: return batch[0], or (batch[0], batch[1]); if the model takes a list as its"
+            " one argument, return (that_list,)"
+        )
+    return arguments
