@@ -53,7 +53,7 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""What an axis divides -> why its ranks cannot each go at their own speed."""
+"""The reason why ranks cannot each go at their own speed, by what their axis divides."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024

@@ -16,12 +16,11 @@ from lockstep.training.reducers.reducer import choose_reducer
 def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = False) -> Any:
     """Stands in for a mesh: all that the choice depends on."""
     sizes = {"shard": shard, "replicate": 2}
+    memory = object() if on_one_host else None
     return SimpleNamespace(
         axis=lambda name: SimpleNamespace(size=sizes[name]),
         torch_mesh=object() if has_torch_mesh else None,
-        data=SimpleNamespace(
-            shared_memory=object() if on_one_host else None, hierarchy=None, size=2 * shard
-        ),
+        summed=lambda: SimpleNamespace(shared_memory=memory, hierarchy=None, size=2 * shard),
     )
 
 
