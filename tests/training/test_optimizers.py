@@ -35,13 +35,13 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim.optimizers import (
     STATE_IS_ZERO_AT_FIRST,
     allocate_state,
-    apply,
     build_optimizers,
     check_gradients,
     trainable,
     unfuse,
 )
 from lockstep.training.optim.schedule import Schedule
+from lockstep.training.train_module import step_optimizer
 
 VARIANTS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, weight_decay=0.1),
@@ -421,7 +421,7 @@ def test_an_optimizer_is_applied_with_what_waits_for_its_step() -> None:
 
     def moved() -> float:
         before = float(layer.bias.detach())
-        apply(optimizer)
+        step_optimizer(optimizer)
         return before - float(layer.bias.detach())
 
     assert moved() == pytest.approx(1.0)

@@ -369,7 +369,7 @@ class TrainModule:
                 if closure is not None:
                     optimizer.step(closure)
                 else:
-                    _step(optimizer) if stepper is None else stepper()
+                    step_optimizer(optimizer) if stepper is None else stepper()
         return applied
 
     @contextmanager
@@ -451,7 +451,7 @@ class TrainModule:
             self._reducer = None
 
 
-def _step(optimizer: Optimizer) -> None:
+def step_optimizer(optimizer: Optimizer) -> None:
     """`optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler and
     no step hook."""
     step = type(optimizer).step
