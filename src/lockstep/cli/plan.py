@@ -22,7 +22,7 @@ from lockstep.base.system import refuse_on_windows
 from lockstep.base.units import size
 from lockstep.cli.arguments.launch import script_arguments
 from lockstep.cli.arguments.outputs import html_option, json_option, work_folder, write_file
-from lockstep.cli.arguments.plans import PlansCommand
+from lockstep.cli.arguments.script_command import PlansCommand
 from lockstep.plan import Plan
 from lockstep.planner.request import OUTCOMES, Ended, PlanRequest
 from lockstep.scripts.line import ScriptLine

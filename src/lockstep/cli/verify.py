@@ -25,7 +25,7 @@ from lockstep.cli.arguments.outputs import (
     work_folder,
     write_file,
 )
-from lockstep.cli.arguments.plans import PlansCommand
+from lockstep.cli.arguments.script_command import PlansCommand
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify.jobs import parse_plans
 

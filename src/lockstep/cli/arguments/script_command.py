@@ -4,12 +4,12 @@ are the script's."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
 
-from lockstep.base.errors import say
+from lockstep.base.errors import LaunchError, say
 from lockstep.scripts.line import misplaced
 
 
@@ -24,45 +24,63 @@ class ScriptCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
-        options = {
-            name: each
-            for each in self.params
-            if isinstance(each, click.Option)
-            for name in each.opts
-        }
+        options = self.options()
+        place = _script_place(given, options)
+
+        def where(names: Collection[str]) -> str:
+            after, one = given[place] if place < len(given) else "SCRIPT", len(names) == 1
+            verb, what = ("comes", "it is an argument") if one else ("come", "they are arguments")
+            return f"{', '.join(sorted(names))} {verb} after {after}, so {what} of the script"
+
+        def corrected(names: Collection[str]) -> str:
+            words = before_script(given, options, names)
+            return f"write: {ctx.command_path} {shlex.join(words)}"
+
         try:
             rest = super().parse_args(ctx, args)
         except click.MissingParameter as error:
-            missing = set(error.param.opts if error.param is not None else ()) & set(_names(given))
+            named = {argument.partition("=")[0] for argument in given}
+            missing = named.intersection(error.param.opts if error.param is not None else ())
             if not missing:
                 raise
-            raise click.UsageError(
-                f"{_where(missing, given, options)}; write: {_line(ctx, given, options, missing)}",
-                ctx,
-            ) from error
+            raise click.UsageError(f"{where(missing)}; {corrected(missing)}", ctx) from error
         script, arguments = ctx.params.get("script"), ctx.params.get("arguments", ())
         if script in options:
-            raise click.UsageError(
-                f"{_where([script], given, options)}; write:"
-                f" {_line(ctx, given, options, [script])}",
-                ctx,
-            )
-        for name, value in _values(ctx, options):
-            if value in options:
-                raise click.UsageError(
-                    f"{name} takes a value, and {value} follows, which is an option; give {name}"
-                    " its value",
-                    ctx,
-                )
-        is_certain = given[: _script_place(given, options)][-1:] == ["--"]
-        if script is None or is_certain or ctx.params.get("is_module"):
+            raise click.UsageError(f"{where([script])}; {corrected([script])}", ctx)
+        for name, option in options.items():
+            values = ctx.params.get(option.name or "")
+            for value in values if isinstance(values, tuple) else (values,):
+                if isinstance(value, str) and value in options and name == option.opts[0]:
+                    raise click.UsageError(
+                        f"{name} takes a value, and {value} follows, which is an option; give"
+                        f" {name} its value",
+                        ctx,
+                    )
+        if script is None or given[:place][-1:] == ["--"] or ctx.params.get("is_module"):
             return rest
         if names := misplaced(options, arguments, script, imports=self._imports):
             say(
-                f"lockstep: warning: {_where(names, given, options)}, which does not mention it; if"
-                f" it is for lockstep, write: {_line(ctx, given, options, names)}"
+                f"lockstep: warning: {where(names)}, which does not mention it; if it is for"
+                f" lockstep, {corrected(names)}"
             )
         return rest
+
+    def options(self) -> dict[str, click.Option]:
+        """The options of the command by their names."""
+        each = (each for each in self.params if isinstance(each, click.Option))
+        return {name: option for option in each for name in option.opts}
+
+
+class PlansCommand(ScriptCommand):
+    """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are
+    the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = {name for name, option in self.options().items() if option.is_flag}
+        return super().parse_args(ctx, rearranged(args, {*flags, "-h", "--help"}))
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["SCRIPT [ARGS]... --plans PLAN... [OPTIONS]"]
 
 
 def before_script(
@@ -76,12 +94,9 @@ def before_script(
     after = iter(given[place:])
     for argument in after:
         name, equals, _ = argument.partition("=")
-        if name not in names:
-            kept.append(argument)
-            continue
-        moved.append(argument)
-        if not equals and not options[name].is_flag and (value := next(after, None)) is not None:
-            moved.append(value)
+        (moved if name in names else kept).append(argument)
+        if name in names and not equals and not options[name].is_flag:
+            moved += [value for value in [next(after, None)] if value is not None]
     return [*(each for each in given[:place] if each != "--"), *moved, *kept]
 
 
@@ -96,32 +111,49 @@ def _script_place(given: Sequence[str], options: dict[str, click.Option]) -> int
     return place
 
 
-def _where(names: Collection[str], given: Sequence[str], options: dict[str, click.Option]) -> str:
-    after = next(iter(given[_script_place(given, options) :]), "SCRIPT")
-    verb, noun = ("comes", "is an argument") if len(names) == 1 else ("come", "are arguments")
-    return (
-        f"{', '.join(sorted(names))} {verb} after {after}, so {'it' if len(names) == 1 else 'they'}"
-        f" {noun} of the script"
-    )
+def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return `args` with the options first, a `--plans` before each plan, then the script and its
+    arguments, with the `--` that was given before it. `flags`: options without a value."""
+    own, rest = _own(args, 0, flags)
+    script, after = args[rest : rest + 1], list(args[rest + 1 :])
+    if list(args[:rest][-1:]) == ["--"]:
+        script = ["--", *script]
+    if "--plans" not in own:
+        heads = [argument.partition("=")[0] for argument in after]
+        place = heads.index("--plans") if "--plans" in heads else len(after)
+        more, stop = _own(after, place, flags)
+        if stop < len(after):
+            raise LaunchError(
+                f"{after[stop]!r} is behind --plans and is no plan; a plan is"
+                " KEY=VALUE[,KEY=VALUE...], and SCRIPT's arguments come before --plans; write for"
+                " example --plans replicate=2 shard=2"
+            )
+        own, after = own + more, after[:place]
+    return [*own, *script, *after]
 
 
-def _line(
-    ctx: click.Context,
-    given: Sequence[str],
-    options: dict[str, click.Option],
-    names: Collection[str],
-) -> str:
-    return f"{ctx.command_path} {shlex.join(before_script(given, options, names))}"
-
-
-def _names(given: Sequence[str]) -> list[str]:
-    return [argument.partition("=")[0] for argument in given]
-
-
-def _values(ctx: click.Context, options: dict[str, click.Option]) -> Iterator[tuple[str, Any]]:
-    """Yield each option that has a value, by its first name, and the value; of one that is given
-    again, each value."""
-    for option in {id(each): each for each in options.values() if not each.is_flag}.values():
-        values = ctx.params.get(option.name or "")
-        for value in values if isinstance(values, tuple) else (values,):
-            yield option.opts[0], value if isinstance(value, str) else None
+def _own(args: Sequence[str], start: int, flags: Collection[str]) -> tuple[list[str], int]:
+    """Return the options that begin at `start`, and the position behind them."""
+    own: list[str] = []
+    place = start
+    while place < len(args) and args[place].startswith("-"):
+        option, place = args[place], place + 1
+        if option == "--":
+            break
+        if option == "--plans":
+            first = place
+            while place < len(args) and "=" in args[place] and not args[place].startswith("-"):
+                own += ["--plans", args[place]]
+                place += 1
+            if place == first:
+                follows = repr(args[first]) if first < len(args) else "nothing"
+                raise LaunchError(
+                    f"--plans is followed by {follows}, which is no plan; a plan is"
+                    " KEY=VALUE[,KEY=VALUE...], such as replicate=2"
+                )
+        elif option in flags or "=" in option:
+            own.append(option)
+        else:
+            own += [option, *args[place : place + 1]]
+            place += 1
+    return own, place
