@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep.audit.finding import Area, Finding
 from lockstep.audit.remedies import Cause
+from lockstep.evidence.rows import Row
 
 _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 
@@ -41,6 +42,19 @@ class AreaResult:
                     names=names or [],
                 )
             )
+
+    def find_at(
+        self,
+        step: Row,
+        cause: Cause,
+        evidence: str,
+        *,
+        line: str = "",
+        names: list[str] | None = None,
+    ) -> None:
+        """Add a finding at a step. `line`: empty if it is the line of the step."""
+        at = step["index"]
+        self.find(cause, f"step {at}: {evidence}", line=line or step["line"], step=at, names=names)
 
     def miss(self, reason: str) -> None:
         """Add a reason why something was not seen; of those that differ by their numbers alone,

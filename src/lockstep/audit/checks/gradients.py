@@ -70,22 +70,22 @@ def check_applied_gradients(records: Records) -> AreaResult:
             result.miss(f"gradients are NaN or infinite in step {step}: {first_few(broken)}")
             _check_finite(result, rows, step)
             break
-        _check_stale(result, rows, step)
-        _check_clipping(result, rows, step)
+        _check_stale(result, rows)
+        _check_clipping(result, rows)
         if len(rows) > 1:
-            _check_unused(result, rows, step)
-            _check_local_clipping(result, rows, step)
+            _check_unused(result, rows)
+            _check_local_clipping(result, rows)
         seen += _check_reduction(result, rows, step)
         if len(rows) < 2:
             continue
         alike += _are_alike(rows) and _have_equal_losses(records, rows)
         if alike == LEAST_ALIKE:
-            result.find(
+            result.find_at(
+                rows[0],
                 Cause.SAME_SAMPLES,
-                f"step {step}: the backwards of all ranks gave the same gradient, to the last"
+                "the backwards of all ranks gave the same gradient, to the last"
                 " digits: all ranks have the same batch",
-                line=rows[0]["backward_line"] or rows[0]["line"],
-                step=step,
+                line=rows[0]["backward_line"],
             )
     _check_wasted(result, records)
     _check_untrained(result, records)
@@ -251,21 +251,21 @@ def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool
             is_right = False
             clip = rows[rank]["clip"]
             if clip is not None and _is_reduced_after_clip(rows, rank, local):
-                result.find(
+                result.find_at(
+                    rows[0],
                     Cause.LOCAL_CLIPPING,
-                    f"step {step}: rank {rank} clipped its own gradient (norm"
+                    f"rank {rank} clipped its own gradient (norm"
                     f" {_text(clip.get('norm'))}), reduced only afterwards",
                     line=clip["line"],
-                    step=step,
                 )
                 continue
             part = "every parameter" if len(local) == len(names) else first_few(local)
-            result.find(
+            result.find_at(
+                rows[rank],
                 Cause.NOT_REDUCED,
-                f"step {step}: the gradient that rank {rank} applies to {part} holds its own"
+                f"the gradient that rank {rank} applies to {part} holds its own"
                 f" backward alone: {_list(factors(rows, rank, local[:1]))}",
-                line=rows[rank]["backward_line"] or rows[rank]["line"],
-                step=step,
+                line=rows[rank]["backward_line"],
                 names=local,
             )
         elif not is_even and any(
@@ -341,28 +341,27 @@ def _is_same(rows: Sequence[Row], name: str) -> bool:
     return all(np.linalg.norm(each - sums[0]) <= 1e-6 * np.linalg.norm(sums[0]) for each in sums)
 
 
-def _check_stale(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+def _check_stale(result: AreaResult, rows: Sequence[Row]) -> None:
     for rank, row in enumerate(rows):
         if row["stale"]:
-            result.find(
+            result.find_at(
+                row,
                 Cause.STALE_GRADIENTS,
-                f"step {step}: on rank {rank} the gradients of {first_few(row['stale'])} still held"
+                f"on rank {rank} the gradients of {first_few(row['stale'])} still held"
                 " those of the step before when the next backward added to them",
-                line=row["line"],
-                step=step,
                 names=row["stale"],
             )
 
 
-def _check_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+def _check_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
     for row in rows:
         if row["clip"] is not None and row["clip"]["scaled"]:
-            result.find(
+            result.find_at(
+                row,
                 Cause.CLIPPED_SCALED,
-                f"step {step}: the norm was taken while gradients were multiplied by the loss scale"
+                f"the norm was taken while gradients were multiplied by the loss scale"
                 f" {row['scale']:g}: {_text(row['clip'].get('norm'))}",
                 line=row["clip"]["line"],
-                step=step,
             )
         backwards = [int(number) for number, added in row["added"].items() if added]
         early = [
@@ -371,17 +370,17 @@ def _check_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
             if each["backward"] in backwards and each["backward"] < backwards[-1]
         ]
         if early:
-            result.find(
+            result.find_at(
+                rows[0],
                 Cause.LOCAL_CLIPPING,
-                f"step {step}: gradients were clipped after"
+                f"gradients were clipped after"
                 f" {backwards.index(early[0]['backward']) + 1} of {len(backwards)} microbatches,"
                 " before they were reduced",
                 line=early[0]["line"],
-                step=step,
             )
 
 
-def _check_unused(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+def _check_unused(result: AreaResult, rows: Sequence[Row]) -> None:
     common = set.intersection(*(set(row["applied"]) for row in rows))
     for name in (name for name in rows[0]["applied"] if name in common):
         missing = [
@@ -390,17 +389,16 @@ def _check_unused(result: AreaResult, rows: Sequence[Row], step: int) -> None:
             if row["applied"][name] is None and name not in row["sharded"]
         ]
         if missing and len(missing) < len(rows):
-            result.find(
+            result.find_at(
+                rows[missing[0]],
                 Cause.UNUSED_PARAMETER,
-                f"step {step}: {name} has a gradient on some ranks, and none on rank {missing[0]},"
+                f"{name} has a gradient on some ranks, and none on rank {missing[0]},"
                 " which does not update it",
-                line=rows[missing[0]]["line"],
-                step=step,
                 names=[name],
             )
 
 
-def _check_local_clipping(result: AreaResult, rows: Sequence[Row], step: int) -> None:
+def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
     """Find norms of a part of the gradient: ranks then clip by different factors."""
     norms = [
         norm
@@ -412,21 +410,20 @@ def _check_local_clipping(result: AreaResult, rows: Sequence[Row], step: int) ->
         if not any(row["sharded"] for row in rows) and _is_local(rows):
             return  # not reduced, or reduced after it: that is said elsewhere
         texts = ", ".join(f"{each:.4g}" for each in norms)
-        result.find(
+        result.find_at(
+            rows[0],
             Cause.LOCAL_CLIPPING,
-            f"step {step}: the norms by which the ranks clipped differ: {texts}",
+            f"the norms by which the ranks clipped differ: {texts}",
             line=line,
-            step=step,
         )
     ratios = [ratio for row in rows if (ratio := _clip_ratio(row)) is not None]
     if len(ratios) == len(rows) and max(ratios) - min(ratios) > EVEN * max(ratios):
         texts = ", ".join(f"{each:.4g}" for each in ratios)
-        result.find(
+        result.find_at(
+            rows[0],
             Cause.LOCAL_CLIPPING,
-            f"step {step}: the ranks multiplied their shards of one gradient by different factors:"
-            f" {texts}",
+            f"the ranks multiplied their shards of one gradient by different factors: {texts}",
             line=line,
-            step=step,
         )
 
 
@@ -465,12 +462,12 @@ def _check_wasted(result: AreaResult, records: Records) -> None:
                     1 for number, each in row["added"].items() if each and number in before
                 )
                 if count > 1 and several > 1:
-                    result.find(
+                    result.find_at(
+                        row,
                         Cause.REDUCED_EVERY_MICROBATCH,
-                        f"step {row['index']}: rank {rank.rank} reduced its gradients {count} times"
+                        f"rank {rank.rank} reduced its gradients {count} times"
                         f" in a step of {several} backwards",
-                        line=line or row["line"],
-                        step=row["index"],
+                        line=line,
                     )
                 counts, before = Counter(), set()
 

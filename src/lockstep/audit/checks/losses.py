@@ -328,13 +328,13 @@ def _check_gathered(
             for _, before, _ in each
         ]
         if all(gathers) and not any(after for _, _, after in each):
-            result.find(
+            result.find_at(
+                rows[0],
                 Cause.WRONG_SCALE,
-                f"step {rows[0]['index']}: all {ranks} ranks compute one loss over what they"
+                f"all {ranks} ranks compute one loss over what they"
                 " gathered, no gradient goes back to the rank that it is of, and the reduction"
                 f" divides by {ranks}: the gradient is {ranks} times too small",
                 line=str(gathers[0][-1]["line"]),
-                step=rows[0]["index"],
             )
 
 

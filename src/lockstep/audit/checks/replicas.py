@@ -128,12 +128,12 @@ def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_lin
     state, state_name = _worst(rows, "states", rows[0]["states"])
     gradient, _ = _worst(rows, "applied", names)
     if gradient <= DRIFT and state > DRIFT:
-        result.find(
+        result.find_at(
+            rows[0],
             Cause.OPTIMIZER_STATE_DIFFERS,
-            f"step {step}: the gradients agree, and the optimizer's {state_name} differs by"
+            f"the gradients agree, and the optimizer's {state_name} differs by"
             f" {state:.2g} of its size",
             line=line,
-            step=step,
             names=[state_name],
         )
         return

@@ -26,11 +26,10 @@ def check_schedules(records: Records) -> AreaResult:
             texts = ", ".join(
                 f"{each[0]:.4g}" if each and each[0] is not None else "none" for each in rates
             )
-            result.find(
+            result.find_at(
+                rows[0],
                 Cause.LEARNING_RATES_DIFFER,
-                f"step {rows[0]['index']}: {texts} on the ranks",
-                line=rows[0]["line"],
-                step=rows[0]["index"],
+                f"{texts} on the ranks",
             )
     rank = records.ranks[0]
     judged = 0
