@@ -46,14 +46,13 @@ class Collectives:
         self._depth = 0
 
     def install(self) -> None:
-        wrap(dist, "init_process_group", after=guarded(self._recorder, self._after_init))
+        wrap(self._recorder, dist, "init_process_group", after=self._after_init)
         dist.distributed_c10d.init_process_group = dist.init_process_group
         wrap(
+            self._recorder,
             Join,
             "__enter__",
-            before=guarded(
-                self._recorder, lambda *_: self._recorder.write("join", line=self._recorder.line())
-            ),
+            before=lambda *_: self._recorder.write("join", line=self._recorder.line()),
         )
         for name in NAMES:
             watched = self._watched(name, getattr(dist, name))

@@ -126,7 +126,7 @@ class Gradients:
                 if watched is not None:
                     watched.added.append((self.backward, sketch(gradient)))
 
-        wrap(module, "foreach_reduce", before=guarded(self._recorder, before))
+        wrap(self._recorder, module, "foreach_reduce", before=before)
 
     def _see_shards(self) -> None:
         for key, parameter in self._parameters.items():

@@ -108,9 +108,10 @@ def after_import(module: ModuleType, request: AuditRequest) -> None:
     elif _installed and module.__name__ == "accelerate.accelerator":
         recorder = _installed[0].recorder
         wrap(
+            recorder,
             module.Accelerator,
             "gather_for_metrics",
-            before=guarded(recorder, lambda *_, **__: recorder.write("gather_for_metrics")),
+            before=lambda *_, **__: recorder.write("gather_for_metrics"),
         )
     elif _installed:
         _installed[0].gradients.install_fsdp(module)

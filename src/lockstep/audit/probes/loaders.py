@@ -4,7 +4,6 @@ that it took."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import os
@@ -63,11 +62,18 @@ class Loaders:
 
     def install(self) -> None:
         guard, (iterator, fetchers) = self._recorder, torch_private.loader_classes()
-        wrap(DataLoader, "__init__", after=guarded(guard, self._after_init))
-        self._wrap_iter()
+        wrap(guard, DataLoader, "__init__", after=self._after_init)
+        wrap(
+            guard,
+            DataLoader,
+            "__iter__",
+            before=lambda _: setattr(self, "_fetches", 0),
+            after=self._after_iter,
+            around=self._draws.others,
+        )
         for name in ("__init__", "_reset"):  # both before indices are drawn ahead for workers
-            wrap(iterator, name, before=guarded(guard, self._before_indices))
-        wrap(iterator, "_next_index", after=guarded(guard, self._after_index))
+            wrap(guard, iterator, name, before=self._before_indices)
+        wrap(guard, iterator, "_next_index", after=self._after_index)
         self._wrap_next(iterator)
         for fetcher in fetchers:
             self._wrap_fetch(fetcher)
@@ -94,19 +100,6 @@ class Loaders:
                     return self._lines[value]
             frame = frame.f_back
         return self._recorder.line()
-
-    def _wrap_iter(self) -> None:
-        original = DataLoader.__iter__
-
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            self._fetches = 0
-            with self._draws.others():
-                iterator = original(loader)
-            guarded(self._recorder, self._after_iter)(iterator, loader)
-            return iterator
-
-        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
     def _after_iter(self, iterator: Any, loader: Any) -> None:
         number = self._numbers.get(loader)

@@ -29,7 +29,7 @@ class Models:
         self._within: list[DistributedDataParallel] = []
 
     def install(self) -> None:
-        wrap(DistributedDataParallel, "__init__", after=guarded(self._recorder, self._after_wrap))
+        wrap(self._recorder, DistributedDataParallel, "__init__", after=self._after_wrap)
         self._watch_forward()
 
     def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:

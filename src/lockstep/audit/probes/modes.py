@@ -77,10 +77,11 @@ class Modes:
         )
         replace(F, "batch_norm", self._watched_batch_norm(F.batch_norm))
         wrap(
+            self._recorder,
             swa_utils,
             "update_bn",
-            before=guarded(self._recorder, lambda *_, **__: setattr(self, "_is_updating", True)),
-            after=guarded(self._recorder, lambda *_, **__: setattr(self, "_is_updating", False)),
+            before=lambda *_, **__: setattr(self, "_is_updating", True),
+            after=lambda *_, **__: setattr(self, "_is_updating", False),
         )
 
     def begin_backward(self) -> None:

@@ -66,14 +66,13 @@ class Optimizers:
 
     def install(self) -> None:
         guard = self._recorder
-        wrap(Optimizer, "add_param_group", after=guarded(guard, self._after_group))
-        wrap(Optimizer, "zero_grad", after=guarded(guard, self._after_zero_grad))
+        wrap(guard, Optimizer, "add_param_group", after=self._after_group)
+        wrap(guard, Optimizer, "zero_grad", after=self._after_zero_grad)
         wrap(
+            guard,
             torch.nn.Module,
             "zero_grad",
-            after=guarded(
-                guard, lambda _, module, *__, **___: self._gradients.clear(module.parameters())
-            ),
+            after=lambda _, module, *__, **___: self._gradients.clear(module.parameters()),
         )
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(guarded(guard, self._after_step))
@@ -81,20 +80,20 @@ class Optimizers:
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
                 self._wrap_clip(owner, name)
         scaler = torch.amp.GradScaler
-        wrap(scaler, "scale", before=guarded(guard, self._before_scale))
+        wrap(guard, scaler, "scale", before=self._before_scale)
+        wrap(guard, scaler, "unscale_", after=lambda *_: setattr(self, "_is_unscaled", True))
         wrap(
-            scaler, "unscale_", after=guarded(guard, lambda *_: setattr(self, "_is_unscaled", True))
-        )
-        wrap(
+            guard,
             scaler,
             "step",
-            before=guarded(guard, self._before_scaler_step),
-            after=guarded(guard, self._after_scaler_step),
+            before=self._before_scaler_step,
+            after=self._after_scaler_step,
         )
         wrap(
+            guard,
             scaler,
             "update",
-            after=guarded(guard, lambda *_, **__: setattr(self, "_is_unscaled", False)),
+            after=lambda *_, **__: setattr(self, "_is_unscaled", False),
         )
 
     # Steps

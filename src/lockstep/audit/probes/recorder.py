@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar
@@ -164,26 +164,28 @@ def originals() -> Iterator[None]:
 
 
 def wrap(
+    recorder: RecordWriter,
     owner: Any,
     name: str,
     *,
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Replace a function or method: `before(*args, **kwargs)` is called first, `after(result,
-    *args, **kwargs)` last.
-
-    Neither changes what it returns. Both must be guarded.
-    """
+    *args, **kwargs)` last, and what it replaces within `around()`. None changes what it returns."""
     original = getattr(owner, name)
+    first = None if before is None else guarded(recorder, before)
+    last = None if after is None else guarded(recorder, after)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        result = original(*args, **kwargs)
-        if after is not None:
-            after(result, *args, **kwargs)
+        if first is not None:
+            first(*args, **kwargs)
+        with around():
+            result = original(*args, **kwargs)
+        if last is not None:
+            last(result, *args, **kwargs)
         return result
 
     setattr(owner, name, call)

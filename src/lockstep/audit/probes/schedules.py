@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -81,15 +80,14 @@ class Seeds:
         self._recorder, self._optimizers, self._draws = recorder, optimizers, draws
 
     def install(self) -> None:
-        original = torch.manual_seed
-
-        @functools.wraps(original)
-        def manual_seed(*args: Any, **kwargs: Any) -> Any:
-            guarded(self._recorder, self._note)(*args, **kwargs)
-            with self._draws.others():
-                return original(*args, **kwargs)
-
-        torch.manual_seed = torch.random.manual_seed = manual_seed
+        wrap(
+            self._recorder,
+            torch,
+            "manual_seed",
+            before=self._note,
+            around=self._draws.others,
+        )
+        torch.random.manual_seed = torch.manual_seed
 
     def _note(self, seed: Any, *_: Any) -> None:
         if line := self._recorder.line():
@@ -103,15 +101,13 @@ class SavedFiles:
         self._recorder, self._optimizers = recorder, optimizers
 
     def install(self) -> None:
-        wrap(torch, "save", before=guarded(self._recorder, self._note))
+        wrap(self._recorder, torch, "save", before=self._note)
         torch.serialization.save = torch.save
         wrap(
+            self._recorder,
             torch,
             "load",
-            before=guarded(
-                self._recorder,
-                lambda *_, **__: self._recorder.write("load", line=self._recorder.line()),
-            ),
+            before=lambda *_, **__: self._recorder.write("load", line=self._recorder.line()),
         )
 
     def _note(self, saved: Any = None, to: Any = None, *_: Any, **kwargs: Any) -> None:
