@@ -6,10 +6,8 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +27,7 @@ from lockstep.checkpoint.averaging.weight_average import (
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safetensors
 from lockstep.cli.arguments.launch import launch_option
+from lockstep.cli.arguments.outputs import json_option
 from lockstep.cli.arguments.target import Target, reachable
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
 from lockstep.cli.measurement import Metrics, measure
@@ -104,7 +103,7 @@ class _AveragedRun:
     metavar="N",
     help="Which model, if a session prepared several.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
+@json_option
 @click.argument("sources", nargs=-1, required=True, metavar="RUN...")
 def command(
     sources: tuple[str, ...], out: str, as_json: bool, module: int | None, **given: Any
@@ -137,13 +136,16 @@ def command(
         _check_alike(runs[0], other)
     metrics = None
     if line is not None:
-        with ExitStack() as stack:
-            evaluations = _Evaluations.of(runs, line, given, path, stack)
-            metrics = (
-                evaluations.greedy(runs, given["metric"], mode)
-                if given["greedy"]
-                else evaluations.all(runs)
-            )
+        # beside the output, because a model may be too large for /tmp
+        beside: dict[str, Any] = {"dir": path.absolute().parent, "prefix": f".{path.stem}-"}
+        with ended_by_signals(), tempfile.TemporaryDirectory(**beside) as folder:
+            evaluations = _Evaluations(line, _launch_options(runs, given), Path(folder))
+            for run in runs:
+                run.metrics = evaluations.measure(run.name, run.member.model, run.file)
+            if given["greedy"]:
+                metrics = evaluations.greedy(runs, given["metric"], mode)
+            else:
+                metrics = evaluations.measure_average(runs)
     _write(runs, metrics, path, as_json=as_json)
     return 0
 
@@ -272,59 +274,30 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
+def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of evaluations: hyper-parameters are those that all runs share, or what
+    `--set` gives instead."""
+    first = runs[0].parameters
+    shared = [
+        name for name in first if all(run.parameters.get(name) == first[name] for run in runs)
+    ]
+    values = {name: str(first[name]) for name in shared}
+    values |= dict(map(split_assignment, given["set"] or ()))
+    options = {name: given[name] for name in ("nproc", "plan", "share_devices")}
+    return {**options, "set": tuple(f"{name}={value}" for name, value in values.items())}
+
+
+@dataclass(slots=True)
 class _Evaluations:
     """Evaluations by a script's recipe, one launch of it after another."""
 
     line: ScriptLine
     options: Mapping[str, Any]
     folder: Path
-    numbers: Iterable[int]
-
-    @classmethod
-    def of(
-        cls,
-        runs: Sequence[_AveragedRun],
-        line: ScriptLine,
-        given: Mapping[str, Any],
-        out: Path,
-        stack: ExitStack,
-    ) -> _Evaluations:
-        """`stack`: removes the temporary files, which are beside `out`, because a model may be too
-        large for /tmp."""
-        stack.enter_context(ended_by_signals())
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.stem}-")
-        )
-        shared = {
-            name: str(value)
-            for name, value in runs[0].parameters.items()
-            if all(run.parameters.get(name) == value for run in runs)
-        }
-        values = shared | dict(map(split_assignment, given["set"] or ()))
-        assignments = tuple(f"{name}={value}" for name, value in values.items())
-        return cls(
-            line,
-            {
-                "nproc": given["nproc"],
-                "plan": given["plan"],
-                "share_devices": given["share_devices"],
-                "set": assignments,
-            },
-            Path(folder),
-            count(),
-        )
-
-    def all(self, runs: Sequence[_AveragedRun]) -> Metrics:
-        """Measure each run, and the average of all. Returns the metrics of the latter."""
-        self._measure_each(runs)
-        return self._measure_average(runs)
+    count: int = 0
 
     def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
-        """Measure each run, and give those that are not in the greedy soup a weight of 0. Returns
-        its metrics."""
-        self._measure_each(runs)
-        script = self.line.script
+        """Give the runs that are not in the greedy soup a weight of 0. Returns its metrics."""
         measured: dict[tuple[int, ...], Metrics] = {
             (index,): run.metrics or {} for index, run in enumerate(runs)
         }
@@ -332,11 +305,11 @@ class _Evaluations:
         def score(indices: Sequence[int]) -> float:
             key = tuple(indices)
             if key not in measured:
-                measured[key] = self._measure_average([runs[index] for index in indices])
+                measured[key] = self.measure_average([runs[index] for index in indices])
             if metric not in measured[key]:
                 raise LaunchError(
-                    f"--metric {metric}, and {script} measures {', '.join(measured[key])}; give one"
-                    " of these"
+                    f"--metric {metric}, and {self.line.script} measures"
+                    f" {', '.join(measured[key])}; give one of these"
                 )
             value = measured[key][metric]
             return math.nan if value is None else value
@@ -351,28 +324,23 @@ class _Evaluations:
             run.member = replace(run.member, weight=1 / len(found) if index in found else 0.0)
         return measured[tuple(found)]
 
-    def _measure_each(self, runs: Sequence[_AveragedRun]) -> None:
-        for run in runs:
-            run.metrics = self._measure(run.name, run.member.model, run.file)
-
-    def _measure_average(self, runs: Sequence[_AveragedRun]) -> Metrics:
+    def measure_average(self, runs: Sequence[_AveragedRun]) -> Metrics:
         average, chosen = _average(runs)
-        return self._measure(
-            f"the average of {', '.join(run.name for run in chosen)}", average.model, None
-        )
+        names = ", ".join(run.name for run in chosen)
+        return self.measure(f"the average of {names}", average.model, None)
 
-    def _measure(self, name: str, model: StateDictReader, file: Path | None) -> Metrics:
+    def measure(self, name: str, model: StateDictReader, file: Path | None) -> Metrics:
         say(f"lockstep: evaluating {name}")
-        number = next(iter(self.numbers))
+        self.count += 1
         if file is None:
-            file = self.folder / f"{number}.safetensors"
+            file = self.folder / f"{self.count}.safetensors"
             write_model(model, file)
         status, found = measure(
             file,
             self.line,
             self.options,
             folder=self.folder,
-            run_dir=self.folder / f"run-{number}",
+            run_dir=self.folder / f"run-{self.count}",
             stdout=sys.stderr,
         )
         if status != 0:
@@ -396,17 +364,9 @@ def _write(
     for warning in warnings:
         say(f"lockstep: warning: {warning}")
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "path": str(path),
-                    "runs": list(map(_row, runs)),
-                    "metrics": metrics,
-                    "warnings": warnings,
-                },
-                indent=2,
-            )
-        )
+        rows = list(map(_row, runs))
+        told = {"path": str(path), "runs": rows, "metrics": metrics, "warnings": warnings}
+        print(json.dumps(told, indent=2))
         return
     _print_table(runs, metrics)
     show(

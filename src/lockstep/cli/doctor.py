@@ -17,6 +17,7 @@ from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import require_linux
 from lockstep.cli.arguments.launch import launch_option, options_from
+from lockstep.cli.arguments.outputs import NewFile, json_option
 from lockstep.launch.count import count_processes
 from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions
@@ -51,12 +52,12 @@ _WIDTH = 100
 )
 @click.option(
     "--write",
-    type=click.Path(dir_okay=False),
+    type=NewFile(),
     metavar="FILE",
     help="Only measure this machine's accelerators, for lockstep plan --on FILE.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables.")
-def command(write: str | None, as_json: bool, **given: Any) -> int:
+@json_option
+def command(write: Path | None, as_json: bool, **given: Any) -> int:
     """Say whether this machine, or these machines, are fit to train.
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface,
@@ -88,7 +89,7 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
     )
 
     if write is not None:
-        _write(Path(write), count)
+        _write(write, count)
         return 0
 
     # imports torch: after all that can be checked without it
@@ -116,10 +117,6 @@ def command(write: str | None, as_json: bool, **given: Any) -> int:
 
 def _write(path: Path, processes: int) -> None:
     """Measure so many accelerators, and write their sheets. Raises `LaunchError`."""
-    if not path.absolute().parent.is_dir():
-        raise LaunchError(
-            f"--write {path}; its directory is not there; name a file in a directory that is"
-        )
     if path.suffix != ".toml":
         raise LaunchError(
             f"--write {path}; lockstep plan takes a machine's file by its ending; name it"

@@ -20,6 +20,7 @@ from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saved_model import MODEL, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
+from lockstep.cli.arguments.outputs import json_option
 from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachable
 from lockstep.logging.run_files import EVENTS, read_rows
 
@@ -66,7 +67,7 @@ class InspectedCheckpoint:
 
 
 @click.command("inspect")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table.")
+@json_option
 @click.argument("target", metavar="RUN_DIR|CHECKPOINT|URL")
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
