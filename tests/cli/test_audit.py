@@ -128,7 +128,7 @@ def causes(report: dict[str, Any]) -> set[str]:
         ),
         (
             ["--html", "no/such/place.html", "train.py"],
-            "LaunchError: --html no/such/place.html; its directory is not there; name a file",
+            "LaunchError: --html no/such/place.html; its directory does not exist; name a file",
         ),
         (
             ["--keep", ".", "train.py"],
@@ -171,7 +171,7 @@ def test_help_has_examples() -> None:
     )
     assert "lockstep audit --nproc 4 --steps 50 --html audit.html train.py" in ended.stdout
     assert (
-        "Exit status: 0 if nothing is wrong, 1 for findings, 2 if it could not look" in ended.stdout
+        "Exit status: 0 if nothing is wrong, 1 for findings, 2 if the script fails" in ended.stdout
     )
 
 

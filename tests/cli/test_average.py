@@ -170,7 +170,8 @@ def test_the_greedy_soup_leaves_out_a_run_that_makes_it_worse(trained: Path, out
         (
             ["--evaluate", "train.py again"],
             2,
-            "train.py trains 2 times; runs are compared by one recipe; give a script of one",
+            "train.py trains 2 times; runs are compared by one recipe; give a script that trains "
+            "once",
         ),
         (
             ["--evaluate", "train.py", "--greedy", "--metric", "accuracy", "--mode", "max"],
@@ -194,28 +195,28 @@ def test_an_evaluation_that_fails_writes_nothing(
         (
             ["a"],
             (
-                "LaunchError: an average of one run, a; it is of two or more; give others, or use"
-                " lockstep export for one"
+                "LaunchError: an average of one run, a; it needs two or more; give others, or use "
+                "lockstep export for one"
             ),
         ),
         (
             ["a", "b", "./a"],
             (
-                "LaunchError: a is given twice; each run is in an average once; leave one out, or"
-                " say its part by --weights"
+                "LaunchError: a is given twice; a run can be in an average once; leave one out, "
+                "or raise its weight by --weights"
             ),
         ),
         (
             ["a", "b", "--weights", "1,2,3"],
             (
-                "LaunchError: --weights 1,2,3 has 3 numbers for 2 runs; there is one for each, in"
-                " their order; give 2"
+                "LaunchError: --weights 1,2,3 has 3 numbers for 2 runs; it needs one for each, in "
+                "their order; give 2"
             ),
         ),
         (
             ["a", "b", "--weights", "1,x"],
             (
-                "LaunchError: --weights '1,x': could not convert string to float: 'x'; it is"
+                "LaunchError: --weights '1,x': could not convert string to float: 'x'; it takes"
                 " numbers with commas"
             ),
         ),
@@ -240,17 +241,17 @@ def test_an_evaluation_that_fails_writes_nothing(
         (
             ["a", "b", "--greedy"],
             (
-                "LaunchError: --greedy without --evaluate SCRIPT; it would have no effect; give"
-                " both, or leave --greedy out"
+                "LaunchError: --greedy without --evaluate SCRIPT has no effect; give both, or "
+                "leave --greedy out"
             ),
         ),
         (
             ["a", "b", "--nproc", "2"],
-            "LaunchError: --nproc without --evaluate SCRIPT; it would have no effect",
+            "LaunchError: --nproc without --evaluate SCRIPT has no effect",
         ),
         (
             ["a", "b", "--evaluate", "train.py", "--mode", "max"],
-            "LaunchError: --mode without --greedy; it would have no effect",
+            "LaunchError: --mode without --greedy has no effect",
         ),
         (
             ["a", "b", "--evaluate", "train.py", "--greedy", "--weights", "1,1"],
@@ -273,15 +274,15 @@ def test_an_evaluation_that_fails_writes_nothing(
         (
             ["a", "gone"],
             (
-                "CheckpointError: gone is not there; give a run directory, or a checkpoint in its"
-                " folder `checkpoints`"
+                "CheckpointError: gone does not exist; give a run directory, or a checkpoint in "
+                "its folder `checkpoints`"
             ),
         ),
         (
             ["a", "train.py"],
             (
-                "CheckpointError: train.py is no .safetensors file; others are not read: a pickle"
-                " runs code"
+                "CheckpointError: train.py is no .safetensors file; no other file is read, "
+                "because a pickle runs code"
             ),
         ),
     ],
@@ -318,8 +319,8 @@ def test_a_run_that_has_not_ended_is_named_with_its_checkpoint(
     ended = average(trained, "a", str(tmp_path / "parts"), "-o", out)
     assert ended.returncode == 2
     assert (
-        "parts has no final model, which ls.train writes at its end; an average is of trained"
-        " models" in ended.stderr
+        "parts has no final model, which ls.train writes at its end; only trained models are "
+        "averaged" in ended.stderr
     )
     assert (
         f"give its newest checkpoint, {tmp_path / 'parts' / 'checkpoints' / checkpoint.name}"
@@ -371,8 +372,8 @@ def test_running_statistics_and_counters_are_warned_of(tmp_path: Path, out: str)
         "2 running statistics of BatchNorm (1.running_mean, ...) are averaged like weights" in first
     )
     assert (
-        f"'calls' differs between {one} and {other}; it is not floating-point, and has no mean: it"
-        f" is that of {one}" in second
+        f"'calls' differs between {one} and {other}; it is not floating-point and has no mean, so "
+        f"{one}" in second
     )
     assert int(load_file(out)["calls"]) == 1
 

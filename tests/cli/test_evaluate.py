@@ -96,6 +96,6 @@ def test_weights_do_not_say_which_script_made_them(trained: Path) -> None:
     ended = command("evaluate", str(trained / "run" / "model.safetensors"))
     assert ended.returncode == 2
     assert (
-        "does not say which script made it; the evaluations are those of a script's recipe; give"
-        " SCRIPT" in ended.stderr
+        "does not name its script; evaluations come from a script's recipe; give SCRIPT"
+        in ended.stderr
     )

@@ -133,7 +133,7 @@ def test_without_a_score_there_is_no_best_to_export(whole: Path, tmp_path: Path)
     refused = lockstep("export", "--best", checkpoint_in(whole), tmp_path / "best.safetensors")
     assert refused.returncode == 2
     assert (
-        "has a score; the metric of ls.Saving(best=...) is one; leave --best out for the last model"
+        "has a score, which needs ls.Saving(best=...); leave --best out for the last model"
         in refused.stderr
     )
 
@@ -272,8 +272,8 @@ def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_numbe
     refused = lockstep("export", tmp_path / "run", tmp_path / "model.safetensors")
     assert (
         refused.stderr
-        == "lockstep: CheckpointError: no --model, and the models there are 0, 1; one is exported;"
-        " give one of these numbers\n"
+        == "lockstep: CheckpointError: no --model, and the models are 0, 1; one of them is "
+        "exported; give its number\n"
     )
     assert (
         lockstep("export", "--model", 1, tmp_path / "run", tmp_path / "one.safetensors").returncode
@@ -298,7 +298,7 @@ def test_what_is_exported_is_what_a_run_may_start_from(copied: Path, tmp_path: P
 def test_the_folder_of_a_search_says_where_its_runs_are(tmp_path: Path) -> None:
     (tmp_path / "search.json").touch()
     with pytest.raises(
-        CheckpointError, match="is the folder of a search, whose runs are in its folders `trial-"
+        CheckpointError, match="is the folder of a search; its runs are the folders `trial-"
     ):
         Target.find(str(tmp_path))
 
@@ -306,22 +306,22 @@ def test_the_folder_of_a_search_says_where_its_runs_are(tmp_path: Path) -> None:
 MISTAKES: list[tuple[list[str], str]] = [
     (
         ["inspect", "missing"],
-        "missing is not there; give a run directory, or a checkpoint in its folder `checkpoints`",
+        "missing does not exist; give a run directory, or a checkpoint in its folder `checkpoints`",
     ),
     (
         ["inspect", "file"],
-        "file is a file; a run and a checkpoint are folders; give the one that it is in",
+        "file is a file; a run and a checkpoint are folders; give its folder",
     ),
     (
         ["inspect", "."],
         (
-            ". is neither a run directory (it has no run.json) nor a checkpoint, nor does it hold"
-            " any; give one"
+            ". is neither a run directory (it has no run.json) nor a checkpoint, and holds no "
+            "checkpoint; give one"
         ),
     ),
     (
         ["inspect", "step-00000001-00000000"],
-        "step-00000001-00000000 is not there; give a run directory",
+        "step-00000001-00000000 does not exist; give a run directory",
     ),
     (
         ["inspect", "nix://a/b"],
@@ -329,17 +329,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         ["export", "run", "model.pt"],
-        (
-            "OUT is 'model.pt'; a model is exported as safetensors, which every program reads and"
-            " none runs; name it"
-        ),
+        ("OUT is 'model.pt'; models are exported as safetensors; name it"),
     ),
     (
         ["export", "run", "."],
-        (
-            "OUT is '.'; a model is exported as safetensors, which every program reads and none"
-            " runs; name it model.safetensors"
-        ),
+        ("OUT is '.'; models are exported as safetensors; name it model.safetensors"),
     ),
     (
         ["export", "run", "there.safetensors"],
@@ -347,11 +341,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         ["export", "run", "no/model.safetensors"],
-        "no/model.safetensors: its folder is not there; name a file in a folder that is",
+        "no/model.safetensors: its folder does not exist; name a file in an existing one",
     ),
     (
         ["export", "run", "model.safetensors"],
-        "run has no checkpoint to export: there is none; lockstep inspect shows what is there",
+        "run has no checkpoint to export: it has none; lockstep inspect shows its contents",
     ),
 ]
 

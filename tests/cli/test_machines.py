@@ -320,5 +320,5 @@ def test_an_interface_that_is_not_there_is_told(tmp_path: Path, port: int) -> No
     ((status, _, told),) = ended([numbered(0, port, 1, "--interface", "nosuch0", RANKS)], tmp_path)
     assert status == 2
     assert re.search(
-        r"LaunchError: --interface nosuch0 is not there; .*those here are .*\blo\b", told
+        r"LaunchError: --interface nosuch0 is not there; .*this machine has .*\blo\b", told
     )

@@ -81,8 +81,8 @@ def test_too_few_open_files_are_told() -> None:
         (
             errno.EROFS,
             (
-                "give yourself the right to it, or name another place; TMPDIR is that of temporary"
-                " files"
+                "give yourself the right to it, or name another place; TMPDIR is that of temporary "
+                "files"
             ),
         ),
     ],
@@ -117,8 +117,7 @@ def test_help_names_the_commands_and_an_example() -> None:
     assert ended.returncode == 0
     assert "  lockstep run --nproc 2 train.py\n" in ended.stdout
     assert (
-        "  run       Run SCRIPT on several processes, of this machine or of several.\n"
-        in ended.stdout
+        "  run       Run SCRIPT on several processes, on one machine or several.\n" in ended.stdout
     )
     assert "  verify    Prove that plans train the same model as one process.\n" in ended.stdout
 
@@ -200,17 +199,17 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["run", "--nproc", "0", "train.py"],
             (
-                "LaunchError: --nproc 0; it is a whole number of processes, at least 1, or auto"
-                " (what the plan says, or one per GPU, or 1), or gpu (one per GPU); give one of"
-                " those"
+                "LaunchError: --nproc 0; it takes a whole number of processes, at least 1, or "
+                "auto (from the plan, else one per GPU, else 1), or gpu (one per GPU); give one "
+                "of those"
             ),
         ),
         (
             ["run", "--nproc", "two", "train.py"],
             (
-                "LaunchError: --nproc two; it is a whole number of processes, at least 1, or auto"
-                " (what the plan says, or one per GPU, or 1), or gpu (one per GPU); give one of"
-                " those"
+                "LaunchError: --nproc two; it takes a whole number of processes, at least 1, or "
+                "auto (from the plan, else one per GPU, else 1), or gpu (one per GPU); give one "
+                "of those"
             ),
         ),
         (
@@ -241,10 +240,7 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         ),
         (
             ["slurm", "--time", "10", "--name", "a b", "train.py"],
-            (
-                "LaunchError: --name a b; files are called by it; give one of letters, digits,"
-                " dots, - and _"
-            ),
+            ("LaunchError: --name a b; it names files; use letters, digits, dots, - and _"),
         ),
         (
             ["slurm", "--time", "10", "--run", "--plan 'shard=2", "train.py"],
@@ -256,30 +252,30 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["slurm", "--time", "10", "--run", "other.py --lr 1", "train.py"],
             (
-                "LaunchError: --run 'other.py --lr 1' has 'other.py', which is no option; it is"
-                " options of lockstep run; give the script and its arguments after those of"
-                " lockstep slurm"
+                "LaunchError: --run 'other.py --lr 1' has 'other.py', which is no option; --run "
+                "takes options of lockstep run; give the script and its arguments after the "
+                "options of lockstep slurm"
             ),
         ),
         (
             ["slurm", "--time", "10", "--sbatch", "partition=gpu", "train.py"],
             (
-                "LaunchError: --sbatch 'partition=gpu'; it is one option of sbatch; give one as in"
-                ' --sbatch "--partition=gpu", each by itself'
+                "LaunchError: --sbatch 'partition=gpu'; it takes one option of sbatch; repeat it for each,"
+                ' as in --sbatch "--partition=gpu"'
             ),
         ),
         (
             ["slurm", "--time", "10", "-o", "train.py", "train.py"],
             (
-                "LaunchError: -o train.py is there already, and is no batch script; only one is"
-                " written over; name another file, or remove it"
+                "LaunchError: -o train.py exists and is no batch script; only a batch script is "
+                "overwritten; name another file, or remove it"
             ),
         ),
         (
             ["slurm", "--time", "10", "-o", "missing/train.sh", "train.py"],
             (
-                "LaunchError: -o missing/train.sh cannot be written (No such file or directory); a"
-                " batch script is a file; name another place"
+                "LaunchError: -o missing/train.sh cannot be written (No such file or directory); "
+                "it takes the path of a file; name another one"
             ),
         ),
         (

@@ -146,14 +146,17 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
         ),
         (
             ["--on", "2 x H100", "--memory", "80", SCRIPT],
-            "--memory '80'; it is a size with its unit",
+            "--memory '80'; it takes a positive size with its unit",
         ),
-        (["--on", "2 x H100", "--html", "no/such/page.html", SCRIPT], "its directory is not there"),
+        (
+            ["--on", "2 x H100", "--html", "no/such/page.html", SCRIPT],
+            "its directory does not exist",
+        ),
         (["--on", "2 x H100", "none.py"], "'none.py' is not there"),
         (["--on", "this", SCRIPT], 'name the devices to plan for: --on "1 x H100"'),
         (
             ["--on", "2 x H100", "--memory", "10TB", SCRIPT],
-            "--memory 10TB; a device (H100) has 85 GB; give no more than that",
+            "--memory 10TB; a device (H100) has 85 GB; give at most that",
         ),
         (["--on", "2 x H100", "--tokens", "nan", SCRIPT], "'nan' is not a finite number"),
         (["--on", "2 x H100", "--tokens", "many", SCRIPT], "'many' is not a valid number"),
@@ -301,7 +304,7 @@ def test_an_interrupted_search_prints_the_plans_that_it_has(tmp_path: Path) -> N
         told = json.loads(process.communicate(timeout=60)[0])
     assert process.returncode == 130
     assert any(each["fits"] for each in told["plans"])
-    assert "interrupted: the search has not ended" in told["remarks"][0]
+    assert "interrupted: these are the plans predicted" in told["remarks"][0]
     assert not list(tmp_path.glob("lockstep-plan-*"))
 
 
@@ -357,7 +360,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["80", "GB", "0GB", "-1GB", "80XB", "80 gb"])
 def test_a_size_without_a_unit_or_of_nothing_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="it is a size with its unit"):
+    with pytest.raises(PlanError, match="it takes a positive size with its unit"):
         memory_bytes(text)
 
 

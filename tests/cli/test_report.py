@@ -163,8 +163,8 @@ def test_only_a_report_is_written_over(tmp_path: Path) -> None:
     found = lockstep(tmp_path / "a", "-o", tmp_path / "notes.html")
     assert (found.returncode, (tmp_path / "notes.html").read_text()) == (2, "mine")
     assert (
-        "notes.html is there already, and is no report; only a report is written over; name another"
-        " file" in found.stderr
+        "notes.html exists and is no report; only a report is overwritten; name another file"
+        in found.stderr
     )
     assert not list(tmp_path.glob("**/*.partial"))
 
@@ -218,8 +218,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (
         ["runs/a", "-o", "no/page.html"],
         (
-            "LaunchError: -o no/page.html; its directory is not there; name a file in a directory"
-            " that is"
+            "LaunchError: -o no/page.html; its directory does not exist; name a file in an "
+            "existing one"
         ),
     ),
     (

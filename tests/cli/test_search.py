@@ -304,8 +304,8 @@ def test_two_searches_of_one_folder_share_the_trials(
         (
             ["--sampler", "tpe"],
             (
-                "LaunchError: a search by tpe without --trials; only a grid has an end of its own;"
-                " give --trials 50, say"
+                "LaunchError: a search by tpe without --trials; only a grid ends by itself; give "
+                "--trials 50, say"
             ),
         ),
         (

@@ -93,9 +93,9 @@ def test_options_that_a_script_does_not_take_are_named(
     assert (ended.returncode, ended.stdout) == (status, "done\n")
     assert (
         ended.stderr
-        == f"lockstep: {word}: --plan, --save-every, --stop-after had no effect, because the script"
-        " has not trained with lockstep; these options are for a script that calls ls.train or"
-        " enters an ls.Session; call one of them, or leave them out\n"
+        == f"lockstep: {word}: --plan, --save-every, --stop-after had no effect, because the "
+        "script has not trained with lockstep; call ls.train or enter an ls.Session in it, or "
+        "leave the options out\n"
     )
 
 

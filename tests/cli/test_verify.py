@@ -96,13 +96,13 @@ def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -
         (
             ["train.py", "--plans", "replicate=2", "--html", "no/such/place.html"],
             (
-                "LaunchError: --html no/such/place.html; its directory is not there; name a file in"
-                " a directory that is"
+                "LaunchError: --html no/such/place.html; its directory does not exist; name a "
+                "file in an existing one"
             ),
         ),
         (
             ["train.py", "--plans", "replicate=2", "shard"],
-            "LaunchError: 'shard' is behind --plans and is no plan; a plan is KEY=VALUE",
+            "LaunchError: 'shard' after --plans is no plan; a plan is KEY=VALUE",
         ),
         (
             ["train.py", "--plan", "replicate=2"],

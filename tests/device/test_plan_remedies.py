@@ -17,9 +17,9 @@ REMEDIES = {
     1: {
         "data_parallel=2": ("use replicate=2, which works on every device", []),
         "data_parallel=2,numerics=bitwise": ("or use replicate=2, which goes with everything", []),
-        "split=5": ("each device is a GPU of its own; split over 4", ["split=4"]),
+        "split=5": ("each device needs its own GPU; split over 4", ["split=4"]),
         "split=1+1": (
-            "the numbers add up to them; correct the plan, or name the layers",
+            "the numbers must add up to the layers; correct the plan, or name the layers",
             ["split=3+3"],
         ),
         "offload=yes": ("or leave offload=yes out", ["replicate=1"]),

@@ -199,7 +199,7 @@ def test_nothing_is_connected_to_that_only_the_folder_names(run: Path, tmp_path:
             for path in (run / "checkpoints").iterdir():
                 path.rename(tmp_path / path.name)
             with pytest.raises(
-                CheckpointError, match=r"only what you name yourself is connected to; give "
+                CheckpointError, match=r"lockstep connects only to URLs that you name; give "
             ):
                 export(str(run), tmp_path / "out.safetensors")
             for path in tmp_path.glob("step-*"):

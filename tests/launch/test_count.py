@@ -51,8 +51,8 @@ def test_what_is_not_a_number_of_processes_is_refused(asked: str | int) -> None:
         count(asked)
     assert (
         str(refused.value)
-        == f"--nproc {asked}; it is a whole number of processes, at least 1, or auto (what the plan"
-        " says, or one per GPU, or 1), or gpu (one per GPU); give one of those"
+        == f"--nproc {asked}; it takes a whole number of processes, at least 1, or auto (from the "
+        "plan, else one per GPU, else 1), or gpu (one per GPU); give one of those"
     )
 
 

@@ -118,6 +118,6 @@ def test_an_interface_is_for_several_machines_and_is_there() -> None:
     with pytest.raises(LaunchError, match="--interface lo on one machine"):
         Machines.parse(LaunchOptions(interface="lo"))
     with pytest.raises(
-        LaunchError, match=r"--interface nosuch0 is not there; .*those here are .*lo"
+        LaunchError, match=r"--interface nosuch0 is not there; .*this machine has lo"
     ):
         address_on("nosuch0")

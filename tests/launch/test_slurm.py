@@ -222,7 +222,7 @@ def test_half_a_step_is_refused(name: str, value: str | None) -> None:
     environ = {key: found for key, found in {**STEP, name: value}.items() if found is not None}
     with pytest.raises(
         LaunchError,
-        match="SLURM_STEP_ID=1, and the rest of what srun sets is not there or not whole",
+        match="SLURM_STEP_ID=1, but srun's other variables are missing or incomplete",
     ):
         SlurmStep.read(environ)
 
@@ -247,7 +247,7 @@ def test_the_address_of_a_node_is_its_name_or_what_slurm_has(
     monkeypatch.setattr(sbatch, "_ask", refused)
     assert sbatch.address_of("n2") == "n2"
     with pytest.raises(
-        LaunchError, match="the address of the node n3, the first of the Slurm job, cannot be found"
+        LaunchError, match="the address of n3, the first node of the Slurm job, cannot be found"
     ):
         sbatch.address_of("n3")
 

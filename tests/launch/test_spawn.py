@@ -213,8 +213,8 @@ def test_a_signal_reaches_the_handler_that_was_there_after_the_processes_ended()
             {"nproc": 0},
             LaunchError,
             (
-                "nproc=0; it is a whole number of processes, at least 1, or auto (what the plan"
-                " says, or one per GPU, or 1), or gpu (one per GPU); give one of those"
+                "nproc=0; it takes a whole number of processes, at least 1, or auto (from the "
+                "plan, else one per GPU, else 1), or gpu (one per GPU); give one of those"
             ),
         ),
         (

@@ -60,7 +60,7 @@ def test_what_shares_a_parameter_with_other_parts_is_no_block():
 
     assert blocks_of(SharesParameter(), None) == ["layers.1"]
     with pytest.raises(
-        RecipeError, match=r"block 'layers.0' shares a parameter with what lies outside of it"
+        RecipeError, match=r"block 'layers.0' shares a parameter with a module outside of it"
     ):
         blocks_of(SharesParameter(), ["layers.*"])
 

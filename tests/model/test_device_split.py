@@ -42,7 +42,7 @@ def test_layers_are_placed_in_runs_and_no_other_runs_need_less_memory(
     if len(names) < devices:
         with pytest.raises(
             RecipeError,
-            match=f"^split={devices} and a model of {len(names)} layers that can be placed",
+            match=f"^split={devices} and a model of {len(names)} layers ",
         ):
             device_indices(names, nbytes, rest, devices)
         return
@@ -78,8 +78,8 @@ def test_a_user_may_say_how_many_layers_each_device_has() -> None:
         device_indices(["a", "b", "c"], [1, 1, 9], 5, (2, 2))
     assert (
         str(caught.value)
-        == "split=2+2 places 4 layers, and the model has 3 (a, b, c); the numbers add up to them;"
-        " correct the plan, or name the layers in Recipe.blocks"
+        == "split=2+2 places 4 layers, and the model has 3 (a, b, c); the numbers must add up to "
+        "the layers; correct the plan, or name the layers in Recipe.blocks"
     )
 
 
@@ -352,7 +352,7 @@ def test_a_cpu_stands_for_any_number_of_devices_and_gpus_must_be_there(
         torch.device("cuda", 1),
     ]
     with pytest.raises(
-        PlanError, match=r"^split over 3 devices and 2 GPUs; each device is a GPU of its own"
+        PlanError, match=r"^split over 3 devices and 2 GPUs; each device needs its own GPU"
     ):
         devices_of(torch.device("cuda", 0), 3)
 

@@ -40,8 +40,8 @@ def test_on_a_cpu_there_is_nothing_to_offload() -> None:
         check_devices(Plan(shard=2, offload=True), torch.device("cpu"))
     assert (
         str(caught.value)
-        == "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are on"
-        " the CPU already; leave offload=yes out"
+        == "offload=yes on a CPU, where parameters already are; it moves them from a GPU; leave "
+        "offload=yes out"
     )
 
 

@@ -321,9 +321,10 @@ def attempt(run_dir: str, model: type[nn.Module], numerics: str) -> tuple[str, i
             Normed,
             2,
             (
-                "parameter 'last.weight' has requires_grad=False and had True when the model was"
-                " prepared, or since run.freeze; ranks sum the gradients of what was trainable"
-                " then; call run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
+                "parameter 'last.weight' has requires_grad=False and had True when the model was "
+                "prepared, or after run.freeze; ranks sum the gradients of the parameters that "
+                "were trainable then; call run.freeze(name) or run.unfreeze(name) in a hook, on "
+                "every rank"
             ),
         ),
     ],

@@ -379,7 +379,7 @@ def refused(kind: str, plan: str, run_dir: str) -> str:
         (
             "one value",
             "replicate=2",
-            "a microbatch that has one value a channel; a variance takes two; choose a microbatch",
+            "a microbatch with one value a channel; a variance needs two; choose a microbatch",
         ),
     ],
 )

@@ -1112,7 +1112,7 @@ MODELS = {
     ),
     "a codebook that grows": Remedy(
         mistake=trains(model=Growing),
-        says="the number of rows in use in another buffer",
+        says="and count the rows in use in another buffer",
         remedy=trains(model=OfOneSize),
     ),
     "a function's instance": Remedy(
@@ -1162,7 +1162,7 @@ MODELS = {
     ),
     "a group added": Remedy(
         mistake=trains(at(added)),
-        says="for those to be trained later, call run.freeze and run.unfreeze in a hook",
+        says="to train some later, call run.freeze and run.unfreeze in a hook",
         remedy=trains(at(lambda run: run.unfreeze("0.*")), optimizer=head_alone),
     ),
     "a module replaced": Remedy(
@@ -1246,7 +1246,7 @@ LAYERS = {
     ),
     "a cast of a weight that is changed unseen": Remedy(
         mistake=trains(model=partial(Quantized, by_data=True), precision="bf16"),
-        says="change it within torch.no_grad() and without .data, and the cast is kept",
+        says="change it within torch.no_grad() and without .data, which keeps the cast",
         remedy=trains(model=partial(Quantized, by_data=False), precision="bf16"),
         plan="shard=2",
         alone=False,
@@ -1267,7 +1267,7 @@ LAYERS = {
     ),
     "a block that a forward leaves out, and other blocks": Remedy(
         mistake=trains(model=partial(Chain, starts=1), blocks=["blocks.*"]),
-        says="or name others in Recipe.blocks",
+        says="or name other blocks in Recipe.blocks",
         remedy=trains(model=partial(Chain, starts=1), blocks=["blocks.1", "blocks.2"]),
         plan="shard=2",
         alone=False,
@@ -1298,7 +1298,7 @@ LAYERS = {
     ),
     "statistics of one sample": Remedy(
         mistake=trains(model=partial(normalised, nn.SyncBatchNorm), data=rows(17), epochs=1),
-        says="choose a microbatch that leaves no rest of one sample",
+        says="choose a microbatch size that leaves no remainder of one sample",
         remedy=trains(
             model=partial(normalised, nn.SyncBatchNorm),
             data=rows(17),
@@ -1708,8 +1708,8 @@ PARTS = {
     "a norm over sharded features": on_several(
         TENSOR,
         trains(model=partial(Normed, partial(nn.LayerNorm, 8)), tensor=STYLES),
-        "or give the first layer 'colwise_gathered' and the second 'rowwise_split', which leave"
-        " what lies between whole",
+        "or give the first layer 'colwise_gathered' and the second 'rowwise_split', which leave "
+        "the code between them unsharded",
         trains(
             model=partial(Normed, partial(nn.LayerNorm, 8)),
             tensor={"up": "colwise_gathered", "down": "rowwise_split"},
@@ -1727,7 +1727,7 @@ PARTS = {
     "a fused layer": on_several(
         TENSOR,
         trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
-        "or give this one 'colwise_gathered' and the layer that follows 'rowwise_split'",
+        "or give this one 'colwise_gathered' and the next 'rowwise_split'",
         trains(
             model=partial(Fused, True),
             tensor={"gate_up_proj": "colwise_gathered", "down": "rowwise_split"},
@@ -1736,7 +1736,7 @@ PARTS = {
     "a fused layer, in two": on_several(
         TENSOR,
         trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
-        "make them layers of their own (query, key and value)",
+        "make separate layers (query, key and value)",
         trains(
             model=partial(Fused, False),
             tensor={"gate": "colwise", "up": "colwise", "down": "rowwise"},
@@ -1771,7 +1771,7 @@ PARTS = {
     "code between the parts": on_several(
         PIPELINE,
         staged(model=partial(Named3, between=True), stages=["first", "second", "head"]),
-        "move what lies between into a part",
+        "move other code into a part",
         staged(model=Named3, stages=["first", "act", "second", "head"]),
     ),
     "parts that are left out": on_several(
@@ -1803,13 +1803,13 @@ PARTS = {
     "a list between stages": on_several(
         PIPELINE,
         staged(model=lambda: nn.Sequential(Lists(True), Lists(True), Last())),
-        "have the part return those, or join it with the next one in a module of their own",
+        "return those, or put both parts into one module",
         staged(model=lambda: nn.Sequential(Lists(False), Lists(False), Last())),
     ),
     "a list between stages, joined": on_several(
         PIPELINE,
         staged(model=lambda: nn.Sequential(Lists(True), Last(), nn.Linear(OUTPUTS, OUTPUTS))),
-        "or join it with the next one in a module of their own",
+        "or put the part and the next one into one module",
         staged(
             model=lambda: nn.Sequential(
                 nn.Sequential(Lists(True), Last()), nn.Linear(OUTPUTS, OUTPUTS)
@@ -1819,13 +1819,13 @@ PARTS = {
     "one BatchNorm in two stages": on_several(
         PIPELINE,
         staged(model=one_norm),
-        "give each a BatchNorm of its own",
+        "give each its own BatchNorm",
         staged(model=two_norms),
     ),
     "stages that no gradient reaches": on_several(
         PIPELINE,
         staged(model=cut_off),
-        "freeze those (requires_grad_(False)), or hand on what a gradient can go through",
+        "freeze them (requires_grad_(False)), or hand on a tensor with a gradient",
         staged(model=frozen_before, optimizer=frozen_out),
     ),
     "a loop over microbatches": on_several(
@@ -1945,11 +1945,11 @@ ELSEWHERE = {
         "training/test_compiled.py::test_a_gradient_that_is_differentiated_is_refused"
     ),
     "/dev/shm), or plan workers=0": "data/test_workers.py",
-    "parameters are on the CPU already; leave offload=yes out": (
+    "it moves them from a GPU; leave offload=yes out": (
         "device/test_plan_remedies.py::test_offload_on_a_cpu_is_left_out"
     ),
     "use replicate={count}, which works ": PLANS,
-    "each device is a GPU of its own; split over {there}": PLANS,
+    "each device needs its own GPU; split over {there}": PLANS,
     "correct the plan, or name the layers in Recipe.blocks": PLANS,
     "only one axis can be auto; give the others a size": PLANS,
     "give shard two processes or more, or leave offload=yes out": PLANS,
@@ -2023,10 +2023,10 @@ UNTRIED = (
     "put both into one module, or choose another schedule or size of the pipeline",
     "besides 'state'; their shards are saved by parameter",
     "it splits each microbatch over the GPUs of one process; use replicate={count}",
-    "and those of all but the first be lost; use replicate={len(gpus)}",
-    "each device needs one at least; use fewer devices",
-    "give each its own, or place them together: split=3+5",
-    "and the change would be lost; have it return what it adds",
+    "and only the first GPU's would be kept; use replicate={len(gpus)}",
+    "each device needs at least one; use fewer devices",
+    "give each its own buffer, or place them together: split=3+5",
+    "so the change would be lost; return the additions instead",
     "write other.to(x.device) where the two meet",
 )
 """Words of remedies that no test follows."""

@@ -93,8 +93,8 @@ def test_values_take_effect_or_are_refused(pool: WorkerPool, tmp_path: Path) -> 
         2, train, str(tmp_path), "shard=2", by_data, by_split_data, *IN_PLACE
     ):
         assert refused.startswith(
-            "parameter '2.weight' was given other values by parameter.data = value, which changes"
-            " nothing of "
+            "parameter '2.weight' was given other values by parameter.data = value, which has"
+            " no effect"
         )
         assert split == refused
         assert set(in_place) == {right}

@@ -429,7 +429,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"stages": None},
         (
             "RecipeError: pipeline=3 and a model (Staged) that is no nn.Sequential; a pipeline must"
-            " know the parts of the model in the order"
+            " know the model's parts in the order"
         ),
     ),
     "parameters outside of the parts": (
@@ -437,15 +437,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"stages": ["embedding", "blocks.*"]},
         (
             "RecipeError: the recipe's stages leave out head.never.weight, head.never.bias;"
-            " together they must hold every parameter"
+            " a pipeline calls only the stages, so they must hold"
         ),
     ),
     "a forward that computes something between the parts": (
         "pipeline=3",
         {"model": ReluBetween},
         (
-            "RecipeError: the model's forward does something of its own after 'blocks.0'"
-            " (TypeError: relu(): argument 'input'"
+            "RecipeError: the model's forward has code of its own after 'blocks.0' (TypeError: "
+            "relu(): argument 'input'"
         ),
     ),
     "a forward that takes apart what a part returns": (
@@ -453,23 +453,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"model": TakesApart},
         (
             "RecipeError: the model's forward takes the output of 'blocks.0' apart; a pipeline"
-            " calls the parts that the recipe's stages name"
+            " calls only the recipe's stages"
         ),
     ),
     "a forward that leaves out a part": (
         "pipeline=3",
         {"model": SkipsABlock},
         (
-            "RecipeError: the model's forward calls another part in the place of 'blocks.0', which"
-            " comes after 'embedding'; a"
+            "RecipeError: the model's forward calls another part instead of 'blocks.0', which "
+            "comes after 'embedding'; a"
         ),
     ),
     "a forward that goes past a part": (
         "pipeline=3",
         {"model": Skips},
         (
-            "RecipeError: the model's forward calls 'blocks.1' with something other than the output"
-            " of 'blocks.0', and that alone; a pipeline"
+            "RecipeError: the model's forward calls 'blocks.1' with exactly one argument, the "
+            "output of 'blocks.0'; a pipeline"
         ),
     ),
     "a forward that returns more than its last part": (
@@ -477,7 +477,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"model": InADict},
         (
             "RecipeError: the model's forward returns something other than the output of 'head'; a"
-            " pipeline calls the parts that the recipe's"
+            " pipeline calls only the recipe's stages"
         ),
     ),
     "a BatchNorm in two stages": (
@@ -485,7 +485,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"model": ABatchNormTwice, "stages": None},
         (
             "RecipeError: the stages '1' and '3' share a BatchNorm1d; its running statistics follow"
-            " from all of its calls in their order, and"
+            " from all of its calls in their order, but"
         ),
     ),
     "an optimizer without the parameters of one stage": (

@@ -342,8 +342,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "MAML": (
         {"loss": adapted},
         (
-            r"PlanError: .*not have been used in the graph; outside of the forward of their module"
-            r" .* use replicate$"
+            r"PlanError: .*not have been used in the graph; parameters are sharded \(DTensors\)"
+            r" outside of their module's forward.* use replicate$"
         ),
     ),
     "other weights": (

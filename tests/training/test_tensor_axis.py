@@ -252,8 +252,8 @@ def refused(run_dir: str, changes: dict[str, Any]) -> str:
         (
             {},
             (
-                "tensor parallelism on a model without a map of its layers; the axis shards only"
-                " what it is told to; give Recipe(tensor="
+                "tensor parallelism on a model without a map of its layers; the axis shards only "
+                "mapped layers; give Recipe(tensor="
             ),
         ),
         (

@@ -1,4 +1,4 @@
-"""`lockstep audit`: is the training of a script right that does not use lockstep?"""
+"""`lockstep audit`: is a training script without lockstep right?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.audit.finding import Audit, Finding
 
 _WIDTH = 100
-"""Columns where there is no terminal."""
+"""Columns without a terminal."""
 
 
 def _numbers(ctx: click.Context, parameter: click.Parameter, text: str | None) -> list[int] | None:
@@ -42,8 +42,8 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, text: str | None) -
     parts = text.split(",")
     if not all(each.isdecimal() and int(each) for each in parts):
         raise LaunchError(
-            f"--compare {text}; it takes numbers of processes, separated by commas; write for"
-            " example --compare 1,2,4"
+            f"--compare {text}; it takes numbers of processes with commas between them; write for "
+            "example --compare 1,2,4"
         )
     return [int(each) for each in parts]
 
@@ -83,7 +83,7 @@ def _compare_options(
     "--hang-after",
     "hang_after_seconds",
     60.0,
-    "Time without progress on any rank after which the script hangs.",
+    "Time without progress on any rank after which the script counts as hanging.",
 )
 @seconds_option("--timeout", "timeout_seconds", 600.0, "Longest time of the run.")
 @click.option(
@@ -120,8 +120,8 @@ def _compare_options(
     "--resume-args",
     metavar="ARGS",
     help=(
-        "Arguments with which the script goes on from what it saved: also interrupt it, resume it,"
-        " and compare with the run without interruption."
+        "Arguments with which the script resumes. The audit then also interrupts and resumes it, "
+        "and compares with an uninterrupted run."
     ),
 )
 @json_option
@@ -145,7 +145,7 @@ def command(
     and ends it after K optimizer steps. Looks at each rank's samples, gradients before and after
     their reduction, parameters, buffers, random numbers, learning rates, collectives and files.
     Names each fault with the law that it breaks, the evidence, the line of your script, and the
-    lines to change. What was right, and what could not be seen, is said too. All arguments after
+    lines to change. Also lists what was right, and what it could not see. All arguments after
     SCRIPT are the script's.
 
     \b
@@ -156,8 +156,8 @@ def command(
       lockstep audit --resume-args "--resume checkpoint.pt" train.py
       lockstep audit -m project.train --config small.yaml
 
-    Exit status: 0 if nothing is wrong, 1 for findings, 2 if it could not look (a script that fails
-    or takes no optimizer step, a mistake in what lockstep was given).
+    Exit status: 0 if nothing is wrong, 1 for findings, 2 if the script fails or takes no optimizer
+    step, or for a mistake in the arguments.
     """
     refuse_on_windows("lockstep audit")
 
@@ -187,8 +187,7 @@ def command(
 
 
 def show(audit: Audit) -> None:
-    """Print the table of findings, each with its law and remedy, and below them what is right and
-    what was not seen."""
+    """Print the findings with their laws and remedies, then what is right and what was not seen."""
     from rich.text import Text
 
     console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
@@ -246,7 +245,7 @@ def _table(audit: Audit) -> object:
 
 
 def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:
-    """Yield the law and the remedy of a finding: prose, which may be wrapped, and lines of code."""
+    """Yield the law and the remedy of a finding: prose to wrap, and lines of code."""
     yield f"law: {finding.cause.law}", False
     head = "remedy: "
     for is_code, lines in groupby(

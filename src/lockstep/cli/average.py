@@ -38,21 +38,21 @@ from lockstep.scripts.process import ended_by_signals
 from lockstep.search.request import direction_of
 
 METADATA = "lockstep.average"
-"""Name of the note in the header of the file: JSON, each run and its part."""
+"""Key in the header of the file: JSON with each run and its part."""
 Mode = Literal["min", "max"]
 
 
 @dataclass(slots=True)
 class _AveragedRun:
-    """One of the runs that were given."""
+    """One of the given runs."""
 
     member: AverageMember
     what: str
-    """Its weights, in words."""
+    """Description of its weights."""
     file: Path | None
-    """The file that they are in. None: a checkpoint."""
+    """The file of the weights. None: a checkpoint."""
     parameters: dict[str, Any]
-    """Hyper-parameters with which it was started."""
+    """The run's hyper-parameters."""
     metrics: Metrics | None = None
 
     @property
@@ -67,7 +67,7 @@ class _AveragedRun:
 @click.option(
     "--weights",
     metavar="W,W,...",
-    help="A number for each run: its part, relative to the others. Default: equal parts.",
+    help="The weight of each run, relative to the others. Default: equal.",
 )
 @click.option(
     "--evaluate",
@@ -78,13 +78,13 @@ class _AveragedRun:
 @click.option(
     "--greedy",
     is_flag=True,
-    help="Keep only runs that make the average better, by --evaluate and --metric.",
+    help="Keep only runs that improve the average, by --evaluate and --metric.",
 )
 @click.option("--metric", default="loss", show_default=True, help="The metric of --greedy.")
 @click.option(
     "--mode",
     type=click.Choice(["min", "max"]),
-    help="Whether less is better, or more. Default for a loss: min.",
+    help="min if less is better, else max. Default for a loss: min.",
 )
 @launch_option("nproc")
 @launch_option("plan")
@@ -110,13 +110,13 @@ def command(
 ) -> int:
     """Average the weights of several runs of one model into one file: a model soup.
 
-    RUN is a run directory, of which the final model counts, a checkpoint, or a .safetensors file.
-    Floating-point tensors are averaged in float64; others are the first run's. BatchNorm's running
-    statistics have to be measured again. Runs from the same pretrained weights average well; runs
-    from different random weights do not.
+    RUN is a run directory (its final model is used), a checkpoint, or a .safetensors file.
+    Floating-point tensors are averaged in float64; others are the first run's. Measure BatchNorm's
+    running statistics again before you use the file. Runs from the same pretrained weights average
+    well; runs from different random weights do not.
 
-    --greedy starts with the best run, and adds the others, from better to worse, where the average
-    becomes better (Wortsman et al., 2022). The output of SCRIPT goes to stderr.
+    --greedy starts with the best run, and adds each other run, from better to worse, that improves
+    the average (Wortsman et al., 2022). The output of SCRIPT goes to stderr.
 
     \b
     Examples:
@@ -125,7 +125,7 @@ def command(
       lockstep average runs/a runs/b -o soup.safetensors --evaluate "train.py --data test" --nproc 2
       lockstep average runs/a runs/b -o soup.safetensors --evaluate train.py --greedy --metric loss
 
-    Exit status: 0, or that of the evaluation that failed.
+    Exit status: 0, or the failed evaluation's.
     """
     path = Path(out)
     parts = _checked(click.get_current_context(), sources, path)
@@ -167,20 +167,19 @@ def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list
             flag = "--evaluate SCRIPT" if needed == "line" else "--greedy"
             option = f"--{name.replace('_', '-')}"
             raise LaunchError(
-                f"{option} without {flag}; it would have no effect; give both, or leave"
-                f" {option} out"
+                f"{option} without {flag} has no effect; give both, or leave {option} out"
             )
     if len(sources) < 2:
         raise LaunchError(
-            f"an average of one run, {sources[0]}; it is of two or more; give others, or use"
-            " lockstep export for one"
+            f"an average of one run, {sources[0]}; it needs two or more; give others, or use "
+            "lockstep export for one"
         )
     places = [Path(source).resolve() for source in sources]
     for source, place in zip(sources, places, strict=True):
         if "://" not in source and places.count(place) > 1:
             raise LaunchError(
-                f"{source} is given twice; each run is in an average once; leave one out, or say"
-                " its part by --weights"
+                f"{source} is given twice; a run can be in an average once; leave one out, or "
+                "raise its weight by --weights"
             )
     check_out(path)
     if given["weights"] is None:
@@ -198,13 +197,13 @@ def _numbers(text: str, runs: int) -> list[float]:
         found = [float(word) for word in text.split(",")]
     except ValueError as error:
         raise LaunchError(
-            f"--weights {text!r}: {error}; it is numbers with commas between them, such as"
-            " 0.5,0.3,0.2"
+            f"--weights {text!r}: {error}; it takes numbers with commas between them, such as "
+            "0.5,0.3,0.2"
         ) from error
     if len(found) != runs:
         raise LaunchError(
-            f"--weights {text} has {len(found)} numbers for {runs} runs; there is one for each, in"
-            f" their order; give {runs}"
+            f"--weights {text} has {len(found)} numbers for {runs} runs; it needs one for each, in "
+            f"their order; give {runs}"
         )
     return found
 
@@ -224,13 +223,13 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
 
 
 def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
-    """Return the weights, what they are in words, and the file that they are in, if it is one."""
+    """Return the weights, their description, and their file, if they are in one."""
     path = Path(source)
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(
-                f"{source} is no .safetensors file; others are not read: a pickle runs code; give"
-                " the run's folder"
+                f"{source} is no .safetensors file; no other file is read, because a pickle runs "
+                "code; give the run's folder"
             )
         try:
             return read_safetensors(path), "file", path
@@ -247,14 +246,14 @@ def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Pat
             else "leave it out"
         )
         raise CheckpointError(
-            f"{source} has no final model, which ls.train writes at its end; an average is of"
-            f" trained models; {has}"
+            f"{source} has no final model, which ls.train writes at its end; only trained models "
+            f"are averaged; {has}"
         )
     return *found, at.run / MODEL
 
 
 def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
-    """Raise `CheckpointError` if their tensors differ, with the hyper-parameters that do too."""
+    """Raise `CheckpointError` if their tensors differ, and name hyper-parameters that differ."""
     try:
         check_alike(first.member, other.member)
     except CheckpointError as error:
@@ -289,7 +288,7 @@ def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> d
 
 @dataclass(slots=True)
 class _Evaluations:
-    """Evaluations by a script's recipe, one launch of it after another."""
+    """Evaluations by a script's recipe, in one launch after another."""
 
     line: ScriptLine
     options: Mapping[str, Any]
@@ -317,8 +316,8 @@ class _Evaluations:
         found = greedy_soup([score([index]) for index in range(len(runs))], score, mode)
         if found is None:
             raise DataError(
-                f"--greedy, and {metric} is NaN for every run; it compares numbers; choose another"
-                " --metric, or other runs"
+                f"--greedy with {metric}, which is NaN for every run; it compares numbers; choose "
+                "another --metric, or other runs"
             )
         for index, run in enumerate(runs):
             run.member = replace(run.member, weight=1 / len(found) if index in found else 0.0)
@@ -348,7 +347,7 @@ class _Evaluations:
         if len(found) > 1:
             raise LaunchError(
                 f"{self.line.script} trains {len(found)} times; runs are compared by one"
-                " recipe; give a script of one"
+                " recipe; give a script that trains once"
             )
         return found[0]
 
@@ -356,7 +355,7 @@ class _Evaluations:
 def _write(
     runs: Sequence[_AveragedRun], metrics: Metrics | None, path: Path, *, as_json: bool
 ) -> None:
-    """Write the average, and print what it is."""
+    """Write the average, and print a line about it."""
     average, chosen = _average(runs)
     note = [{"run": run.name, "weight": run.member.weight} for run in chosen]
     tensors, size = write_model(average.model, path, {METADATA: json.dumps(note)})
@@ -376,7 +375,7 @@ def _write(
 
 
 def _average(runs: Sequence[_AveragedRun]) -> tuple[WeightAverage, list[_AveragedRun]]:
-    """Return the average, and the runs that are in it."""
+    """Return the average and its runs."""
     return WeightAverage([run.member for run in runs]), [
         run for run in runs if run.member.weight > 0
     ]
@@ -386,15 +385,15 @@ def _warnings(average: WeightAverage, first: str) -> list[str]:
     found = []
     if statistics := average.statistics:
         found.append(
-            f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are averaged"
-            " like weights, and are not those of the averaged model; measure them on training data"
-            " before it is used: torch.optim.swa_utils.update_bn(loader, model)"
+            f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are "
+            "averaged like weights, which is wrong for the averaged model; measure them on "
+            "training data before you use it: torch.optim.swa_utils.update_bn(loader, model)"
         )
     for name, other in average.differing.items():
         if not (statistics and name.endswith(COUNTER)):
             found.append(
-                f"{name!r} differs between {first} and {other}; it is not floating-point, and has"
-                f" no mean: it is that of {first}"
+                f"{name!r} differs between {first} and {other}; it is not floating-point and has "
+                f"no mean, so {first}'s is used"
             )
     return found
 

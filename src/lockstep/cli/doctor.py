@@ -1,4 +1,4 @@
-"""`lockstep doctor`: is this machine, or are these machines, fit to train?"""
+"""`lockstep doctor`: are these machines fit to train?"""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 _STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "failed": "bold red"}
 _MOST_IN_A_MATRIX = 8
-"""Ranks whose links are shown one by one."""
+"""Most ranks for which links are shown one by one."""
 _WIDTH = 100
-"""Columns if the output is no terminal; the most columns if it is one."""
+"""Columns without a terminal; the most columns with one."""
 
 
 @click.command("doctor")
@@ -58,7 +58,7 @@ _WIDTH = 100
 )
 @json_option
 def command(write: Path | None, as_json: bool, **given: Any) -> int:
-    """Say whether this machine, or these machines, are fit to train.
+    """Check if this machine, or these machines, are fit to train.
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface,
     environment variables that cause trouble, and the file system of the run directory. Then starts
@@ -76,7 +76,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
     Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
     """
     require_linux("lockstep doctor")
-    # what torch's sockets would say in 20 lines, a line of ours says
+    # one line of ours replaces 20 lines of torch's sockets
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options = options_from(given)
     options.validate()
@@ -92,7 +92,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
         _write(write, count)
         return 0
 
-    # imports torch: after all that can be checked without it
+    # imports torch: after all checks that do not need it
     from lockstep.doctor.diagnose import diagnose
 
     diagnosis = diagnose(
@@ -119,8 +119,8 @@ def _write(path: Path, processes: int) -> None:
     """Measure so many accelerators, and write their sheets. Raises `LaunchError`."""
     if path.suffix != ".toml":
         raise LaunchError(
-            f"--write {path}; lockstep plan takes a machine's file by its ending; name it"
-            f" {path.stem}.toml"
+            f"--write {path}; lockstep plan recognises a machine's file by its suffix; name it "
+            f"{path.stem}.toml"
         )
     if not (gpus := count_gpus()):
         raise LaunchError(
@@ -129,8 +129,8 @@ def _write(path: Path, processes: int) -> None:
         )
     if processes > gpus:
         raise LaunchError(
-            f"--write with --nproc {processes} on {gpus} GPUs; each process has a GPU of its own;"
-            f" give --nproc {gpus}"
+            f"--write with --nproc {processes} on {gpus} GPUs; each process needs its own GPU; "
+            f"give --nproc {gpus}"
         )
     from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
 
@@ -155,7 +155,7 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    """All checks, then the times and the links, then the verdict."""
+    """The report as text: all checks, then times and links, then the verdict."""
     from rich.text import Text
 
     console = foreign_text.console(
@@ -202,8 +202,8 @@ def _checks(checks: Sequence[CheckResult]) -> Any:
 
 
 def _shown(checks: Sequence[CheckResult]) -> list[CheckResult]:
-    """Every check that is not ok, of each machine; and one row for a check that is ok on several
-    machines."""
+    """Rows of checks: one for each machine where a check is not ok, and one for a check that is ok
+    everywhere."""
     shown: list[CheckResult] = []
     for check in checks:
         same = next(
@@ -231,7 +231,7 @@ def _table() -> Any:
 
 
 def _columns(names: Sequence[str]) -> Any:
-    """A table of numbers, with a name before each row."""
+    """A table of numbers with named rows."""
     table = _table()
     table.show_header = True
     table.header_style = "dim"

@@ -57,10 +57,10 @@ def command(
 ) -> int:
     """Measure the evaluations of SCRIPT's recipe on the weights of a run, without training.
 
-    The weights are those that lockstep export would write: the final model of a run directory, or
-    its newest checkpoint. A .safetensors file and a Hugging Face folder are used as they are.
-    SCRIPT is run as lockstep run would, but its ls.train evaluates instead of training. Without
-    SCRIPT: the script and the arguments of the run.
+    The weights are the final model of a run directory, or its newest checkpoint, as in lockstep
+    export; or a .safetensors file; or a Hugging Face folder. SCRIPT runs as in lockstep run, but
+    its ls.train evaluates instead of training. The default for SCRIPT is the run's script with its
+    arguments.
 
     \b
     Examples:
@@ -68,7 +68,7 @@ def command(
       lockstep evaluate --best --nproc 2 runs/a train.py --data other
       lockstep evaluate --json runs/a/model_average.safetensors train.py
 
-    Exit status: 0, or that of the process that failed first.
+    Exit status: 0, or the status of the process that failed first.
     """
     options = options_from(given)
     options.validate()
@@ -89,8 +89,7 @@ def command(
 
 
 def _assignments(source: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of hyper-parameters, as `--set` takes them: those of the run, and those
-    `given` instead."""
+    """Return the values of hyper-parameters for `--set`: the run's, replaced by `given` ones."""
     path = None if _is_plain(Path(source)) else Target.find(source).run
     values = {} if path is None else saved_values(path)
     texts = {name: str(value) for name, value in values.items()} | dict(
@@ -119,8 +118,8 @@ def _script_of(source: str) -> ScriptLine:
     )
     if not words or words[0].startswith("-"):
         raise LaunchError(
-            f"{source} does not say which script made it; the evaluations are those of a script's"
-            " recipe; give SCRIPT"
+            f"{source} does not name its script; evaluations come from a script's recipe; give "
+            "SCRIPT"
         )
     script = os.path.join(environment.get("working_directory") or "", words[0])
     made_by = ScriptLine(script, words[1:])

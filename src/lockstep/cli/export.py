@@ -1,4 +1,4 @@
-"""`lockstep export`: the model of a checkpoint as a plain file of weights, for any code."""
+"""`lockstep export`: the model of a checkpoint as a plain file of weights."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachabl
 def command(module: int | None, form: str, best: bool, source: str, out: str) -> int:
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
-    OUT has the model's own names, parameters and buffers, in the dtypes in which they were trained.
-    A tied parameter appears under each of its names. A run directory gives its final model, or, if
-    the run has not ended, the newest checkpoint that is not damaged. Checks every byte first, holds
-    one tensor in memory at a time, overwrites nothing.
+    OUT has parameters and buffers under the model's names, in the dtypes of the training. A tied
+    parameter appears under each of its names. Of a run directory, the final model is exported, or,
+    if the run has not ended, its newest intact checkpoint. Checks every byte first, holds one
+    tensor in memory at a time, overwrites nothing.
 
     \b
     Examples:
@@ -70,7 +70,7 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
       lockstep export --model 1 runs/gan critic.safetensors
 
     In Python: model.load_state_dict(safetensors.torch.load_file("model.safetensors")). There is no
-    export to .pt: such a file is a pickle, which runs code when it is read.
+    export to .pt: loading a pickle runs code.
     """
     if form == "huggingface":
         show(_export_folder(source, Path(out), module=module, best=best))
@@ -80,14 +80,13 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
 
 
 def _export_folder(source: str, folder: Path, *, module: int | None, best: bool) -> str:
-    """Write a folder for `from_pretrained`. Returns in words what was written. Raises
-    `CheckpointError`."""
+    """Write a folder for `from_pretrained`. Returns a message. Raises `CheckpointError`."""
     run = Target.find(source).run or Path(source).resolve().parent.parent
     if not (run / CONFIGURATION).is_dir():
         raise CheckpointError(
-            f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the"
-            " configuration of a model that has one, as those of transformers have; leave --format"
-            " out, or call ls.export_pretrained with the model"
+            f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the "
+            "configuration of models that have one, such as those of transformers; leave --format "
+            "out, or call ls.export_pretrained with the model"
         )
     if folder.exists():
         raise CheckpointError(
@@ -136,8 +135,7 @@ def _chosen(source: str, *, module: int | None, best: bool) -> tuple[StateDictRe
 
 
 def export(source: str, path: Path, *, module: int | None = None, best: bool = False) -> str:
-    """Write a model of `source` to `path`. Returns in words what was written. Raises
-    `CheckpointError`."""
+    """Write a model of `source` to `path`. Returns a message. Raises `CheckpointError`."""
     check_out(path)
     with reachable(source):
         model, what = _chosen(source, module=module, best=best)
@@ -176,15 +174,15 @@ def check_out(path: Path) -> None:
     """Raise `CheckpointError` unless a model can be written there, over nothing."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
-            f"OUT is {str(path)!r}; a model is exported as safetensors, which every program reads"
-            f" and none runs; name it {path.stem or 'model'}.safetensors"
+            f"OUT is {str(path)!r}; models are exported as safetensors; name it "
+            f"{path.stem or 'model'}.safetensors"
         )
     if path.exists():
         raise CheckpointError(
             f"{path} is there already; nothing is overwritten; name another, or remove it"
         )
     if not path.absolute().parent.is_dir():
-        raise CheckpointError(f"{path}: its folder is not there; name a file in a folder that is")
+        raise CheckpointError(f"{path}: its folder does not exist; name a file in an existing one")
 
 
 def _best(at: Target) -> CheckpointName | None:
@@ -195,8 +193,8 @@ def _best(at: Target) -> CheckpointName | None:
         named = known.get("checkpoint")
         if named is not None and CheckpointName.parse(named) not in at.names:
             raise CheckpointError(
-                f"--best is checkpoint {named}, by result.json, and it is not there:"
-                f" {at.none_there}"
+                f"--best is checkpoint {named}, by result.json, but it does not exist: "
+                f"{at.none_there}"
             )
         return named and CheckpointName.parse(named)
     scores = {}
@@ -205,8 +203,8 @@ def _best(at: Target) -> CheckpointName | None:
             scores[name] = read_manifest(at.storage, name).metadata.get("score")
     if (found := best_of(scores)) is None:
         raise CheckpointError(
-            f"--best, and no checkpoint of {at.run or at.storage} has a score; the metric of"
-            " ls.Saving(best=...) is one; leave --best out for the last model"
+            f"--best, and no checkpoint of {at.run or at.storage} has a score, which needs "
+            "ls.Saving(best=...); leave --best out for the last model"
         )
     return found
 
@@ -256,8 +254,8 @@ def _choose(modules: list[int], module: int | None) -> int:
     if module not in modules:
         said = f"--model {module}" if module is not None else "no --model"
         raise CheckpointError(
-            f"{said}, and the models there are {', '.join(map(str, modules))}; one is exported;"
-            " give one of these numbers"
+            f"{said}, and the models are {', '.join(map(str, modules))}; one of them is exported; "
+            "give its number"
         )
     return module
 

@@ -30,7 +30,7 @@ _EVENT_WORDS = {
     "preempted": "asked to end", "stopped": "stopped", "run-failed": "failed", "run-ended": "ended",
     "checkpoint-failed": "could not save", "checkpoint-damaged": "found a damaged checkpoint",
 }  # fmt: skip
-"""The events that are shown, and the words for them."""
+"""The events to show, and the words for them."""
 _STATES = {
     DamagedError: "damaged",
     UnknownFormatError: "unreadable",
@@ -42,14 +42,14 @@ _DIGITS = 12
 
 @dataclass(slots=True)
 class InspectedCheckpoint:
-    """A checkpoint, as far as it can be read, or the final model of a run."""
+    """The readable part of a checkpoint, or the final model of a run."""
 
     name: str
     step: int
     state: str = "intact"
     """`intact`, `damaged`, `unreadable` or `unreachable`."""
     reasons: list[str] = field(default_factory=list)
-    """Reasons why it is not intact. Empty if it is."""
+    """Reasons why it is not intact."""
     saved: str | None = None
     """Time of the save, with its time zone."""
     size_bytes: int = 0
@@ -57,13 +57,13 @@ class InspectedCheckpoint:
     """The plan under which it was saved."""
     processes: int | None = None
     score: dict[str, Any] | None = None
-    """The metric of `Saving.best`, its mode, and its value. None if it was not measured."""
+    """Metric, mode and value of `Saving.best`. None if it was not measured."""
     is_best: bool = False
     """True if no other checkpoint has a better score."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Fingerprint of each model, by its number."""
     other_state: list[str] = field(default_factory=list)
-    """Names of the other saved state: of hooks, and of `session.include`."""
+    """Names of other saved state, from hooks and `session.include`."""
 
 
 @click.command("inspect")
@@ -72,9 +72,8 @@ class InspectedCheckpoint:
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
 
-    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows for each
-    when and under which plan it was saved, what is damaged, and the fingerprint of its model, as in
-    result.json.
+    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows when and
+    under which plan each was saved, damage, and the fingerprint of its model, as in result.json.
 
     \b
     Examples:
@@ -82,8 +81,8 @@ def command(as_json: bool, target: str) -> int:
       lockstep inspect runs/a/checkpoints/step-00000500-1c9e02d4
       lockstep inspect --json s3://bucket/run
 
-    Exit status: 0 if all are intact, 1 if one is damaged or cannot be read, 2 for a mistake
-    (nothing there, no driver).
+    Exit status: 0 if all are intact, 1 if one is damaged or cannot be read, 2 for a mistake (no
+    checkpoint, no driver).
     """
     at = Target.find(target)
     with reachable(target):
@@ -172,7 +171,7 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
 
 
 def _events(run: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run that are shown. Skips a last line that is still being written."""
+    """The events of a run to show. Skips an incomplete last line."""
     return read_rows(run, EVENTS, lambda row: row["event"] in _EVENT_WORDS, {})
 
 
@@ -223,8 +222,8 @@ def _show(
     if elsewhere is not None:
         console.print(
             Text(
-                f"not read: the checkpoints in {elsewhere}, which the run names; give that URL to"
-                " inspect them"
+                f"not read: the checkpoints in {elsewhere}, by run.json;"
+                " give that URL to inspect them"
             )
         )
     for each in found:

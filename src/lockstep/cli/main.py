@@ -1,5 +1,4 @@
-"""The command `lockstep`: a group of commands. The module of each is imported when the command is
-used."""
+"""The command `lockstep`: a group whose commands are imported when they are used."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def _commands() -> None:
 
 
 def main() -> None:
-    """Run the command line, and end the process with its status: 2 and one message for a user's
+    """Run the command line, and end the process with its status: 2, after one message, for a user's
     mistake.
 
     A `UserError` is not caught here: the hook of `lockstep.base.errors.install_excepthook` prints
@@ -121,8 +120,8 @@ def main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{type(error).__name__}: {error.strerror}{where}; {remedy}")
     if "torch" in sys.modules:
-        # Nothing that was started is left. Without this, Python takes half a second more to destroy
-        # torch's modules.
+        # Everything has ended. Without this, Python takes half a second more to destroy torch's
+        # modules.
         sys.stdout.flush()
         with suppress(OSError):  # nobody reads it any more
             sys.stderr.flush()

@@ -1,5 +1,5 @@
-"""Evaluations of a script's recipe on given weights: the script is run, and its `ls.train`
-evaluates."""
+"""Evaluations of a script's recipe on given weights: its `ls.train` evaluates instead of
+training."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def measure(
     run_dir: Path,
     stdout: TextIO | None,
 ) -> tuple[int, list[Metrics]]:
-    """Return the exit status, and if that is 0, the metrics of each training of the script.
-
-    `given`: launch options by name. `folder`: of temporary files. `stdout`: that of the workers;
-    None: this process's. Raises `LaunchError` if the script has not evaluated.
+    """Return the exit status and, if it is 0, the metrics of each training of the script. `given`:
+    launch options by name. `folder`: for temporary files. `stdout`: the workers'; None: this
+    process's. Raises `LaunchError` if the script has not evaluated.
     """
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")

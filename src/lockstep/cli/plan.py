@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.planner.search import Outcome
 
 TOP = 5
-"""Plans that are shown."""
+"""Plans to show."""
 _BYTES = {
     "kB": 10**3,
     "KB": 10**3,
@@ -82,7 +82,7 @@ class Quantity(click.FloatRange):
 @click.option(
     "--memory",
     metavar="SIZE",
-    help="Memory of a device that may be used, such as 80GB. Default: all of it.",
+    help="Usable memory of a device, such as 80GB. Default: all of it.",
 )
 @click.option(
     "--tokens",
@@ -111,13 +111,12 @@ def command(
     html: Path | None,
     line: ScriptLine,
 ) -> int:
-    """Predict memory and time of a training step on devices that are not here, and find the best
-    plan for them.
+    """Predict memory and time of a training step on other devices, and find the best plan for them.
 
-    Runs the script, unchanged, up to `ls.train`. Then one step of its recipe is run under each plan
-    by the code that trains, on this CPU, with tensors that have a shape and no values, in a world
-    of which one rank is there. What it computes, sends and allocates is simulated on the devices.
-    Each figure has the interval that its errors on published trainings suggest. Arguments between
+    Runs the script, unchanged, up to `ls.train`. Then this CPU runs one step of its recipe under
+    each plan, by the same code as in training, as one rank of the whole world, with tensors that
+    have a shape but no values. lockstep simulates its operations, collectives and memory on the
+    devices. Each figure has an interval, from the errors on published trainings. Arguments between
     SCRIPT and --plans are the script's.
 
     \b
@@ -126,15 +125,13 @@ def command(
       lockstep plan --on "8 x A100-40GB" --memory 38GB --html plan.html train.py --plans shard=8
       lockstep plan --on "8 x H100" --price 2.5 --on "8 x MI300X" --price 2 --tokens 1e10 train.py
 
-    Exit status: 0 if a plan fits, 1 if none does, 2 for a mistake (a device that nobody has
-    described, a bad plan, a script that fails or never trains), 130 if it is interrupted; the plans
-    that are known by then are printed.
+    Exit status: 0 if a plan fits, 1 if none does, 2 for a mistake (an unknown device, a bad plan, a
+    script that fails or never trains), 130 after Ctrl-C, which prints the plans predicted so far.
     """
     refuse_on_windows("lockstep plan")
     if len(prices) not in (0, 1, len(targets)):
         raise PlanError(
-            f"--price is given {len(prices)} times, and --on {len(targets)} times; give one price,"
-            " or one for each --on"
+            f"{len(prices)} prices for {len(targets)} --on; give one price, or one for each --on"
         )
     progress = None if as_json or not sys.stderr.isatty() else _progress
     for target in targets:
@@ -173,7 +170,7 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The plans that a search has found on one target."""
+    """The plans of a search on one target."""
 
     machine: Machine
     outcomes: list[Outcome]
@@ -182,7 +179,7 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` for devices, plans and a memory that cannot be, before a script runs."""
+    """Raise `PlanError` for impossible devices, plans or memory, before the script runs."""
     from lockstep.planner.machines.target import cluster_of
 
     cluster = cluster_of(target)
@@ -197,8 +194,8 @@ def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
 def _check_memory(memory: str, limit: int, device: Device) -> None:
     if limit > device.memory_bytes:
         raise PlanError(
-            f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give no"
-            " more than that"
+            f"--memory {memory}; a device ({device.name}) has {size(device.memory_bytes)}; give at "
+            "most that"
         )
 
 
@@ -237,7 +234,7 @@ def memory_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B)", text.strip())
     if match is None or match[2] not in _BYTES or not float(match[1]):
         raise PlanError(
-            f"--memory {text!r}; it is a size with its unit, more than none: 80GB, 79.5GiB, 500MB"
+            f"--memory {text!r}; it takes a positive size with its unit: 80GB, 79.5GiB, 500MB"
         )
     return int(float(match[1]) * _BYTES[match[2]])
 
@@ -245,8 +242,8 @@ def memory_bytes(text: str) -> int:
 def _run(
     line: ScriptLine, request: PlanRequest, progress: Callable[[int, str], None] | None
 ) -> bool:
-    """Run the script, which predicts the plans. Returns False if it is interrupted when a plan can
-    be run. Raises `LaunchError` if it fails, or never trains."""
+    """Run the script, which predicts the plans. Returns False if it was interrupted after a plan.
+    Raises `LaunchError` if it fails, or never trains."""
     folder, shown = Path(request.folder), 0
 
     def look() -> bool:
@@ -286,7 +283,7 @@ def _progress(count: int, plan: str) -> None:
 
 
 def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:
-    """Return the forecast of what was found. Raises `PlanError` if no plan can be run."""
+    """Return the forecast for the found plans. Raises `PlanError` if no plan can be run."""
     from lockstep.planner.forecast import Forecast, struck
     from lockstep.planner.machines.fitted import load_fitted
 
@@ -298,10 +295,7 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
     if found.ended.devices is not None:
         cluster = cluster.of(found.ended.devices)
     if found.is_interrupted:
-        remarks.append(
-            "interrupted: the search has not ended, and these are the plans that were predicted by"
-            " then"
-        )
+        remarks.append("interrupted: these are the plans predicted so far")
     interval = load_fitted()[1]["seconds"]
     return Forecast.of(
         script,
@@ -315,8 +309,7 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
 
 
 def _show(forecasts: Sequence[Forecast]) -> None:
-    """Print the best plans, and what is known beside them; of several targets, the best of each
-    side by side first."""
+    """Print the best plans with their details; for several targets, first the best plan of each."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`lockstep report`: a page of what runs did, in one file."""
+"""`lockstep report`: a page about runs, in one file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ from lockstep.search.request import SEARCH, check_storage
     "-o",
     "--output",
     metavar="FILE",
-    help="The page. Default: report.html in RUN_DIR, or for several runs here.",
+    help="The page. Default: report.html in RUN_DIR, or here for several runs.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for programs; writes a page only with -o."
 )
-@click.option(
-    "--storage", metavar="URL", help="The database of a search, as it was given to lockstep search."
-)
+@click.option("--storage", metavar="URL", help="The --storage of lockstep search, for its report.")
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 def command(
     output: str | None, as_json: bool, storage: str | None, run_dirs: tuple[str, ...]
@@ -42,9 +40,9 @@ def command(
 
     Writes one HTML file that needs no network and no other file: loss, evaluation metrics, learning
     rate, gradient norm, throughput, memory, step time by rank, events, recipe, plan and
-    environment; for several runs also how they differ. The runs may have ended, failed, or be
-    running. Of the folder of a search: its trials, the best so far over time, and what each
-    parameter does.
+    environment; for several runs also their differences. The runs may be running, ended or failed.
+    For the folder of a search: its trials, the best so far over time, and the effect of each
+    parameter.
 
     \b
     Examples:
@@ -60,11 +58,11 @@ def command(
     searches = [folder for folder in run_dirs if is_there(Path(folder), SEARCH)]
     if storage is not None and not searches:
         raise LaunchError(
-            "--storage, and no folder of a search; a run has no database; leave it out"
+            "--storage without the folder of a search; a run has no database; leave it out"
         )
     if searches and len(run_dirs) > 1:
         raise LaunchError(
-            f"{searches[0]} is the folder of a search; its report is of it alone; give it by itself"
+            f"{searches[0]} is the folder of a search, which has its own report; give it alone"
         )
     path = Path(
         output
@@ -90,7 +88,7 @@ def command(
 
 
 Report = tuple[Any, Sequence[str], Callable[[float], str]]
-"""JSON, the lines for a terminal, and the page made at a time."""
+"""JSON, the lines for a terminal, and the page at a given time."""
 
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:
@@ -113,13 +111,13 @@ def _of_search(folder: Path, storage: str | None) -> Report:
 
 
 def _check(path: Path) -> None:
-    """Raises `LaunchError` if the page cannot be written there, or would overwrite another file."""
+    """Raise `LaunchError` if the page cannot be written, or would overwrite another file."""
     try:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")
         if not path.absolute().parent.is_dir():
             raise LaunchError(
-                f"-o {path}; its directory is not there; name a file in a directory that is"
+                f"-o {path}; its directory does not exist; name a file in an existing one"
             )
         with open(open_named(path), "rb") as file:
             is_a_report = GENERATOR.encode() in file.read(300)
@@ -129,13 +127,13 @@ def _check(path: Path) -> None:
         raise _unwritable(path, error) from error
     if not is_a_report:
         raise LaunchError(
-            f"-o {path} is there already, and is no report; only a report is written over; name"
-            " another file, or remove it"
+            f"-o {path} exists and is no report; only a report is overwritten; name another file, "
+            "or remove it"
         )
 
 
 def _unwritable(path: Path, error: OSError) -> LaunchError:
     return LaunchError(
-        f"-o {path} cannot be written ({error.strerror}); a report is a new file or an old report;"
-        " name another place"
+        f"-o {path} cannot be written ({error.strerror}); it takes a new file or an old report; "
+        "name another file"
     )

@@ -1,4 +1,4 @@
-"""`lockstep run`: a script on several processes, of this machine or of several."""
+"""`lockstep run`: a script on several processes, on one machine or several."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ from lockstep.scripts.line import ScriptLine
 @launch_options
 @script_arguments()
 def command(line: ScriptLine, **given: Any) -> int:
-    """Run SCRIPT on several processes, of this machine or of several.
+    """Run SCRIPT on several processes, on one machine or several.
 
     SCRIPT is written for lockstep or for torchrun, and runs unchanged. All arguments after it are
     the script's. If one process fails, all are stopped, and the traceback of the process that
     failed first is shown.
 
     With --max-restarts R they are then started again, at most R times in the whole run. A script
-    that uses lockstep continues from the last step that one of its processes could save. The run is
-    not started again after a mistake in what lockstep was given, nor after a request to end.
+    that uses lockstep continues from the last saved step. A user's mistake, or a request to end,
+    does not restart the run.
 
-    If memory runs out, the processes are started again under a plan that needs less of it, as far
-    as --out-of-memory allows. These restarts do not count.
+    If memory runs out, the processes are started again under a plan that needs less, as far as
+    --out-of-memory allows. These restarts do not count.
 
-    With --nnodes the run is on several machines. Give each machine this command and the same files.
-    The run begins when A machines are there. A machine that comes later joins: all save, and start
-    again with it. A lost machine is a failure, after which the others start again if at least A are
-    left. The machine HOST hosts the rendezvous: if it is lost, the others save and end. Whoever can
-    connect to that port can run code as you, so let only the machines of the run reach it. --nproc
-    is for each machine, auto is one per GPU, or 1; machines may have different numbers. With
-    --node-rank, --master-addr and --master-port instead of --rdzv, ranks are in the order of the
-    machines' numbers, and the number of machines is fixed. srun lockstep run, with one task per
-    node, needs none of these: the machines are the nodes of the job, and auto is one process for
-    each GPU that the job has on its node, or 1.
+    --nnodes A:B runs on several machines. Give each machine this command and the same files. The
+    run begins when A machines have come. When a later one joins, all save and start again with it.
+    When one is lost, the others start again if at least A are left. The machine HOST hosts the
+    rendezvous: if it is lost, the others save and end. Whoever can connect to that port can run
+    code as you, so let only the machines of the run reach it. --nproc is for each machine and may
+    differ; auto is one per GPU, or 1. With --node-rank, --master-addr and --master-port instead of
+    --rdzv, ranks follow the machines' numbers, and the number of machines is fixed. srun lockstep
+    run, with one task per node, needs none of these: it uses the nodes of the job, and auto is one
+    process for each of the job's GPUs on a node, or 1.
 
     SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end; a second one ends it at once. Signals
-    that are ignored when lockstep starts, as SIGHUP under nohup, stay ignored.
+    that were ignored at the start, as SIGHUP under nohup, stay ignored.
 
     \b
     Examples:
@@ -60,11 +59,11 @@ def command(line: ScriptLine, **given: Any) -> int:
       lockstep run --nnodes 2:4 --rdzv node1:29400 --max-restarts 10 --run-dir /shared/a train.py
       lockstep run --nnodes 2 --node-rank 1 --master-addr n0 --master-port 29400 train.py
 
-    Exit status: 0, or that of the process that failed first (2 for a mistake in what lockstep was
-    given, 128 + the signal's number if a signal killed it). 75 if the run was asked to end
-    (SIGTERM, SIGUSR1, --stop-after) and has saved: the same command with the same --run-dir
-    continues it. 76 if it hung for longer than --hang-after allows. 130 after Ctrl-C. 143 if
-    lockstep itself got SIGTERM and the script does not save.
+    Exit status: 0, or the status of the process that failed first (2 for a user's mistake, 128 +
+    the signal's number if a signal killed it). 75 if the run was asked to end (SIGTERM, SIGUSR1,
+    --stop-after) and has saved: the same command with the same --run-dir continues it. 76 if it
+    hung for longer than --hang-after allows. 130 after Ctrl-C. 143 if lockstep itself got SIGTERM
+    and the script does not save.
     """
     began = time.time()
     options = options_from(given)

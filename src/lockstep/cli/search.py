@@ -47,7 +47,7 @@ LAUNCH = (
     "backend",
     "share_devices",
 )
-"""The options of `lockstep run` that each trial is given."""
+"""The options of `lockstep run` for each trial."""
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -60,12 +60,12 @@ def search_options(command: Command) -> Command:
             "--metric",
             default="loss",
             show_default=True,
-            help="Metric of the recipe's evaluations that trials are compared by.",
+            help="Metric of the recipe's evaluations that compares trials.",
         ),
         click.option(
             "--mode",
             type=click.Choice(["min", "max"]),
-            help="Whether less is better, or more. Default for a loss: min.",
+            help="min if less is better, else max. Default for a loss: min.",
         ),
         click.option(
             "--parallel",
@@ -77,8 +77,8 @@ def search_options(command: Command) -> Command:
             "--run-dir",
             metavar="DIR",
             help=(
-                "Folder of the search. Default: runs/search-SCRIPT, or runs/sweep-SCRIPT. The same"
-                " one: go on with it."
+                "Folder of the search; an existing one is continued. Default: runs/search-SCRIPT, "
+                "or runs/sweep-SCRIPT."
             ),
         ),
         click.option(
@@ -90,14 +90,14 @@ def search_options(command: Command) -> Command:
             "--name", metavar="NAME", help="Name of the study in the storage. Default: SCRIPT."
         ),
         click.option(
-            "--timeout", metavar="TIME", help="End after this time, such as 8h: the trials save."
+            "--timeout", metavar="TIME", help="Save the trials and end after this time, such as 8h."
         ),
         click.option(
             "--slurm",
             metavar="OPTIONS",
             help=(
-                "Send P jobs to Slurm, which make a trial at a time each. Options of lockstep slurm"
-                ' for a job: "--time 8:00:00".'
+                "Submit P jobs to Slurm, each for one trial at a time, with these options of"
+                ' lockstep slurm: "--time 8:00:00".'
             ),
         ),
         json_option,
@@ -112,21 +112,21 @@ def search_options(command: Command) -> Command:
     "--trials",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Trials to make, with those that are made already.",
+    help="All trials of the search, finished ones included.",
 )
 @click.option(
     "--sampler",
     type=click.Choice(get_args(SamplerName)),
     default="tpe",
     show_default=True,
-    help="Which values are tried next.",
+    help="How the next values are proposed.",
 )
 @click.option(
     "--pruner",
     type=click.Choice(get_args(PrunerName)),
     default="none",
     show_default=True,
-    help="When a bad trial ends early.",
+    help="How bad trials end early.",
 )
 @click.option(
     "--population",
@@ -137,7 +137,7 @@ def search_options(command: Command) -> Command:
     help="Members, for --sampler pbt.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
-@launch_option("set", help="The value of a parameter that is not searched. Give it once for each.")
+@launch_option("set", help="Fix a parameter instead of searching it. May be repeated.")
 @search_options
 @script_arguments()
 def command(
@@ -151,18 +151,18 @@ def command(
 ) -> int:
     """Train SCRIPT many times, and find the best values of its parameters.
 
-    Parameters are what the script asks for: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2,
-    log=True). Each trial is an ordinary run in its own directory, DIR/trial-0007, on as many
-    processes as the plan says. The first has the defaults, the others what the sampler proposes.
-    Samplers, pruners and the storage are Optuna's.
+    The script declares parameters: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True). Each
+    trial is an ordinary run in its own directory, DIR/trial-0007, on the processes of the plan. The
+    first has the defaults; the sampler proposes the others. Samplers, pruners and the storage are
+    Optuna's.
 
     A trial that crashes, hangs, runs out of memory or diverges is a failed trial; the search goes
-    on. Killed at any moment, the same command goes on: trials that have ended are not repeated,
+    on. After a kill at any moment, the same command goes on: completed trials are not repeated,
     interrupted ones resume from their checkpoints. Searches with one storage share the trials.
 
-    With --sampler pbt a population of M members is trained in generations of M trials. After each,
-    bad members go on from the checkpoints of good ones, with changed values (population-based
-    training).
+    With --sampler pbt a population of M members is trained in generations of M trials. After each
+    generation, bad members continue the checkpoints of good ones with changed values
+    (population-based training).
 
     \b
     Examples:
@@ -170,13 +170,13 @@ def command(
       lockstep search --metric accuracy --mode max --trials 50 --parallel 4 --pruner asha train.py
       lockstep search --trials 200 --storage postgresql://me@db/s --run-dir /shared/s train.py
 
-    Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, and for a script that fails alike
-    in three trials; 75 if it was asked to end: the same command goes on.
+    Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, or a script that fails in the same
+    way in three trials; 75 after a request to end: the same command goes on.
     """
     if trials is None and sampler != "grid":
         raise LaunchError(
-            f"a search by {sampler} without --trials; only a grid has an end of its own; give"
-            " --trials 50, say"
+            f"a search by {sampler} without --trials; only a grid ends by itself; give --trials "
+            "50, say"
         )
     fields: dict[str, Any] = {"trials": trials, "sampler": sampler, "pruner": pruner}
     return run_search(line, given, population=population, seed=seed, **fields)
@@ -216,8 +216,7 @@ def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
 
     if jobs is None:
         raise LaunchError(
-            "--slurm without --parallel; it sends so many jobs, each for one trial at a time; give"
-            " --parallel 4, say"
+            "--slurm without --parallel, the number of jobs to submit; give --parallel 4, say"
         )
     context = click.get_current_context()
     words = given_options(context, without=("slurm", "parallel"))
@@ -229,15 +228,14 @@ def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
     )
     if "--storage" not in words:
         say(
-            "lockstep: the nodes share an SQLite file, which needs a file system with locks; a"
-            " database is surer (--storage postgresql://...)"
+            "lockstep: the nodes share an SQLite file, which needs a file system with locks; a "
+            "database is safer (--storage postgresql://...)"
         )
     return 0
 
 
 def given_options(context: click.Context, *, without: Sequence[str]) -> list[str]:
-    """Return the options of a command that were given on the command line, but those with these
-    names, as words."""
+    """Return the options on the command line as words, except those with these names."""
     words: list[str] = []
     for option in context.command.params:
         name = str(option.name)
@@ -302,7 +300,7 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: Path 
 
 
 def _greet(results: SearchResults, request: SearchRequest) -> None:
-    """Say where the search is, and what of it is done already."""
+    """Print the folder of the search, and its finished trials."""
     ended = results.count("complete", "pruned", "failed")
     say(
         f"lockstep: search {request.name} in {request.folder}"

@@ -57,7 +57,7 @@ _BEGINS = "#!/bin/bash\n#SBATCH "
     default="2m",
     show_default=True,
     metavar="TIME",
-    help="How long before the limit the run saves and ends.",
+    help="Time before the limit at which the run saves and ends.",
 )
 @click.option("--name", metavar="NAME", help="The name of the job. Default: that of SCRIPT.")
 @click.option(
@@ -77,7 +77,7 @@ _BEGINS = "#!/bin/bash\n#SBATCH "
     "--sbatch",
     multiple=True,
     metavar="OPTION",
-    help='One more of sbatch: "--partition=gpu". May be repeated.',
+    help='An option of sbatch: "--partition=gpu". May be repeated.',
 )
 @click.option(
     "-o",
@@ -106,12 +106,12 @@ def command(
 ) -> int:
     """Write a batch script that runs SCRIPT on the nodes of a Slurm job.
 
-    Before the job's time limit, and if the job has to make room for another, the run saves and
-    ends, and the job is requeued: then it continues. The output of the nodes is in files
-    NAME-JOB-NODE.txt. The run directory is runs/NAME-JOB, unless --run names another.
+    Before the time limit, and if the job is preempted, the run saves and ends, and the job is
+    requeued and continues. The output of the nodes is in files NAME-JOB-NODE.txt. The run directory
+    is runs/NAME-JOB, unless --run names another.
 
-    With --submit the script is submitted to Slurm, and the job is followed to its end: its states,
-    and its output. Ctrl-C stops this command, not the job.
+    --submit submits the script, and follows the job's states and output to its end. Ctrl-C stops
+    this command, not the job.
 
     \b
     Examples:
@@ -119,8 +119,8 @@ def command(
       lockstep slurm gpt.py --nodes 2 --gpus-per-node 8 --time 30 --run "--plan shard=16" -- --lr .1
       lockstep slurm train.py --time 1-0 --sbatch "--partition=long" --setup "module load python"
 
-    Exit status: 0; 2 for a mistake; with --submit that of the job: 0 if it completed, else that of
-    its script, or 1.
+    Exit status: 0; 2 for a mistake; with --submit, 0 if the job completed, else its script's
+    status, or 1.
     """
     given = shell_words("--run", run_options)
     _check_run(given, run_options, script, arguments, must_exist=is_sent)
@@ -144,14 +144,13 @@ def command(
 
 
 def array_of(line: Sequence[str], options: Sequence[str], *, jobs: int, name: str) -> str:
-    """Return the batch script of an array of jobs of one node, each of which runs the command
-    `line`. `options`: those of `lockstep slurm`, for each job. Raises `LaunchError`, or a usage
-    error."""
+    """Return the batch script of an array of one-node jobs that each run the command `line`.
+    `options`: of `lockstep slurm`, for each job. Raises `LaunchError`, or a usage error."""
     given = command.make_context("lockstep search --slurm", [*options, name]).params
     if given["nodes"] != 1 or given["run_options"] or given["output"] or given["is_sent"]:
         raise LaunchError(
-            f"--slurm {shlex.join(options)!r}; it is the options of lockstep slurm for one job of"
-            " one node; leave out --nodes, --run, -o and --submit"
+            f"--slurm {shlex.join(options)!r}; it takes options of lockstep slurm for a one-node "
+            "job; leave out --nodes, --run, -o and --submit"
         )
     kept = {key: given[key] for key in ("nodes", "gpus_per_node", "cpus_per_task", "time", "setup")}
     job = _job(
@@ -168,13 +167,11 @@ def _job(name: str, signal_before: str, sbatch: Sequence[str], **given: Any) -> 
     for option in sbatch:
         if not option.startswith("-") or "\n" in option:
             raise LaunchError(
-                f"--sbatch {option!r}; it is one option of sbatch; give one as in --sbatch"
-                ' "--partition=gpu", each by itself'
+                f"--sbatch {option!r}; it takes one option of sbatch; repeat it for each, as in"
+                ' --sbatch "--partition=gpu"'
             )
     if not re.fullmatch(r"[\w.-]+", name):
-        raise LaunchError(
-            f"--name {name}; files are called by it; give one of letters, digits, dots, - and _"
-        )
+        raise LaunchError(f"--name {name}; it names files; use letters, digits, dots, - and _")
     before = int(seconds(signal_before, "--signal-before", LaunchError))
     return BatchScript(
         name=name,
@@ -198,9 +195,9 @@ def _check_run(
     asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
     if asked.params["script"] != script:
         raise LaunchError(
-            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; it is"
-            " options of lockstep run; give the script and its arguments after those of lockstep"
-            " slurm"
+            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; --run "
+            "takes options of lockstep run; give the script and its arguments after the options "
+            "of lockstep slurm"
         )
     if must_exist and not asked.params["is_module"]:
         check_script(script)
@@ -212,14 +209,14 @@ def _write(path: Path, text: str) -> None:
     try:
         if path.exists() and not path.read_bytes().startswith(_BEGINS.encode()):
             raise LaunchError(
-                f"-o {path} is there already, and is no batch script; only one is written over;"
-                " name another file, or remove it"
+                f"-o {path} exists and is no batch script; only a batch script is overwritten; "
+                "name another file, or remove it"
             )
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise LaunchError(
-            f"-o {path} cannot be written ({error.strerror}); a batch script is a file; name"
-            " another place"
+            f"-o {path} cannot be written ({error.strerror}); it takes the path of a file; name "
+            "another one"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`lockstep sweep`: a training of a script with each combination of values."""
+"""`lockstep sweep`: train a script with each combination of values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lockstep.search.request import sweep_of
     "assignments",
     multiple=True,
     metavar="NAME=A,B,...",
-    help="The values of a parameter. Give it once for each.",
+    help="The values of a parameter. May be repeated.",
 )
 @search_options
 @script_arguments()
 def command(assignments: tuple[str, ...], line: ScriptLine, **given: Any) -> int:
     """Train SCRIPT with each combination of values of its parameters.
 
-    As lockstep search does, without a sampler: each combination is an ordinary run in its own
-    directory, and the same command goes on where it was killed. The parameters are those that the
-    script asks for by ls.param.
+    Works as lockstep search, without a sampler: each combination is an ordinary run in its own
+    directory, and after a kill the same command goes on. The script declares its parameters by
+    ls.param.
 
     \b
     Examples:

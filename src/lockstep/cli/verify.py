@@ -84,10 +84,10 @@ def command(
     """Prove that plans train the same model as one process.
 
     Runs the script, unchanged, on one process and under each plan for K steps, and compares every
-    gradient, parameter and buffer. The tolerance is measured: it is a multiple of what rounding
-    alone does to this model (perturbed runs with noise of one unit in the last place). Names the
-    first step and parameter that differ by more, and the likely cause. Arguments between SCRIPT and
-    --plans are the script's; everything from --plans on is for verify.
+    gradient, parameter and buffer. Perturbed runs, with noise of one unit in the last place,
+    measure the effect of rounding on this model; the tolerance is a multiple of it. Names the first
+    step and parameter that differ by more, and the likely cause. Arguments between SCRIPT and
+    --plans go to the script, and everything from --plans on to verify.
 
     \b
     Examples:
@@ -191,8 +191,8 @@ def _lines(verdict: Verdict) -> Iterator[str]:
 
 
 def _reports(*, quiet: bool) -> dict[str, Callable[[str], None]]:
-    """Return what `Runner` calls: each run is reported that begins, unless `quiet`; to a person,
-    each that ends too."""
+    """Return callbacks for `Runner` that report the start of each run, unless `quiet`, and on a
+    terminal its end."""
 
     def report(line: str) -> None:
         say(f"lockstep verify: {line}")

@@ -1,8 +1,6 @@
-"""The collectives that this process is in now: torch's flight recorders and shared-memory groups
-report theirs.
-
-A backend of the accelerator has a recorder of its own. Its collectives run on the device: the
-process only queues them, and one that is not done is what the device waits in, or will come to.
+"""The collectives that this process is in now, from torch's flight recorders and shared-memory
+groups. An accelerator's backend has its own recorder. Its collectives run on the device: the
+process only queues them, and the device waits in, or will reach, the unfinished ones.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ class CollectiveCall:
     """The process group's name in torch. "default_pg" is all processes."""
     sequence: int
     tensors: str
-    """The type and shape of what this process gave: float32 (4,)."""
+    """Dtype and shape of this process's tensor: float32 (4,)."""
     on_device: bool = False
-    """True if the device makes the call, whatever the process does meanwhile."""
+    """True if the device runs the call, independently of the process."""
 
     def __str__(self) -> str:
         return f"{self.name} of {self.tensors}" if self.tensors else self.name
@@ -36,8 +34,8 @@ class CollectiveCall:
 
 @contextmanager
 def announce(call: CollectiveCall) -> Iterator[None]:
-    """List `call` among the active calls while the body runs. For a call that this process is about
-    to make."""
+    """List `call`, which this process is about to make, among the active calls while the body
+    runs."""
     _announced.append(call)
     try:
         yield
@@ -46,8 +44,8 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process is in, and those of its device that are not done,
-    the oldest first of each. Any thread may call it."""
+    """Return the collectives that this process is in, then the unfinished ones of its device,
+    oldest first. Any thread may call it."""
     calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
     if not (dist.is_available() and dist.is_initialized()):
         return calls
@@ -64,9 +62,9 @@ def active_calls() -> list[CollectiveCall]:
 
 
 def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries of an accelerator's recorder that are not done. A group's collectives run
-    in their order: an entry before one that is done is done too, though nobody said so, as for
-    parts of a coalesced call."""
+    """Return the unfinished entries of an accelerator's recorder. A group's collectives run in
+    order: an entry before a finished one is finished too, even if unmarked, as in a coalesced
+    call."""
     latest: dict[Hashable, int] = {}
     for entry in entries:
         if _is_done(entry):

@@ -25,8 +25,8 @@ def chosen_backend(
     """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's
     for the device. `rank`, `size`: this process's, and the processes in the run.
 
-    Raises `LaunchError` for a backend that this torch does not have, that cannot send the device's
-    tensors, or that needs processes that were started in another way.
+    Raises `LaunchError` for a backend that this torch lacks, that cannot send the device's tensors,
+    or whose processes must be started in another way.
     """
     usual = accelerator.process_group_backend(device)
     if asked is None:
@@ -77,8 +77,8 @@ def chosen_backend(
 
 
 def check_own_group(asked: str | None, device: torch.device) -> None:
-    """Raise `LaunchError` if `--backend` was given and the script has made the process group, or if
-    that has no backend for tensors on the CPU, by which the ranks agree."""
+    """Raise `LaunchError` if `--backend` is given although the script has made the process group,
+    or if this group cannot send CPU tensors, by which the ranks agree."""
     if asked is not None:
         raise LaunchError(
             f"--backend {asked!r}, and the script has made a process group, which lockstep uses as"
@@ -123,8 +123,8 @@ def _is_available(name: str) -> bool:
 
 
 def group_backends(backend: str, device: torch.device) -> str:
-    """Return the backends of a process group as torch takes them: Gloo carries CPU tensors beside
-    an accelerator's."""
+    """Return the backends of a process group for torch: beside an accelerator's, Gloo carries CPU
+    tensors."""
     if device.type == "cpu":
         # torch makes no store for a plain mpi
         return backend if backend == "gloo" else f"cpu:{backend}"

@@ -17,22 +17,20 @@ from lockstep.comm.world import World
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers: all; or the leader of each host, if there are
-    several hosts and some have several ranks. Leaders get the numbers of their hosts' ranks
-    uncompressed."""
+    """The ranks that exchange compressed numbers: all; or the leader of each host, if several hosts
+    include one with several ranks. Leaders get the uncompressed numbers of their hosts' ranks."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""
     rank: int
     size: int
     shared_memory: SharedMemoryGroup | None
-    """The shared memory of the senders, used instead of `group`; None if they have none."""
+    """The senders' shared memory, used instead of `group`; None without it."""
     hierarchy: HierarchicalAllReduce | None
 
     @classmethod
     def of(cls, world: World) -> Senders:
-        """Choose the senders for the ranks of `world`, which are at least 2. Every rank calls
-        it."""
+        """Choose the senders for the ranks of `world`, at least 2. Every rank calls it."""
         hierarchy = world.hierarchy
         if hierarchy is None:
             return cls(world.group, world.rank, world.size, world.shared_memory, None)
@@ -51,15 +49,15 @@ class Senders:
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
-        """The shared memory of the ranks that have one sender; None if each rank is a sender."""
+        """The shared memory of the ranks with one sender; None if each rank is a sender."""
         return None if self.hierarchy is None else self.hierarchy.shared_memory
 
 
 class CompressedAllReduce:
     """The all-reduce of one vector, with the same bits on every sender; all call the same in the
-    same order. Each sends a compressed slice to every sender (all-to-all), sums its own in float32
-    in the order of the senders, compresses the sum and sends it to all (all-gather). So each number
-    is rounded twice, for any number of senders."""
+    same order. Each sends a compressed slice to every sender (all-to-all), sums its slice in
+    float32 in the order of the senders, compresses the sum and sends it to all (all-gather). So
+    each number is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
         """`keeps_residual`: set `residual`, for error feedback."""
@@ -112,8 +110,7 @@ class CompressedAllReduce:
         numbers.copy_(parts[1].reshape(-1)[: numbers.numel()])
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        """Wait for what is received, and return the exact and the decompressed numbers of each
-        row."""
+        """Wait for the received rows, and return the exact and the decompressed numbers of each."""
         if self._work is not None:
             self._work.wait()
         exact, numbers = (

@@ -1,8 +1,7 @@
-"""The device of each process, compared over all ranks before their process group is made.
-
-NCCL tells two ranks on one GPU only while it connects, and a rank that takes another backend than
-the others is waited for in vain. So the ranks tell each other first, over the store, and all of
-them refuse in the same words.
+"""The device of each process, compared over all ranks before their process group is made. NCCL
+notices two ranks on one GPU only while it connects, and all would wait for a rank with another
+backend. So the ranks exchange their devices first, over the store, and all refuse in the same
+words.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SHARE = "--share-devices (LOCKSTEP_SHARE_DEVICES=1)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDevice:
-    """The device of a rank, as it tells the others."""
+    """The device of a rank, for the other ranks."""
 
     host: str
     type: str
@@ -49,7 +48,7 @@ class RankDevice:
     visible: int = 0
     """The devices that the process sees."""
     why: str = ""
-    """Why they are those: the variable that hides others, or what is wrong with them."""
+    """Why it sees only these: the variable that hides others, or the error."""
     shares: bool = False
     """True if the rank was given --share-devices."""
     refusal: str = ""
@@ -57,8 +56,8 @@ class RankDevice:
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
-    """Return the accelerator of this process, and what it tells the others; the CPU if there is
-    none. A process that sees fewer than there are local ranks takes one of those: each may see
+    """Return the accelerator of this process, or the CPU, and its description for the other ranks.
+    A process that sees fewer accelerators than local ranks takes one of them: each process may see
     another."""
     host, visible, hidden = (
         socket.gethostname(),
@@ -76,9 +75,9 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
         found = f"{host}/{_boot_id()}/{accelerator.identity(device, os.environ)}"
     except RuntimeError as error:
         why = (
-            f"it sees {visible} GPU{'s' if visible > 1 else ''}, and its own fails:"
-            f" {str(error).strip().partition(chr(10))[0]}; a process computes on a GPU that works"
-            " and that no other program has for itself; see nvidia-smi"
+            f"it sees {visible} GPU{'s' if visible > 1 else ''}, and its own fails: "
+            f"{str(error).strip().partition(chr(10))[0]}; a process needs a working GPU that no "
+            "other program holds exclusively; see nvidia-smi"
         )
         return torch.device("cpu"), RankDevice(
             host=host, type="", visible=visible, why=why, shares=shares
@@ -89,16 +88,16 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
 
 
 def _boot_id() -> str:
-    """Return what tells this machine from another of the same name, as it does for NCCL; empty if
-    nothing does."""
+    """Return text that distinguishes this machine from another of the same name, as for NCCL; may
+    be empty."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Return the device of every rank. Every rank calls it, as often as the others. Rank 0, whose
-    process may hold the store, returns last: a refusal would end it."""
+    """Return the device of every rank. Every rank calls it equally often. Rank 0, which may hold
+    the store, returns last, because a refusal would end it."""
     # a script may go on after a refusal, with its own group and store
     turn = store.add(f"lockstep/devices/{rank}", 1)
     place = f"lockstep/devices/{turn}"
@@ -112,9 +111,9 @@ def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankD
 
 
 def check_devices(everyone: Sequence[RankDevice]) -> int:
-    """Return how many ranks the busiest device has. Every rank calls it with the same devices.
+    """Return the number of ranks on the busiest device. Every rank calls it with the same devices.
     Raises `LaunchError` if a device or a backend cannot be used, if only some ranks have a device,
-    or if two share one unasked."""
+    or if two share one without --share-devices."""
     for rank, each in enumerate(everyone):
         if not each.type:
             raise LaunchError(unusable(each, f"rank {rank} on {each.host}"))
@@ -168,8 +167,8 @@ def unusable(device: RankDevice, who: str) -> str:
 
 
 def be_a_host_of_its_own(everyone: Sequence[RankDevice], environ: MutableMapping[str, str]) -> None:
-    """Have NCCL take this process for a host of its own, and exchange through sockets: it refuses
-    two ranks of one host on one GPU. To be called before the process group is made."""
+    """Make NCCL treat this process as a separate host and exchange through sockets, because it
+    refuses two ranks of one host on one GPU. Call it before the process group is made."""
     environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
     if len({each.host for each in everyone}) == 1:
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

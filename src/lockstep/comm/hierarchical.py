@@ -1,9 +1,9 @@
 """Hierarchical all-reduce over several hosts: shared memory inside each host, torch between one
 leader rank per host.
 
-Each host sends over the network what one rank would send. The alternative is that every rank
-exchanges a slice with the ranks at its place on the other hosts. It sends as many bytes, was no
-faster between two network namespaces of two ranks, and was slower below 1 MB.
+Each host sends as many bytes as one rank would. Alternatively, every rank could exchange a slice
+with its counterparts on the other hosts. That sends as many bytes, was no faster between two
+network namespaces of two ranks, and was slower below 1 MB.
 
 (No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
 """
@@ -26,7 +26,7 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 class HierarchicalAllReduce:
     """All-reduces over several hosts, with the same bits on every rank. Every rank makes the same
     calls in the same order, with contiguous CPU tensors. Raises an `ExchangeError` if a rank of
-    this host fails, and what torch raises if another host is lost."""
+    this host fails, and torch's error if another host is lost."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
         """`leaders`: the first rank of each host, as numbered among all processes."""

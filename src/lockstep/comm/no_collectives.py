@@ -1,5 +1,5 @@
-"""Functions of the user that each rank calls by itself: a collective in one would count twice, or
-wait for ever."""
+"""Contexts for user functions that each rank calls separately: a collective in them would count
+twice, or wait for ever."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class CollectiveCalled(Exception):
 
 @contextmanager
 def as_one_process(*, watched: bool = True) -> Iterator[None]:
-    """While entered, `torch.distributed.is_initialized()` is False: torchmetrics, and code that
-    asks, synchronise nothing. `watched`: refuse a collective that is called all the same."""
+    """While entered, `torch.distributed.is_initialized()` is False, so torchmetrics and similar
+    code synchronise nothing. `watched`: also refuse collectives."""
     is_initialized = dist.is_initialized
     dist.is_initialized = _never
     try:

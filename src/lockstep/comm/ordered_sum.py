@@ -1,4 +1,4 @@
-"""A sum over microbatches whose order, and so whose bits, do not depend on the number of processes.
+"""A sum over microbatches in one order, so its bits do not depend on the number of processes.
 
 Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split
 into one slice per rank. An all-to-all brings all nodes of a slice to one rank, which adds them in
@@ -28,8 +28,7 @@ class TreeNodes:
 
     @classmethod
     def of(cls, shares: Sequence[range]) -> TreeNodes:
-        """Return the nodes for ranks with these microbatches: contiguous ranges that follow on each
-        other."""
+        """Return the nodes for ranks with these microbatches: consecutive contiguous ranges."""
         count = sum(map(len, shares))
         return cls(
             count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares)

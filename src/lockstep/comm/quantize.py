@@ -8,11 +8,9 @@ from torch import Tensor
 BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""The largest code of a block: for fp16 below its maximum, so that rounding cannot leave its
-range."""
+"""The largest code of a block: for fp16 below its maximum, so that rounding stays in range."""
 _INT8_DIVISOR = 127.0001
-"""A little more than 127, so that 127 times the scale of float32's largest number is not
-infinite."""
+"""Slightly more than 127, so that 127 times the scale of float32's largest number is finite."""
 _LEAST_SCALE = 2.0**-126
 _EXPONENT = 0x7F800000
 _SCALE_BYTES = 4
@@ -22,8 +20,8 @@ class Rounding:
     """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers
     close to float32's largest become infinite. The others have a scale per block of `BLOCK`
     numbers. `fp16`, with a power of two as scale, has an error of at most 2**-11 of the number or
-    2**-38 of the block's largest, `int8` of 1/254 of the block's largest, or 2**-127. A number that
-    is not finite makes its whole block not finite; with `bf16`, only itself."""
+    2**-38 of the block's largest, `int8` of 1/254 of the block's largest, or 2**-127. A non-finite
+    number makes its whole block non-finite; with `bf16`, only itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name

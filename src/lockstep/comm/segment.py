@@ -1,15 +1,15 @@
 """A shared memory segment of the processes of one host, with a counter for each rank on which the
 others wait.
 
-The memory is a memfd of rank 0, which the others open through /proc. It never has a name: whichever
-process is killed, the kernel frees it with the last process that maps it. It is not in /dev/shm, so
-the limit of that (64 MB in a container) does not apply. Its pages are allocated when it is made, so
-a later write cannot fail.
+The memory is a memfd of rank 0, which the others open through /proc. It has no name: the kernel
+frees it with the last process that maps it, whichever is killed. It is not in /dev/shm, whose limit
+(64 MB in a container) does not apply. Its pages are allocated at the start, so a later write cannot
+fail.
 
 It starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at fault),
-then each rank's current call. Each word is written by one rank and read by the others. On x86-64 no
-processor sees a later store before an earlier one, so a counter that is stored after its data needs
-no barrier. Other processors reorder stores, and are refused.
+then each rank's current call. Each word is written by one rank and read by the others. On x86-64
+stores become visible in order, so a counter that is stored after its data needs no barrier. Other
+processors reorder stores, and are refused.
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ _LINE = LINE_BYTES // 8
 _COUNTER, _STATE, _CULPRIT = range(3)
 _LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
 _PAGE_BYTES = 4096
-# A wait spins this long, about as long as a sleep and its wake-up take, and yields at each turn:
-# the other rank may need this processor. Not longer: on a busy machine a process that yields waits
-# for the time slices of others, while one that sleeps runs as soon as it is woken.
+# A wait spins this long, about as long as a sleep with its wake-up, and yields at each turn,
+# because the other rank may need this processor. Not longer: on a busy machine a yielding process
+# waits for others' time slices, but a sleeping one runs as soon as it is woken.
 _SPIN_SECONDS = 3e-5
-# A sleep ends when the counter changes, and after this time anyway, to check whether the others are
-# alive.
+# A sleep ends when the counter changes, or after this time, to check if the others are alive.
 _LOOK_SECONDS = 0.02
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # of x86-64
 _EXCHANGE_BYTES = 4096
 
 
 class ExchangeError(LockstepError):
-    """A collective through shared memory failed. Its group cannot be used any more."""
+    """A collective through shared memory failed. Its group is unusable."""
 
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
@@ -97,7 +96,7 @@ class Unavailable:
 
     reason: str
     hosts: tuple[int, ...] = ()
-    """The number of each rank's host, if the reason is that there are several hosts."""
+    """The number of each rank's host, if several hosts are the reason."""
 
 
 class Segment:
@@ -189,7 +188,7 @@ class Segment:
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         left = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
         stopped = [peer for peer in range(self.size) if words[_line(peer) + _STATE] > _LEFT]
-        # Read after the states: what a rank did before it ended counts.
+        # Read after the states: a rank's actions before its end count.
         missing = [peer for peer in self.peers if words[self.counters[peer]] < target]
         for kind, ranks in ((_DIED, dead), (_LEFT, left)):
             if gone := [peer for peer in ranks if peer in missing]:
@@ -262,9 +261,9 @@ def open_segment(
 ) -> Segment | Unavailable:
     """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all get
     one, or the same reason. `among`: the ranks of `group` that share a segment with this one; each
-    rank gives its own. The kernel decides if they are on one host, not the launcher: all have the
-    same boot id and namespace of process ids, and each finds rank 0's random token in the memory
-    that it opened."""
+    rank gives its own list. Not the launcher but the kernel decides if they are on one host: all
+    have the same boot id and namespace of process ids, and each finds rank 0's random token in the
+    memory that it opened."""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -292,7 +291,7 @@ def open_segment(
 
 
 def _apart(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
-    """Return why that rank shares no memory with rank 0. `hosts`: the `process_id_space` of each
+    """Return why `rank` shares no memory with rank 0. `hosts`: the `process_id_space` of each
     rank."""
     other_container = next(
         (each for each, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0]),
@@ -328,7 +327,7 @@ def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
 
 
 def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Return what the others need to open the memory; rank 0 makes it, and `opened` closes its
+    """Return the data for the others to open the memory. Rank 0 makes it; `opened` closes its
     descriptor."""
     if sys.platform != "linux":
         raise ValueError(
@@ -364,7 +363,7 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
     """Return the memory, and for each peer a descriptor that becomes readable at its end. The next
-    collective shows that the peers are still alive, so the process ids were theirs."""
+    collective proves the peers alive, so the process ids were theirs."""
     first = everyone[0]
     descriptor = os.open(
         f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC

@@ -39,13 +39,13 @@ from lockstep.comm.shared_tensors import (
 
 P = ParamSpec("P")
 
-# The size of each of a rank's two buffers. With half of it an all-reduce of 16 MiB took a tenth
-# longer, because it has more rounds; with four times as much too, because pieces fall out of the
-# processor's own cache (1 MiB) between being written and read.
+# The size of each of a rank's two buffers. With half, an all-reduce of 16 MiB took a tenth longer,
+# because it has more rounds; with four times as much too, because pieces leave the processor's
+# cache (1 MiB) between write and read.
 BUFFER_BYTES = 1 << 20
 _MIN_CELL_BYTES = 4096
-# Up to this many ranks, or for tensors up to this size, every rank adds everything itself. That is
-# more additions than if each adds a slice, but one wait instead of two, and one copy less.
+# Up to this many ranks, or for tensors up to this size, every rank adds everything. This needs more
+# additions than slices, but one wait instead of two, and one copy less.
 _DIRECT_RANKS = 4
 _DIRECT_BYTES = 256 << 10
 
@@ -53,8 +53,8 @@ _DIRECT_BYTES = 256 << 10
 def _collective(
     method: Callable[Concatenate["SharedMemoryGroup", P], None],
 ) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
-    """Wrap a collective: if it raises, the other ranks get an error too, and this rank can call no
-    other."""
+    """Wrap a collective: if it raises, the other ranks get an error too, and this rank's group is
+    unusable."""
 
     @functools.wraps(method)
     def wrapped(self: "SharedMemoryGroup", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -84,15 +84,15 @@ class SharedMemoryGroup(Closing):
     thread at a time. Every rank calls the same in the same order, with contiguous CPU tensors. A
     call returns when this rank's part is complete. Sums are added in the order of the ranks: the
     same bits on every rank, in every run. If a rank fails, every rank raises an `ExchangeError`
-    (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After that, and after any other
-    exception in a collective, the group cannot be used any more."""
+    (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After any exception in a collective,
+    the group is unusable."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
         self.size = segment.size
         self.name = name
         self.pending: PendingAllGather | None = None
-        """The all-gather that has started. The next call, whatever it is, completes it first."""
+        """The started all-gather. The next call of any kind completes it first."""
         self._segment = segment
         self._rounds = Rounds(segment, buffer_bytes)
         self._others = segment.peers
@@ -124,8 +124,8 @@ class SharedMemoryGroup(Closing):
         """Share memory between the ranks of `group` (default: all). Every rank calls it; all get a
         group, or the same `Unavailable`. `timeout`: the longest wait for another rank.
         `buffer_bytes`: the size of each of a rank's two buffers; larger tensors go through in
-        pieces. `among`: the ranks of `group` that share memory with this one; each gives its
-        own."""
+        pieces. `among`: the ranks of `group` that share memory with this one; each rank gives its
+        own list."""
         group = dist.group.WORLD if group is None else group
         if group is None:
             return Unavailable("there is no process group")
@@ -245,7 +245,7 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace `tensor`, which has one size on all ranks, by that of rank `source`."""
+        """Replace `tensor`, which has one size on all ranks, by rank `source`'s."""
         numbers = flat(tensor)
         if not 0 <= source < self.size:
             raise ValueError(f"source={source}; the ranks of this group are 0 to {self.size - 1}")
@@ -262,9 +262,8 @@ class SharedMemoryGroup(Closing):
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> None:
-        """Send chunks of `sizes` elements of `tensor` to the ranks, and write those of
-        `output_sizes` elements from the ranks into `output`, in rank order. The tensors must not
-        overlap."""
+        """Send each rank a chunk of `tensor`, with `sizes` elements, and receive chunks of
+        `output_sizes` elements in `output`, in rank order. The tensors must not overlap."""
         into, numbers = flat(output), flat(tensor)
         if (sum(output_sizes), sum(sizes)) != (
             into.numel(),
@@ -301,7 +300,7 @@ class SharedMemoryGroup(Closing):
             place = stop
 
     def abort(self) -> None:
-        """Make the collectives of every rank, this one's too, raise `PeerStopped`. Any thread may
+        """Make collectives on every rank, this one included, raise `PeerStopped`. Any thread may
         call it."""
         self._segment.stop()
         if self._failure is None:

@@ -2,13 +2,11 @@
 the others.
 
 [Note: Rounds] Every collective is a number of rounds, the same on every rank. In round n a rank
-writes into its own buffer n % 2, sets its counter to n, waits until all counters have reached n,
-and reads from the others' buffers n % 2. A rank that has reached n has finished reading in round n
-- 1. So once all have reached n, the buffers of round n - 1 are free for round n + 1. Nothing is
-ever reset, and a round has one wait.
-
-In the first round of a call each rank also writes which collective it calls, and all compare: a
-mismatch is an error, not a wrong sum.
+writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n, and
+reads the others' buffers n % 2. A rank at n has finished reading round n - 1. So once all have
+reached n, the buffers of round n - 1 are free for round n + 1. Nothing is reset, and a round has
+one wait. In the first round of a call each rank also writes its collective's name, and all compare:
+a mismatch is an error, not a wrong sum.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class Rounds:
         self.number = 0
         """The last round that this rank has announced."""
         self.signature = 0
-        """The call that this rank is in, or was in last; see `called`."""
+        """This rank's present or latest call; see `called`."""
         self._rank = segment.rank
         self._size = segment.size
         self._segment = segment
@@ -71,8 +69,7 @@ class Rounds:
     def start(
         self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
     ) -> BufferViews:
-        """Write which collective this rank calls, for the others to compare. `sizes`: those of an
-        all_to_all."""
+        """Write this rank's collective for the others to compare. `sizes`: of an all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)
@@ -127,7 +124,7 @@ class Rounds:
         return most
 
     def forget_views(self) -> None:
-        """Drop the tensors that look into the shared memory, so that it can be unmapped."""
+        """Drop the views of the shared memory, so that it can be unmapped."""
         self._views.clear()
 
     def _difference(self, peer: int, signature: int) -> CallsDiffer:

@@ -64,8 +64,8 @@ def refuse_overlap(output: Tensor, tensor: Tensor) -> None:
     )
     if max(starts) < min(ends):
         raise ValueError(
-            "the output overlaps the input, which is still read while the output is written; give a"
-            " tensor of its own"
+            "the output overlaps the input, which is still read while the output is written; give "
+            "a separate tensor"
         )
 
 

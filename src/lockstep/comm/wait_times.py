@@ -1,4 +1,4 @@
-"""The time that this process has waited for other ranks in collectives."""
+"""Time that this process has waited for other ranks in collectives."""
 
 from __future__ import annotations
 

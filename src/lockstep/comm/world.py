@@ -1,5 +1,4 @@
-"""The processes of a run, or of one mesh axis, and the few collectives that everything else is made
-of."""
+"""The processes of a run, or of one mesh axis, and the basic collectives."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
 BUCKET_NUMBERS = 2**22
-"""Numbers in a bucket of `sum_each`, about."""
+"""Approximate numbers in a bucket of `sum_each`."""
 _HEAD_BYTES = 64
 """Size of the head of a JSON text, exchanged first: the text's length, and the text if it fits,
 else its digest."""
@@ -66,17 +65,16 @@ class World:
     """Torch's process group of these processes; `rank` and `size` are in it. None: all
     processes."""
     shared_memory: SharedMemoryGroup | None = None
-    """Collectives for CPU tensors that are faster than the group's; None if the processes do not
-    share memory."""
+    """Faster collectives for CPU tensors; None if the processes do not share memory."""
     hierarchy: HierarchicalAllReduce | None = None
-    """The all-reduce for CPU tensors over several hosts with several processes. None with bitwise
-    numerics."""
+    """The all-reduce for CPU tensors over several hosts with several processes each. None with
+    bitwise numerics."""
     ranks_per_device: int = 1
-    """Ranks on the device that has most. More than 1 only with `--share-devices`."""
+    """Ranks on the busiest device. More than 1 only with `--share-devices`."""
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
-        """The shared memory of those processes that are on this host, perhaps all."""
+        """The shared memory of the processes on this host."""
         return self.shared_memory if self.hierarchy is None else self.hierarchy.shared_memory
 
     def leave(self) -> None:
@@ -140,7 +138,7 @@ class World:
             work.wait()
 
     def _sums_in_place(self, tensor: Tensor) -> bool:
-        """True if copying the tensor into a bucket would take longer than to sum it alone."""
+        """True if copying the tensor into a bucket would take longer than summing it alone."""
         if not tensor.is_contiguous() or tensor.nbytes < IN_PLACE_BYTES:
             return False
         return self.shared_memory is not None if tensor.is_cpu else tensor.device == self.device
@@ -163,7 +161,7 @@ class World:
 
     def gather_values(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events.
-        Equal values may be one object. A value that is short, or equal on all ranks, takes one
+        Equal values may be one object. Values that are short, or equal on all ranks, take one
         collective; others take two."""
         if self.size == 1:
             return [value]
@@ -204,7 +202,7 @@ class World:
         return json.loads(bytes(full_text.numpy()))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace `tensor`, contiguous, by that of rank `source`. Every rank calls it."""
+        """Replace `tensor`, contiguous, by rank `source`'s. Every rank calls it."""
         if self.size == 1:
             return
         if self.shared_memory is not None and tensor.is_cpu:
@@ -232,8 +230,8 @@ class World:
 _made: weakref.ref[Any] | None = None
 """The process group that `join` made; None if it made none."""
 _compared: tuple[weakref.ref[Any], int] | None = None
-"""The process group whose ranks have compared their devices, and the ranks on the device that has
-most."""
+"""The process group whose ranks have compared their devices, and the ranks on the busiest
+device."""
 _excepthooks: tuple[Any, Any] = (None, None)
 """`sys.excepthook` before `join` made the group, and after it."""
 
@@ -251,10 +249,10 @@ def join(
 ) -> World:
     """Join the rendezvous and make the process group, or use the existing one. Every rank calls it.
     The device is this rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo).
-    `backend`: another for its tensors. `store`: the processes meet there, under keys that no group
-    has used before; None: at MASTER_ADDR:MASTER_PORT. `share_devices`: several processes may
-    compute on one GPU. Raises `LaunchError` if there are fewer GPUs than processes otherwise, if
-    the address of the rendezvous cannot be used, or if the backend cannot."""
+    `backend`: another for its tensors. `store`: the meeting point, with unused keys; None:
+    MASTER_ADDR:MASTER_PORT. `share_devices`: several processes may compute on one GPU. Raises
+    `LaunchError` for fewer GPUs than processes without it, and for an unusable rendezvous address
+    or backend."""
     global _excepthooks
     before, was_initialized = sys.excepthook, dist.is_initialized()
     world = _joined(rank, size, local_rank, local_size, backend, timeout, store, share_devices)
@@ -270,7 +268,7 @@ def leave() -> None:
     global _made, _excepthooks
     _take_down()
     atexit.unregister(_at_exit)
-    # torch has put one more in front of it at each `init_process_group`
+    # torch prepends another one at each `init_process_group`
     if sys.excepthook is _excepthooks[1]:
         sys.excepthook = _excepthooks[0]
     _made, _excepthooks = None, (None, None)
@@ -302,7 +300,7 @@ def _joined(
     except LaunchError as error:
         if size == 1 or backend is not None:  # all ranks were given one --backend
             raise
-        # the other ranks are told, and do not wait for this one
+        # tell the other ranks, so that they do not wait for this one
         mine = replace(mine, refusal=str(error))
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -351,7 +349,7 @@ def _joined(
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT, as `init_process_group` would make it."""
+    """Return the store at MASTER_ADDR:MASTER_PORT, as in `init_process_group`."""
     with _network_errors_refused():
         made, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
     made.set_timeout(timeout)
@@ -369,8 +367,8 @@ def _take_down() -> None:
 
 
 def _at_exit() -> None:
-    """Take the group down when the process ends. NCCL's shutdown waits for the other ranks of the
-    machine, which may wait in a collective for this one: a process that fails aborts instead."""
+    """Destroy the group when the process ends. NCCL's shutdown waits for the other ranks of the
+    machine, which may wait in a collective for this one; so a failed process aborts instead."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
     if not (has_failed and dist.is_initialized() and owns_group() and abort_accelerator_groups()):
@@ -395,8 +393,8 @@ def _network_error(error: Exception) -> str:
             " give another, or let lockstep run choose"
         )
     return (
-        f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every"
-        " process must be able to reach rank 0 there: check that it runs, and the address"
+        f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every "
+        "process must reach rank 0 there: check the address, and that rank 0 runs"
     )
 
 
@@ -440,6 +438,6 @@ def exact_sum(values: Sequence[float]) -> float:
     """Return the correctly rounded sum, in any order of `values`. NaN and infinity pass through."""
     try:
         return math.fsum(values)
-    # infinities of both signs, or a sum beyond what a float holds
+    # infinities of both signs, or a sum beyond a float's range
     except (ValueError, OverflowError):
         return sum(values)

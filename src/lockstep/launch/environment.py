@@ -16,34 +16,33 @@ Launcher = Literal["python", "torchrun", "lockstep", "spawn", "srun"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment(RunOptions):
-    """The place of this process in the run, and the options that its launcher was given."""
+    """The ranks of this process, and the options of its launcher."""
 
     rank: int
     """Rank among all processes, from 0."""
     local_rank: int
-    """Rank among the processes of this machine, from 0; the index of this process's GPU, if it sees
-    those of all."""
+    """Rank among the processes of this machine, from 0; also the index of its GPU, if it sees all
+    GPUs."""
     world_size: int
     """Processes in the run."""
     local_world_size: int
     """Processes on this machine."""
     launcher: Launcher
-    """`python`: no launcher. `torchrun`: any other that sets RANK and WORLD_SIZE. `srun`: a process
-    per Slurm task."""
+    """`python`: no launcher. `torchrun`: any other launcher that sets RANK and WORLD_SIZE. `srun`:
+    a process per Slurm task."""
     threads: int
     """Intra-op threads: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else
     CPUs ÷ processes."""
     restarts: int = 0
-    """Starts of the workers after the first, because one had failed."""
+    """Restarts of the workers after failures."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER and the variables
         of `RunOptions`.
 
-        Without any of the first four this is rank 0 of 1. If the two local ones are missing, all
-        processes are taken to be on this machine. Raises `LaunchError` if the values contradict
-        each other.
+        Without the first four this is rank 0 of 1. Without the local two, all processes count as on
+        this machine. Raises `LaunchError` if the values contradict each other.
         """
         _not_by_mpirun(environ)
         _both_or_neither(environ, "RANK", "WORLD_SIZE")

@@ -1,5 +1,5 @@
-"""Failures of workers: the record that a worker writes, and the report that the launcher makes of
-all records."""
+"""Failures of workers: the record that a worker writes, and the launcher's report on all
+records."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lockstep.launch.termination import (
     PREEMPTING,
 )
 
-# Errors of a process that was healthy until another one ended or reported a failure. They are never
-# the cause if another rank has an error of another kind.
+# Errors of a healthy process after another one ended or failed. They are never the cause if another
+# rank has another kind of error.
 _PEER_ERRORS = {
     "CollectivesAborted",
     "DistBackendError",
@@ -68,12 +68,12 @@ _SIGNALS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """A failure as the worker saw it. The worker writes it as JSON, the launcher reads it."""
+    """A failure seen by the worker, which writes it as JSON for the launcher."""
 
     time: float
     """Seconds since the epoch."""
     status: int
-    """The exit status with which the worker is about to end."""
+    """The worker's coming exit status."""
     kind: str
     """The class of the exception, as `module:qualified name`."""
     message: str
@@ -81,7 +81,7 @@ class FailureRecord:
     traceback: str
     """Python's full text, without lockstep's launch frames."""
     user_error: bool
-    """True for a `lockstep.base.errors.UserError`, of which only the message is shown."""
+    """True for a `lockstep.base.errors.UserError`: only its message is shown."""
     peer_lost: bool
     """True if the exception, or one in its chain of causes, is an error of the connection to
     another process."""
@@ -108,21 +108,20 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailure:
-    """A failure as the launcher saw it."""
+    """A failure seen by the launcher."""
 
     rank: int
     time: float
-    """Seconds since the epoch: the time in the record, or else when the launcher saw the end of the
-    process."""
+    """Seconds since the epoch: from the record, or else when the launcher saw the process end."""
     returncode: int
-    """The exit status, or minus the number of the signal, as `subprocess` gives it."""
+    """The exit status, or minus the signal's number, as in `subprocess`."""
     record: FailureRecord | None = None
     crash: str = ""
     """The Python stack at a fatal signal. Empty if there was none."""
 
     @property
     def status(self) -> int:
-        """Exit status as a shell shows it: 128 + the signal's number for a death by signal."""
+        """Exit status in a shell: 128 + the signal's number after a death by signal."""
         if self.record is not None:
             return self.record.status
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
@@ -154,7 +153,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """The end of a run on this machine: which workers failed, were stopped, finished."""
+    """The end of a run on this machine: failed, stopped and finished workers."""
 
     failures: Sequence[WorkerFailure] = ()
     stopped: Sequence[int] = ()
@@ -162,33 +161,31 @@ class Ending:
     finished: Sequence[int] = ()
     """Ranks that ended by themselves with exit status 0."""
     preempted: Sequence[int] = ()
-    """Ranks that were asked to save and end, and did."""
+    """Ranks that saved and ended on request."""
     unkillable: Sequence[int] = ()
     """Ranks that did not end in time even after SIGKILL: the kernel holds them."""
     signal: int | None = None
-    """The signal that the launcher got and passed on. Failures after it are its consequences. None:
-    it got none."""
+    """The signal that the launcher passed on; later failures are its consequences. None: no
+    signal."""
     elsewhere: str = ""
-    """The cause that ended the run on other machines, or between this one and them. Empty if there
-    was none."""
+    """The cause outside of this machine that ended the run; empty if none."""
     has_saved: bool = False
-    """True if a worker that an error or a signal ended knows that the last step is saved."""
+    """True if a worker that an error or a signal ended confirmed that the last step is saved."""
     options_read: bool = False
     """True if a worker has read the options of the run: the script uses lockstep."""
     new_run_dir: str = ""
-    """The run directory, if the launcher chose it: the same command would choose another. Empty if
-    one was named."""
+    """The run directory that the launcher chose; the same command would choose another. Empty if
+    the user named one."""
 
     @property
     def first(self) -> WorkerFailure | None:
-        """The failure that caused the others: the earliest that is not the loss of a peer, or else
-        the earliest."""
+        """The causing failure: the earliest that is no loss of a peer, or else the earliest."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
-        """True if all workers that were still running have saved and ended; or if a signal asked
-        for that amid a recovery, and one of them has saved what all had done."""
+        """True if all running workers have saved and ended; or if a signal came during a recovery,
+        and one worker has saved all steps."""
         if self.unkillable:
             return False
         if self.signal in PREEMPTING and self.has_saved:
@@ -276,7 +273,7 @@ class Ending:
 def failure_record(
     error: BaseException, frames: TracebackType | None, status: int
 ) -> FailureRecord:
-    """The record of an exception. `frames`: its traceback, beginning at the user's first frame."""
+    """The record of an exception. `frames`: its traceback from the user's first frame on."""
     kind = type(error)
     return FailureRecord(
         time=time.time(),
@@ -290,8 +287,8 @@ def failure_record(
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """The fields of the event for the error that ended a run: `error`, and for a lost peer torch's
-    text as `detail`."""
+    """Fields of the event `run-failed`: `error`, and after the loss of a peer torch's text as
+    `detail`."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):
         return {
@@ -320,8 +317,8 @@ def exit_status(error: BaseException) -> int:
 
 
 def read_crash(path: Path) -> str:
-    """The Python stack that faulthandler wrote at a fatal signal, without lockstep's frames. Empty
-    if there is none."""
+    """The Python stack that faulthandler wrote at a fatal signal, without lockstep's frames; empty
+    without a stack."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -335,8 +332,7 @@ def read_crash(path: Path) -> str:
 
 
 def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
-    """The record that torch's `@record` wrote, for a script that ended without ours. None if there
-    is none."""
+    """The record of torch's `@record`, for a script that ended without ours; None without one."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -354,7 +350,7 @@ def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, and those that it came from."""
+    """Yield the error and its causes."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -379,8 +375,7 @@ def _text(error: BaseException) -> str:
 
 
 def _with_run_dir(new_run_dir: str) -> str:
-    """Return the option that a command needs to find this directory again, as text to append to
-    "the same command"."""
+    """Return text to append to "the same command": the option that names this directory."""
     if not new_run_dir:
         return ""
     shown = os.path.relpath(new_run_dir)
@@ -391,8 +386,8 @@ def _with_run_dir(new_run_dir: str) -> str:
 
 
 def _memory_limit(signal_name: str) -> str:
-    """Return the control group's limit of memory, as text to append to the reason of a SIGKILL.
-    Empty if none."""
+    """Return text to append to the reason of a SIGKILL: the control group's memory limit. Empty
+    without a limit."""
     limit = memory_limit_bytes() if signal_name == "SIGKILL" else None
     return "" if limit is None else f"; the control group's limit is {limit / 2**30:.3g} GiB"
 

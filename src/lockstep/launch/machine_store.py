@@ -1,4 +1,4 @@
-"""The store in which several machines meet, in the launcher of one of them."""
+"""The store in which several machines meet; one machine's launcher hosts it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ NOTICE_SECONDS = 5
 STORE_SILENCE_SECONDS = 10
 """Seconds without an answer of the rendezvous' machine after which it is lost for this one."""
 STORE_SECONDS = 10
-"""Timeout of a request to the store, such as for what another machine, which may be lost, is about
-to write."""
+"""Timeout of one store request: the machine that should write the key may be lost."""
 
 
 def store_on(listener: socket.socket) -> TCPStore:
-    """A store on this socket. By itself, TCPStore would listen on all interfaces."""
+    """A store on this socket. Without a socket, TCPStore would listen on all interfaces."""
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=STORE_SECONDS)
     return TCPStore(
@@ -61,7 +60,7 @@ def host_store(machines: Machines, address: str) -> TCPStore | None:
 
 
 def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
-    """A connection to the store that another machine hosts, or will host. `own`: this machine's
+    """A connection to the store that another machine hosts or will host. `own`: this machine's
     address."""
     began = time.monotonic()
     has_said = False
@@ -94,10 +93,8 @@ def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
 
 def set_tcp_timeouts(address: str, port: int) -> None:
     """Have the kernel close this process's connections to a silent host after
-    STORE_SILENCE_SECONDS.
-
-    Torch would wait for an answer for as long as the kernel tries, a quarter of an hour, and not
-    react to signals.
+    STORE_SILENCE_SECONDS. Otherwise torch waits as long as the kernel tries, a quarter of an hour,
+    and ignores signals.
     """
     if sys.platform != "linux":
         return

@@ -1,5 +1,4 @@
-"""The machines of a run: where they meet, and the address of this one among them. Does not import
-torch."""
+"""The machines of a run: their rendezvous, and this machine's address. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ class Machines:
     host: str
     port: int
     node_rank: int | None = None
-    """The number of this machine, from 0, if it was given. None: the machines agree on numbers when
-    they meet."""
+    """The given number of this machine, from 0. None: the machines agree on numbers when they
+    meet."""
     interface: str | None = None
-    """The network interface that was asked for. None: the one that leads to the host."""
+    """The requested network interface. None: the one that routes to the host."""
     source: str = "--rdzv"
-    """The option that gave the host and the port."""
+    """The option with the host and the port."""
 
     @property
     def endpoint(self) -> str:
@@ -56,8 +55,8 @@ class Machines:
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most:
             raise LaunchError(
-                f"--nnodes {nnodes}; it is a number of machines, N, or the least and the most, A:B"
-                " with 1 <= A <= B; give one of those"
+                f"--nnodes {nnodes}; it takes a number of machines, N, or the least and the most, "
+                "A:B with 1 <= A <= B; give one of those"
             )
         given = rendezvous_options(options)
         for option, value in (*given.items(), ("--interface", options.interface)):
@@ -97,8 +96,7 @@ class Machines:
 
 
 def rendezvous_options(options: LaunchOptions) -> dict[str, str | int]:
-    """The options of the rendezvous that were given: `--rdzv`, or the older three, and their
-    values."""
+    """The given options of the rendezvous and their values: `--rdzv`, or the older three."""
     names = ("rdzv", "node_rank", "master_addr", "master_port")
     return {flag(name): value for name in names if (value := getattr(options, name)) is not None}
 
@@ -131,8 +129,7 @@ def _endpoint(options: LaunchOptions) -> tuple[str, int]:
 
 
 def address_towards(address: str, port: int) -> str:
-    """The IP address of this machine from which it reaches `address`. Sends nothing. Raises
-    `LaunchError`."""
+    """This machine's IP address on the route to `address`. Sends nothing. Raises `LaunchError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -146,7 +143,7 @@ def address_towards(address: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address. None if there is none."""
+    """The network interface with this IPv4 address; None without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(ImportError):
         import fcntl
 
@@ -169,8 +166,8 @@ def address_on(interface: str) -> str:
         except OSError as error:
             why = "has no IPv4 address" if error.errno == errno.EADDRNOTAVAIL else "is not there"
             raise LaunchError(
-                f"--interface {interface} {why}; it is a network interface of this machine, by"
-                f" which the others reach it; those here are {names}; give one of them, or leave it"
-                " out for that of the way to the rendezvous"
+                f"--interface {interface} {why}; it takes a network interface by which the other "
+                f"machines reach this one; this machine has {names}; give one of them, or omit "
+                "--interface to use the one that routes to the rendezvous"
             ) from None
     return socket.inet_ntoa(found[20:24])

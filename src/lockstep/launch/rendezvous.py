@@ -1,10 +1,9 @@
-"""The rendezvous of a run: on one machine, or torch's rendezvous of several.
-
-[Note: listening] On one machine everything listens on loopback alone: the store on a socket bound
-here, Gloo and NCCL by their interface variables. On several machines, the stores listen on the one
-address by which the machines reach each other, and Gloo and NCCL on its interface. A store
-authenticates nobody: whoever can connect may read and write it. Torch's rendezvous keeps pickles in
-its store, so that whoever can connect to the store of several machines can run code on them.
+"""The rendezvous of a run: on one machine, or torch's rendezvous of several. [Note: listening] On
+one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL by
+their interface variables. On several machines, the stores listen on the one address by which
+machines reach each other, and Gloo and NCCL on its interface. A store authenticates nobody: whoever
+can connect may read and write it. Torch's rendezvous keeps pickles in its store: whoever can
+connect to it can run code on the machines.
 """
 
 from __future__ import annotations
@@ -52,22 +51,20 @@ from lockstep.launch.machines import Machines, address_on, address_towards, inte
 LOOPBACK = "127.0.0.1"
 
 LAST_CALL_SECONDS = 5.0
-"""Seconds that the smallest number of machines waits for more, up to the largest."""
+"""Seconds that the minimum number of machines waits for more."""
 RECOVERY_CALL_SECONDS = 0.5
-"""The same in a recovery in place: all machines come at once, and one that comes later joins
-then."""
+"""The same in a recovery in place, to which all machines come at once."""
 HEARTBEAT_SECONDS, HEARTBEATS = 0.5, 4
-"""Seconds between a machine's heartbeats, and how many must be missing until it is lost. Clocks are
+"""Seconds between a machine's heartbeats, and the missing ones after which it is lost. Clocks are
 compared."""
 SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
 """Seconds of silence after which a machine is lost for the others."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
 """Seconds after which the list of machines is read again, and the same during a rendezvous."""
 ABLE_SECONDS = 30.0
-"""Seconds that a machine, which comes to a run that is under way, waits until it could be taken in
-in place."""
+"""Seconds that a joining machine waits until the run could take it in in place."""
 TRIES = 10
-"""Rendezvous that may follow one another because a machine is lost in each."""
+"""Most consecutive rendezvous that each lose a machine."""
 REACH_SECONDS = 5.0
 """Seconds in which one machine must reach another's port."""
 _RUN_ID = "lockstep"
@@ -126,25 +123,25 @@ class _MachineLostError(Exception):
 
 
 class _Timeout(RendezvousTimeout):
-    """The times that a rendezvous takes at most. `last_call` may be changed between two."""
+    """The timeouts of a rendezvous. `last_call` may change between two."""
 
     last_call = timedelta(seconds=LAST_CALL_SECONDS)
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """Torch's rendezvous, in a store that the agent on `--rdzv`'s host hosts. Made by `at`."""
+    """Torch's rendezvous, in a store on `--rdzv`'s host. Made by `at`."""
 
     machines: Machines
     interface: str | None
     addresses: list[str]
-    """Addresses of the machines that met last."""
+    """Addresses of the machines of the latest meeting."""
     hosts_store: bool
     """True if this process hosts the store."""
     _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
         """Called by `from_backend`. Torch tells machines apart by address and process id.
-        Containers may have both in common: the address of their host, and the process id 1."""
+        Containers of one host may share both: the host's address and process id 1."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
         self.addresses = []
@@ -188,7 +185,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return meeting
 
     def agree(self, name: str, value: str) -> str:
-        """The value that the first machine to call this gave for `name`."""
+        """The value for `name` of the first machine that calls this."""
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -249,7 +246,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return RendezvousInfo(found.store, number, found.world_size, place)
 
     def _told(self, store: Store, what: str) -> Any:
-        """The text that a machine writes under this name. Raises `_MachineLostError`."""
+        """The text of a machine under this name. Raises `_MachineLostError`."""
         while not store.check([f"{_RUN_ID}.{what}"]):
             self._raise_if_lost()
             time.sleep(RENDEZVOUS_POLL_SECONDS / 5)
@@ -261,11 +258,10 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             raise _MachineLostError
 
     def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
-        """The error that keeps this machine from another one's port; None if it reaches it. Each
-        machine tries the port of the workers' store, and one of the next machine: an address that
-        only its own host reaches, as containers have, is found on its way from another host.
-
-        The others wait meanwhile.
+        """The error on the way to another machine's port; None if it is reachable. Each machine
+        tries the port of the workers' store and one of the next machine. From another host this
+        finds addresses that only their own host reaches, as containers have. The others wait
+        meanwhile.
         """
         began = time.monotonic()
         while True:
@@ -274,7 +270,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                 return None
             except OSError as error:
                 if isinstance(error, ConnectionRefusedError) and not refusal_is_one:
-                    return None  # the network is open, and the machine is about to be lost
+                    return None  # the network works, but the machine is about to be lost
                 if time.monotonic() - began > REACH_SECONDS:
                     self._raise_if_lost()
                     return (
@@ -284,15 +280,14 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Addresses of machines that left since the last meeting, or whose heartbeat stopped.
+        """Addresses of machines that left since the latest meeting, or whose heartbeat stopped.
         Raises `RendezvousError`."""
         here = Counter(node.addr for node in self._participants())
         return list((Counter(self.addresses) - here).elements())
 
     def machines_able(self, seconds: float) -> int:
-        """The number of machines of a run that is under way, and whose workers can go on in their
-        processes if this machine joins. Waits so long for them: they may be recovering. 0: there is
-        no such run."""
+        """The number of machines of a running run whose workers can go on in their processes if
+        this machine joins. Waits for workers that recover. 0: no such run."""
         until = time.monotonic() + seconds
         while True:
             count, state = len(self._participants()), self._state_holder.state
@@ -318,12 +313,12 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bool(self._store.check([f"{_RUN_ID}.able-{each}-{meeting}" for each in machines]))
 
     def announce(self, why: str) -> str:
-        """Have the workers of all machines that met last leave their collectives for a recovery in
-        place. Returns the first machine's reason."""
+        """Have the workers of all machines of the latest meeting leave their collectives for a
+        recovery in place. Returns the first machine's reason."""
         return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
 
     def announced(self) -> str | None:
-        """The reason why a machine that was met last had the workers leave; None if none did."""
+        """Why a machine of the latest meeting had the workers leave; None if none did."""
         return (
             bytes(self._store.get(self._key("leaves"))).decode()
             if self._store.check([self._key("leaves")])
@@ -331,14 +326,14 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         )
 
     def wait_for_all(self) -> None:
-        """Wait until all machines that met last have called this, or are lost. Then they come to
-        the next rendezvous at the same time, and it takes RECOVERY_CALL_SECONDS instead of
+        """Wait until all machines of the latest meeting have called this, or are lost. So they come
+        to the next rendezvous together, and it takes RECOVERY_CALL_SECONDS instead of
         LAST_CALL_SECONDS. Raises `RendezvousError`."""
         if self._this_node in self._met:
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:
             here = self._participants()
-            if self.is_closed():  # by a machine that may be lost already
+            if self.is_closed():  # from a machine that may be lost
                 raise RendezvousClosedError
             missing = [number for number, node in enumerate(self._met) if node in here]
             if all(self._store.check([self._key(f"waits-{number}")]) for number in missing):
@@ -362,10 +357,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """Raise `LaunchError` unless each machine has a number of its own, and reaches the others. All
-    machines call it.
-
-    `everyone`: the number and the address of each machine, and the obstacle between it and the
+    """Raise `LaunchError` unless each machine has its own number, and reaches the others. All
+    machines call it. `everyone`: each machine's number, address, and obstacle on the way to the
     others.
     """
     by_number: dict[int, str] = {}

@@ -1,7 +1,5 @@
-"""Seeds the default generators of a worker before the user's code, so that all ranks make the same
-data and models.
-
-Does not import torch or numpy: each is seeded right after the user's code imports it.
+"""Seeds a worker's default generators before the user's code, so that all ranks make the same data
+and models. Does not import torch or numpy: they are seeded when the user's code imports them.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ HASH_SEED = {"PYTHONHASHSEED": "0"}
 """The environment in which the iteration order of a set of strings is the same in every worker."""
 SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
 """The environment in which Python imports nothing from the working directory, which may be
-anybody's (/tmp), before the search path is the parent's. Multiprocessing would: it starts processes
-with `-c`."""
+anybody's (/tmp), before it has the parent's search path. Multiprocessing would, because it starts
+processes with `-c`."""
 _RUN_NAME = "lockstep-seeding"
 # module -> its function that seeds
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
@@ -38,11 +36,9 @@ def seed_workers_generators() -> None:
 
 
 class SeedingName(str):
-    """The name of a process that multiprocessing spawns. Unpickling it in the process seeds the
-    generators there, and takes `SAFE_PATH` back.
-
-    Multiprocessing unpickles the name before it imports the script, and calls nothing of ours
-    before that. It runs this file by its path: lockstep may not be importable yet.
+    """The name of a process that multiprocessing spawns. Unpickling it in the process, which
+    happens before the script's import, seeds the generators and takes `SAFE_PATH` back. It runs
+    this file by its path: lockstep may not be importable yet.
     """
 
     __slots__ = ()
@@ -86,7 +82,7 @@ def _seed(module: ModuleType) -> None:
 
 
 if __name__ == _RUN_NAME:
-    # children of the user's code search as they would without lockstep
+    # children of the user's code search as without lockstep
     if os.environ.items() >= SAFE_PATH.items():
         del os.environ[next(iter(SAFE_PATH))]
     seed_workers_generators()

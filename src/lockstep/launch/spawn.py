@@ -39,17 +39,16 @@ def spawn(
     plan: str | None = None,
     run_dir: str | None = None,
 ) -> T:
-    """Call `main(*args)` in `nproc` new processes of this machine, and return what it returned on
-    rank 0.
+    """Call `main(*args)` in `nproc` new processes of this machine, and return rank 0's result.
 
-    `nproc="auto"`: as many as the plan's axes multiply to, if all have a size; otherwise one per
-    GPU, or one if there is no GPU. `plan` and `run_dir` apply to every run that `main` trains. The
-    result must be picklable.
+    `nproc="auto"`: the product of the plan's axes, if all have a size; otherwise one per GPU, or
+    one without GPUs. `plan` and `run_dir` apply to every run that `main` trains. The result must be
+    picklable.
 
     If `main` can be imported (it is in a file), the processes are fresh interpreters: `args` must
     be picklable, and a script calls this under `if __name__ == "__main__":`. If it cannot (a
     notebook, a prompt), they are forks of this process: CUDA must not be in use yet, and each
-    computes with one thread, because a fork has none of the threads that torch has started.
+    computes with one thread, because a fork lacks torch's other threads.
 
     A `UserError` in any process is raised here as its own type, with its text. Any other failure is
     raised as `WorkerError`, whose text has the traceback of the rank that failed first. On a
@@ -57,7 +56,7 @@ def spawn(
     any.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A worker that imports the script calls this again. Its parent reports that, once.
+        # A worker that imports the script calls this again; its parent reports it once.
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
     refuse_on_windows("ls.spawn")
@@ -113,7 +112,7 @@ def _raise_failure(ending: Ending) -> None:
     if ending.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if ending.signal is not None:
-        # The handler from before is back: the signal does what it would have done without lockstep.
+        # The former handler is back: the signal acts as without lockstep.
         os.kill(os.getpid(), ending.signal)
         raise WorkerError(ending.report())
     first = ending.first
@@ -130,8 +129,7 @@ def _raise_failure(ending: Ending) -> None:
 
 
 def _rebuild(record: FailureRecord) -> UserError:
-    """The error as it was raised in the worker: of the same class if this process knows it, with
-    the same text."""
+    """The worker's error, with the same text, and of the same class if this process knows it."""
     module, _, name = record.kind.partition(":")
     home = sys.modules.get("__main__" if module == "__mp_main__" else module)
     found: Any = home
@@ -140,7 +138,7 @@ def _rebuild(record: FailureRecord) -> UserError:
     kind: type[UserError] = (
         found if isinstance(found, type) and issubclass(found, UserError) else UserError
     )
-    # Without __init__, whose parameters may be others than the text.
+    # Without __init__, which may take other parameters than the text.
     error = kind.__new__(kind)
     error.args = (record.message,)
     return error
@@ -210,7 +208,7 @@ class _FunctionProcess:
             if self._result is not None and self.received is None and self._result.poll():
                 self.received = self._result.recv_bytes()
         except (EOFError, OSError):
-            self.received = None  # it ended without a result, or in the middle of one
+            self.received = None  # it ended before or while sending its result
 
     def close(self) -> None:
         """Close the descriptors of the process, at the end."""
@@ -222,8 +220,7 @@ class _FunctionProcess:
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to the environment: a worker needs them from its start, when libraries read
-    them."""
+    """Add variables to the environment from the worker's start on, when libraries read them."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

@@ -27,8 +27,8 @@ PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
 
 
 class SpawnedCall:
-    """The function and its arguments, on their way to a worker. Unpickled late, so that a failure
-    is recorded."""
+    """The function and its arguments for a worker. They are unpickled late, so that a failure is
+    recorded."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
@@ -82,14 +82,13 @@ def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
 
 
 def forget_parent() -> None:
-    """In a fork: leave what the parent registered for its end to the parent."""
+    """In a fork, drop the parent's functions for its end."""
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 
 
 def lead_session() -> None:
-    """Lead a session of its own, with Python's own handlers of `PASSED_ON`, but for signals that
-    are ignored."""
+    """Start a session, with Python's handlers of `PASSED_ON`, except for ignored signals."""
     os.setsid()
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -100,8 +99,8 @@ def lead_session() -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block `PASSED_ON`: a worker starts with them blocked, until it has a session and handlers of
-    its own."""
+    """Block `PASSED_ON`: a worker starts with them blocked, until it has its session and
+    handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield

@@ -1,10 +1,8 @@
-"""Signals that ask a training process to save and end, or to end at once.
-
-SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to save and end, under every launcher: it finishes its
-current step first. A second signal asks it to end at once. If the launcher has passed a signal on,
-it takes a third, because the first two may be one request. In a process that lockstep started,
-SIGHUP asks to end at once too, and so does SIGTERM after another worker has failed. A signal that
-the user's code handles or ignores is left alone.
+"""Signals that ask a training process to save and end, or to end at once. Under every launcher,
+SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to finish its step, save and end. A second signal asks
+it to end at once; a third, if the launcher has passed one on, because the first two may be one
+request. In a process that lockstep started, SIGHUP, and SIGTERM after another worker has failed,
+ask it to end at once. Signals that the user's code handles or ignores are left alone.
 """
 
 from __future__ import annotations
@@ -22,10 +20,9 @@ from lockstep.base.system import signals
 from lockstep.launch.worker_files import is_saving, is_shutting_down, was_signal_forwarded
 
 PREEMPTED_STATUS = 75
-"""Exit status of a process that saved and ended because it was asked to: EX_TEMPFAIL, "run it
-again"."""
+"""Exit status of a process that saved and ended on request: EX_TEMPFAIL, "run it again"."""
 INTERRUPTED_STATUS = 128 + signal.SIGINT
-"""Exit status of one that was asked to by Ctrl-C."""
+"""Exit status of a process that saved and ended after Ctrl-C."""
 HUNG_STATUS = 76
 """Exit status of a process that ended because the run hung."""
 PREEMPTING = signals("SIGTERM", "SIGUSR1", "SIGINT")
@@ -33,7 +30,7 @@ PREEMPTING = signals("SIGTERM", "SIGUSR1", "SIGINT")
 ENDING = signals("SIGHUP")
 """Signals that ask one of lockstep's workers to end at once."""
 END_SECONDS = 30.0
-"""Seconds from such a request to SIGKILL."""
+"""Seconds from a request to end to SIGKILL."""
 SAVE_SECONDS = 600.0
 """The same for a process that is saving."""
 
@@ -41,7 +38,7 @@ INTERRUPTED = "interrupted: saves after this step, and ends; Ctrl-C again ends a
 """The words for the first Ctrl-C."""
 
 _is_worker = False
-# a request after the last step of a training: the next one in this process answers it
+# a request after the last step of a training: the next training in this process answers it
 _unanswered: str | None = None
 
 
@@ -62,8 +59,8 @@ class Preempted(SystemExit):
 
 
 class Interrupted(Preempted, KeyboardInterrupt):
-    """The run was interrupted by Ctrl-C, and has saved. Where nothing catches it, the process ends
-    with status 130."""
+    """The run was interrupted by Ctrl-C, and has saved. Uncaught, it ends the process with status
+    130."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, INTERRUPTED_STATUS)
@@ -89,7 +86,7 @@ class Terminated(SystemExit):
 
 def _is_on_one_machine() -> bool:
     """True if all ranks are on this machine, so that all lose the launcher together. On several
-    machines the ranks of the others are not to end: they go on as after the loss of a machine."""
+    machines the other ranks go on, as after the loss of a machine."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -101,15 +98,15 @@ def _is_on_one_machine() -> bool:
 class Termination:
     """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
 
-    The first of `PREEMPTING` is noted in `asked`. One of `ENDING`, or a second signal, raises
-    `Terminated`, or `KeyboardInterrupt` for SIGINT; after `hold` not before the exit. One more
-    kills the process. Signals that the user's code handles or ignores are left alone. In one of
-    lockstep's workers, the end of the launcher counts as SIGTERM, and a process that runs on after
+    The first signal of `PREEMPTING` is noted in `asked`. A signal of `ENDING`, or a second one,
+    raises `Terminated` (`KeyboardInterrupt` for SIGINT), after `hold` only at the exit. One more
+    kills the process. Signals that the user's code handles or ignores are left alone. In lockstep's
+    workers, the end of the launcher counts as SIGTERM, and a process that still runs after
     `END_SECONDS` is killed.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
-        """`saves`: False for a run that has nothing to save, which the first signal ends."""
+        """`saves`: False for a run without anything to save, which the first signal ends."""
         self._process = os.getpid()
         self._saves = saves
         self._before: dict[signal.Signals, Any] = {}
@@ -118,7 +115,7 @@ class Termination:
         self._raised = False
         self._repeated = False
         self.asked: str | None = None
-        """Name of the signal that asked this process to save and end. None: none did."""
+        """Name of the signal that asked this process to save and end, or None."""
 
     def __enter__(self) -> Termination:
         global _unanswered
@@ -176,8 +173,7 @@ class Termination:
                 tell(INTERRUPTED)
             return
         if is_request and not self._repeated and was_signal_forwarded():
-            # The same request twice: from whoever signals every process of a job, and from the
-            # launcher.
+            # The same request twice: to every process of the job, and from the launcher.
             self._repeated = True
             return
         if number == signal.SIGINT:
@@ -196,9 +192,8 @@ class Termination:
             raise Terminated(number)
 
     def _on_signal_in_fork(self, number: int) -> None:
-        """Leave the first Ctrl-C, which the terminal sends to every process of a job, to the
-        training process: it may need this one for its step. Take any other signal as a process
-        without a handler."""
+        """Ignore the first Ctrl-C, which the terminal sends to every process of a job: the training
+        process may need this one for its step. Other signals act as without a handler."""
         if number != signal.SIGINT:
             _take_default(number)
         elif self.asked is not None:

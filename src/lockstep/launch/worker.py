@@ -4,10 +4,10 @@
 here imports torch or multiprocessing before the user's code does: torch takes seconds, and
 multiprocessing would remember the wrong `__main__`.
 
-[Note: exit] A worker does all that Python does at its end, except that it does not destroy its
-modules and objects. With a process group alive, that step aborts or waits for peers that are gone.
-("terminate called without an active exception" in 4 of 15 runs of a DDP script that had done its
-work: a thread of the group asks for the interpreter when it is gone.)
+[Note: exit] A worker ends as Python does, but does not destroy its modules and objects. With a
+process group alive, that step aborts or waits for lost peers. ("terminate called without an active
+exception" in 4 of 15 finished runs of a DDP script: a thread of the group asks for the interpreter
+after its end.)
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def begin(channel: Channel | None = None) -> Path | None:
         use_parents_folder(files.stem.parent)
     use_channel(channel, is_replacement=told is not None and told.is_replacement)
     if files is not None and not faulthandler.is_enabled():
-        # Kept open for as long as the process lives: faulthandler writes to the descriptor.
+        # Open as long as the process lives: faulthandler writes to the descriptor.
         faulthandler.enable(open(files.crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
     return files.failure if files is not None else None
 
@@ -89,7 +89,7 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
     try:
         body()
     except BaseException as error:
-        # A child that the user's code forked may return to here. It is not this worker.
+        # A child that the user's code forked may return here. It is not this worker.
         if record is None or os.getpid() != process:
             raise
         if isinstance(error, Terminated):
@@ -108,8 +108,8 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _write(failure: FailureRecord, path: Path) -> None:
-    """Write the record; where that fails, for lack of room for example, print what the launcher
-    would report."""
+    """Write the record; if that fails, for lack of room for example, print the launcher's
+    report."""
     try:
         failure.write(path)
     except OSError:
@@ -117,8 +117,8 @@ def _write(failure: FailureRecord, path: Path) -> None:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """Call the excepthook of the user's code, as Python would. Drop what it prints: the launcher's
-    report has it."""
+    """Call the user's excepthook, as Python would. Drop its output, which the launcher's report
+    has."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -134,7 +134,7 @@ def _leave_as_asked(error: SystemExit, record: Path) -> NoReturn:
 
 
 def _leave(status: int, *, by: int | None = None) -> NoReturn:
-    """End the process; by the signal `by` if it is given. See [Note: exit]."""
+    """End the process, by the signal `by` if given. See [Note: exit]."""
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
@@ -163,8 +163,7 @@ def _close_files() -> None:
         for found in gc.get_objects()
         if issubclass(type(found), layered) and id(found) not in kept
     ]
-    # The outer layer first: text, then what Python code lays over a file (gzip), then the file's
-    # own buffer.
+    # The outer layer first: text, then layers of Python code (gzip), then the file's buffer.
     for file in sorted(
         files,
         key=lambda found: (not isinstance(found, _io._TextIOBase), type(found).__module__ == "_io"),

@@ -1,5 +1,5 @@
-"""Files in the launcher's temporary folder, by which a worker and its launcher tell each other how
-the worker ends."""
+"""Files in the launcher's temporary folder, for messages between a worker and its launcher about
+the worker's end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WorkerStart:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """The paths of one worker's files, and of those that all workers of a start share."""
+    """The paths of one worker's files, and of the files that all workers of a start share."""
 
     stem: Path
     """Common beginning of the paths of this worker's own files. The shared files are in the same
@@ -85,17 +85,17 @@ class WorkerFiles:
 
     @property
     def saved(self) -> Path:
-        """A file that exists once the worker, which an error or a signal ends, knows that its last
-        step is saved."""
+        """A file that exists once a worker that an error or a signal ends knows that its last step
+        is saved."""
         return self._own("saved")
 
     @property
     def restart_request(self) -> Path:
-        """The reason why the worker asks for a restart, if it does."""
+        """The reason why the worker asks for a restart."""
         return self._own("restart")
 
     def remove_own(self) -> None:
-        """Remove this worker's own files, for another process in its place."""
+        """Remove this worker's files, for its replacement."""
         for path in (
             self.failure,
             self.torch_error,
@@ -114,8 +114,7 @@ class WorkerFiles:
 
     @property
     def options_read(self) -> Path:
-        """A file that exists once a worker has read the options that the launcher was given for
-        it."""
+        """A file that exists once a worker has read the launcher's options."""
         return self.stem.with_name("options-read")
 
     @property
@@ -136,11 +135,11 @@ def use_files(stem: str | None) -> WorkerFiles | None:
 
 @contextmanager
 def defer_kill() -> Iterator[None]:
-    """Within it, the launcher does not kill this process for being slow to end."""
+    """A context in which the launcher does not kill this process for being slow to end."""
     if _files is None:
         yield
         return
-    with suppress(OSError):  # it must not hinder the save
+    with suppress(OSError):  # it must not prevent the save
         _files.saving.touch()
     try:
         yield
@@ -155,7 +154,7 @@ def is_saving() -> bool:
 
 
 def note_saved() -> None:
-    """Tell the launcher that the last step is saved, although an error or a signal ends this
+    """Tell the launcher that the last step is saved before an error or a signal ends this
     process."""
     if _files is not None:
         with suppress(OSError):
@@ -163,14 +162,14 @@ def note_saved() -> None:
 
 
 def request_restart(reason: str) -> None:
-    """Have the launcher restart the workers after this one's failure, without counting it against
+    """Have the launcher restart the workers after this one's failure, without counting it for
     `--max-restarts`."""
     if _files is not None:
         write_atomically(_files.restart_request, reason)
 
 
 def note_options_read() -> None:
-    """Tell the launcher that the script takes the options that it was given for it."""
+    """Tell the launcher that the script reads its options."""
     if _files is not None:
         _files.options_read.touch()
 

@@ -1,11 +1,8 @@
-"""The worker processes of one start on this machine: which of them run, which have failed, and how
-they are ended.
-
-[Note: the end] A worker has failed when its process ends with a status other than 0 or its failure
-record is there, whichever is seen first. What follows takes at most PEER_FAILURES_SECONDS +
-STOP_SECONDS + KILL_SECONDS. First the launcher waits a moment for failures that come with the
-first; longer while all failures so far are lost peers, so that it does not miss the cause. Then it
-stops the other workers, and kills those that are still there.
+"""The worker processes of one start on this machine: their state, and their end. [Note: the end] A
+worker has failed when its process ends with a status other than 0 or its failure record exists. The
+launcher then waits a moment for simultaneous failures; longer while all failures are lost peers, so
+that it does not miss the cause. Then it stops the other workers, and kills the remaining ones. All
+this takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ from lockstep.launch.worker_files import STARTED_BY, WorkerFiles, WorkerStart
 
 POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
-"""Seconds that the launcher waits, after a failure, for others that come with it."""
+"""Seconds that the launcher waits after a failure for simultaneous ones."""
 PEER_FAILURES_SECONDS = 3.0
-"""The same, while every failure so far is the loss of a peer."""
+"""The same, while all failures are losses of a peer."""
 STOP_SECONDS = 3.0
 """Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
 HOLD_SECONDS = 300.0
@@ -44,11 +41,9 @@ HOLD_SECONDS = 300.0
 compiling."""
 HOLD_POLL_SECONDS = 0.002
 LEAVE_SECONDS = 1.0
-"""Seconds that what workers have started has to end after them, where they all have done their
-work."""
+"""Seconds after a successful end of all workers in which processes that they started may end."""
 KILL_SECONDS = 2.0
-"""Seconds that the launcher waits for a killed process. One that the kernel holds is left
-behind."""
+"""Seconds that the launcher waits for a killed process; it leaves one that the kernel holds."""
 
 
 class WorkerProcess(Protocol):
@@ -89,7 +84,7 @@ class WorkerProcesses:
         name: str = "rank",
     ) -> None:
         """`folder`: for the workers' files, whose names begin with `name`. `not_in_place`: why
-        workers cannot recover in place, empty if nobody has asked for it; None: they may."""
+        workers cannot recover in place; empty if not requested; None: they may."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
@@ -114,8 +109,7 @@ class WorkerProcesses:
     def replace(
         self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None
     ) -> None:
-        """Put a new process, the spare one if there is one, in the place of the worker of this
-        rank, which has ended."""
+        """Replace the ended worker of this rank by a new process, or by the spare one."""
         self._shutdown = False
         self._files(rank).shutdown.unlink(missing_ok=True)
         self._files(rank).remove_own()
@@ -132,13 +126,13 @@ class WorkerProcesses:
         self.connections.note_replacement(rank)
 
     def adopt(self, others: WorkerProcesses) -> None:
-        """Count the workers of `others`, whose ranks are none of these, as workers here."""
+        """Take over the workers of `others`, which have other ranks."""
         for rank, process in others._processes.items():
             self._processes[rank], self._stems[rank] = process, others._files(rank).stem
         self.connections.by_rank |= others.connections.by_rank
 
     def kill_hanging(self) -> list[tuple[Sequence[int], Mapping[str, Any]]]:
-        """Kill the workers that a watchdog has found to hang. Returns those of other machines, with
+        """Kill workers that a watchdog reports as hanging. Returns those of other machines, with
         their records."""
         self.connections.look()
         elsewhere: list[tuple[Sequence[int], Mapping[str, Any]]] = []
@@ -150,13 +144,13 @@ class WorkerProcesses:
         return elsewhere
 
     def kill(self, ranks: Collection[int], record: Mapping[str, Any]) -> None:
-        """Kill those workers that run, of these ranks, with a record of why."""
+        """Kill the running workers of these ranks, with a record of the reason."""
         for rank in set(ranks) & set(self.healthy):
             FailureRecord(**record).write(self._files(rank).failure)
             _signal_group(self._processes[rank].pid, signal.SIGKILL)
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Kill these workers if they run, and count none of them any more."""
+        """Kill these workers if they run, and forget them."""
         for rank in ranks:
             if rank not in self._returncodes:
                 _signal_group(self._processes[rank].pid, signal.SIGKILL)
@@ -193,7 +187,7 @@ class WorkerProcesses:
 
     @property
     def healthy(self) -> Sequence[int]:
-        """Those of them that have not failed."""
+        """The running ranks that have not failed."""
         return [rank for rank in self.running if rank not in self._failures]
 
     @property
@@ -201,7 +195,7 @@ class WorkerProcesses:
         return list(self._processes)
 
     def ending(self) -> Ending:
-        """The end of the workers, as far as is known."""
+        """The known end of the workers."""
         failed = self._failures.keys()
         return Ending(
             failures=list(self._failures.values()),
@@ -218,7 +212,7 @@ class WorkerProcesses:
         )
 
     def restart_request(self) -> str | None:
-        """The reason why a failed worker asks for a restart; None if none does."""
+        """Why a failed worker asks for a restart; None if none does."""
         requests = (self._files(rank).restart_request for rank in sorted(self._processes))
         return next((path.read_text(encoding="utf-8") for path in requests if path.exists()), None)
 
@@ -235,8 +229,8 @@ class WorkerProcesses:
         return bool(self._failures)
 
     def hold(self) -> str | None:
-        """Have the workers that run leave their collectives and wait for new ranks. Kills those
-        that do not in time. Returns why that is not possible, and None if they wait."""
+        """Have the running workers leave their collectives and wait for new ranks. Kills workers
+        that do not in time. Returns None, or why it is not possible."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
         while missing := {
@@ -248,7 +242,7 @@ class WorkerProcesses:
             if refusal := self.connections.refusal():
                 return refusal
             waited = time.monotonic() - began
-            # One that has failed says so before its record is there.
+            # A failed worker says so before its record exists.
             if waited > FAILURES_SECONDS and (why_not := self.connections.why_not(self.healthy)):
                 return why_not
             for rank in missing:
@@ -260,7 +254,7 @@ class WorkerProcesses:
 
     @property
     def lost_in_training(self) -> Sequence[int]:
-        """Those whose training had begun."""
+        """The workers whose training had begun."""
         return [
             rank for rank in self._returncodes if not self.connections.by_rank[rank].is_starting
         ]
@@ -280,7 +274,7 @@ class WorkerProcesses:
         self.stop(signal.SIGTERM, STOP_SECONDS)
 
     def ask(self, number: signal.Signals, grace_seconds: float) -> None:
-        """Have all workers save and end by themselves. Ends those that do not in time."""
+        """Have all workers save and end. Ends the ones that do not in time."""
         self._files(0).signal_forwarded.touch()
         for rank in self.running:
             self._asked.add(rank)
@@ -294,8 +288,8 @@ class WorkerProcesses:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: signal `number` to those that run, did not fail, were not asked;
-        SIGKILL to the rest."""
+        """End every worker: signal `number` to running ones that neither failed nor were asked to
+        end, SIGKILL to the rest."""
         self._look()
         self.connections.release()
         self._files(0).signal_forwarded.touch()
@@ -327,13 +321,13 @@ class WorkerProcesses:
             self._preempted.add(rank)
         if returncode == -signal.SIGTERM and rank in self._asked:
             self._stopped.add(rank)
-        # it waited for a peer that is gone, and ended itself
+        # it waited for a lost peer, and ended itself
         if returncode == 128 + signal.SIGTERM and self._shutdown:
             self._stopped.add(rank)
 
     def kill_what_is_left(self) -> Sequence[str]:
-        """Kill what workers that have ended by themselves have left running, if it does not end
-        with them. Called once all have ended. Returns it in words."""
+        """Kill processes that ended workers left running. Called once all workers have ended.
+        Returns them in words."""
         until = time.monotonic() + LEAVE_SECONDS
         while with_marker(*self._markers(self._returncodes)) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
@@ -388,8 +382,8 @@ class WorkerProcesses:
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:
-    """Send a signal to a worker and what it started, or to the worker alone if it does not lead a
-    process group yet."""
+    """Send a signal to a worker's process group, or to the worker alone if it does not lead a group
+    yet."""
     try:
         os.killpg(leader, number)
     except ProcessLookupError:
@@ -397,7 +391,7 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def _kill_group(leader: int) -> None:
-    """Kill the process group of a worker that has ended. Called as soon as its end is seen: later
-    its id may be another process's."""
+    """Kill the process group of an ended worker. Called at once, because its id may later be
+    another process's."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

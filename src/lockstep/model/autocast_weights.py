@@ -1,11 +1,8 @@
-"""Weights that autocast casts in every use, which FSDP2 therefore gathers in autocast's precision.
-
-The cast of a gathered weight and the gathered casts of its shards are the same bits. But autograd
-would keep the first from forward to backward, where FSDP2 cannot free it: the full model in bf16 on
-every rank.
-
-Code beside the module's forward could use such a weight in another operation, which would get a
-rounded one. In the first backward `check_uses` finds such code.
+"""Weights that autocast casts in every use; FSDP2 gathers them in autocast's precision. Casting a
+gathered weight gives the same bits as gathering the casts of its shards. But autograd would keep
+the former from forward to backward, and FSDP2 could not free it: the full model in bf16 on every
+rank. Other code could use such a weight in another operation and get a rounded one; `check_uses`
+finds it in the first backward.
 """
 
 from __future__ import annotations
@@ -68,8 +65,8 @@ class AutocastWeights:
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype) -> Self:
         """Find the float32 weights that autocast to `dtype` casts whenever their module computes:
-        those of torch's layers, and of `Conv1D` of transformers, whose forward is the class's own.
-        Call it before the model's forwards are changed."""
+        weights of torch's layers and of transformers' `Conv1D`, if the class's forward is
+        unchanged. Call it before the model's forwards are changed."""
         kinds = dict(_WEIGHTS)
         if transformers := sys.modules.get("transformers.pytorch_utils"):
             kinds[transformers.Conv1D] = ("weight",)
@@ -83,9 +80,8 @@ class AutocastWeights:
         return cls(dtype, owners)
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
-        """Have FSDP2's groups gather these weights in `dtype`, except for those that another module
-        uses too, and for those that are small in their group: a router may be called outside of
-        autocast."""
+        """Have FSDP2's groups gather these weights in `dtype`, except weights that another module
+        uses too, and small ones: a router may be called outside of autocast."""
         for group in groups:
             held = fsdp_parameter_group(group)
             parameters = [] if held is None else held.fsdp_params
@@ -97,9 +93,9 @@ class AutocastWeights:
 
 
 def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered short in more than
-    matrix products and convolutions. It does not see into compiled code and the user's autograd
-    functions."""
+    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered short in another
+    operation than matrix products and convolutions. Cannot see into compiled code and the user's
+    autograd functions."""
     parameters = [
         each
         for group in groups
@@ -125,8 +121,8 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
 
 
 def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return what an error of torch about two dtypes means where weights are gathered short; None
-    for another error. `plan`: shards them."""
+    """Explain an error of torch about two dtypes, if weights are gathered short; None for another
+    error. `plan`: shards them."""
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
@@ -137,8 +133,8 @@ def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | 
 
 
 def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
-    """Return the name of the weight that `node` accumulates the gradient of, or that of a view of
-    it."""
+    """Return the name of the weight whose gradient, or whose view's gradient, `node`
+    accumulates."""
     while (
         re.match(f"{VIEWS}Backward", node.name())
         and (following := node.next_functions[0][0]) is not None

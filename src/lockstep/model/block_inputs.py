@@ -1,8 +1,6 @@
-"""The gradients of a block's inputs, summed over their uses in the block before those elsewhere.
-
-FSDP2 has a node in autograd's graph between a block and its inputs, so under `shard` the uses of an
-input in the block are summed first. For the same bits, a bitwise run has such a node under the
-other plans too."""
+"""The order in which gradients of a block's input are summed: first over its uses in the block.
+FSDP2 has a node in autograd's graph between a block and its inputs, which has this effect under
+`shard`. For the same bits, a bitwise run has such a node under every plan."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from lockstep.model.repeated_inputs import RepeatedInputs
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Sum the gradients of inputs within each of the `blocks` first, and within the `model`, as
-    FSDP2 would if these were its groups: those without parameters of their own are none."""
+    """Sum the gradients of inputs first within each of `blocks`, and within `model`, as FSDP2's
+    groups would. Modules without own parameters are no groups."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen

@@ -59,11 +59,10 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 class _DrawnAgain:
-    """The context of a recomputation, which draws the random numbers that its forward drew; made
-    before that. It can be entered again, as `backward(retain_graph=True)` needs it.
-
-    torch itself would see to that on CUDA and XPU alone, and only for the devices of positional
-    arguments: elsewhere, as on MPS, it recomputes with other dropout masks, and says nothing
+    """The context of a recomputation, which draws its forward's random numbers again. Make it
+    before the forward. It can be entered several times, for `backward(retain_graph=True)`. torch
+    restores generators only on CUDA and XPU, and only for devices of positional arguments:
+    elsewhere, as on MPS, it silently recomputes with other dropout masks
     (https://github.com/pytorch/pytorch/issues/127676).
     """
 
@@ -101,16 +100,16 @@ def _without_cache(item: Any) -> Any:
         return item
     if length := item.get_seq_length():
         raise RecipeError(
-            f"a block is given a cache of {length} keys (a {type(item).__name__}) with activation"
-            " checkpointing; computing the block again would lengthen it; call the model without"
-            " past_key_values and with use_cache=False, or choose checkpointing=none"
+            f"a block gets a cache of {length} keys (a {type(item).__name__}) under activation "
+            "checkpointing; computing the block again would lengthen it; call the model without "
+            "past_key_values and with use_cache=False, or choose checkpointing=none"
         )
     return None
 
 
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return what an error of torch means where blocks are compiled; None for another error.
-    `plan`: compiles them."""
+    """Explain an error of torch in compiled blocks; None for another error. `plan`: compiles
+    them."""
     if not isinstance(
         error, RuntimeError
     ) or "does not currently support double backward" not in str(error):
@@ -125,9 +124,8 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
     """Compile the block's forward once for each shape, so that ranks run the same code whatever
     shapes came before."""
-    # fallback_random: random numbers are drawn as in uncompiled code, so that dropout has the same
-    # masks. deterministic: kernels are not chosen by their time, which would let ranks and runs sum
-    # in other orders.
+    # fallback_random: dropout has the same masks as in uncompiled code. deterministic: kernels are
+    # not chosen by their time, so all ranks and runs sum in one order.
     block.forward = torch.compile(
         block.forward, dynamic=False, options={"fallback_random": True, "deterministic": bitwise}
     )

@@ -1,5 +1,5 @@
-"""A model's blocks (what a plan gathers, frees, checkpoints or compiles one at a time) and its
-shared parameters."""
+"""A model's blocks, which plans gather, free, checkpoint or compile one at a time, and its shared
+parameters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the model's blocks, in the order of its modules; none lies inside
     another. May be empty. `patterns`: `Recipe.blocks`. None: the members of the outermost lists of
     modules of one class (`nn.ModuleList`, `nn.Sequential`), or else the modules with an eighth of
-    all parameters; without those that share a parameter with another part of the model. Raises
-    `RecipeError` if the patterns do not name blocks."""
+    all parameters. Modules that share a parameter with another part of the model are left out.
+    Raises `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
         shared = blocks_with_shared_parameters(model, found)
@@ -29,9 +29,9 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     named = _named(model, patterns)
     if shared := blocks_with_shared_parameters(model, named):
         raise RecipeError(
-            f"the recipe's block {min(shared)!r} shares a parameter with what lies outside of it; a"
-            " block's parameters are gathered for it alone; leave it out of Recipe.blocks, or name"
-            " a module that holds both"
+            f"the recipe's block {min(shared)!r} shares a parameter with a module outside of it; a "
+            "block's parameters are gathered for it alone; leave it out of Recipe.blocks, or name "
+            "a module that holds both"
         )
     return named
 
@@ -67,8 +67,8 @@ def check_not_nested(names: Sequence[str], field: str) -> None:
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             raise RecipeError(
-                f"the recipe's {field} {outer!r} and {name!r} lie in one another; give the outer or"
-                " the inner ones"
+                f"the recipe's {field} {outer!r} and {name!r} are nested; give the outer or the "
+                "inner ones"
             )
 
 
@@ -83,8 +83,7 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
 
 
 def outermost(names: list[str]) -> list[str]:
-    """Return the names that lie inside no other of them ("blocks.*" also matches modules inside a
-    block)."""
+    """Return the outermost of these names ("blocks.*" also matches modules inside a block)."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 

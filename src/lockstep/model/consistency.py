@@ -1,7 +1,7 @@
 """Checks that every rank builds the same model. Its factory may read the rank, the clock or an
-unseeded generator. The structure is compared first, because ranks with different parameters would
-deadlock in their collectives. Values are compared by checksums, under deferred initialization of
-one tensor at a time."""
+unseeded generator. Structure is compared first, because ranks with different parameters would
+deadlock in their collectives. Values are compared by checksums; under deferred initialization, one
+tensor at a time."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from lockstep.base.torch_private import BatchNormBase
 
 
 def gpus_of(home: torch.device, count: int) -> list[int]:
-    """Return the indices of the GPUs, `home` first. Raises `PlanError` if there are fewer, or if
-    torch's DataParallel does not know them."""
+    """Return the indices of the GPUs, `home` first. Raises `PlanError` for too few GPUs, or a
+    device that torch's DataParallel does not support."""
     if accelerator.is_accelerator(home) and not accelerator.runs_data_parallel(home):
         raise PlanError(
             f"data_parallel={count} on {home.type}; torch.nn.DataParallel works on CUDA and ROCm"
@@ -39,14 +39,14 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
         name for name, module in model.named_modules() if isinstance(module, BatchNormBase)
     ]:
         raise RecipeError(
-            f"data_parallel={len(gpus)} and a model with BatchNorm ({layers[0]!r}); each GPU would"
-            " take the statistics of its part of a microbatch, and those of all but the first be"
-            f" lost; use replicate={len(gpus)}"
+            f"data_parallel={len(gpus)} and a model with BatchNorm ({layers[0]!r}); each GPU would "
+            "take the statistics of its part of a microbatch, and only the first GPU's would be "
+            f"kept; use replicate={len(gpus)}"
         )
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # drawn from the microbatch's own generator, so that each part has masks of its own
+        # drawn from the microbatch's generator, so that each part has other masks
         for gpu in gpus[1:]:
             accelerator.generator(torch.device(str(accelerator.kind()), gpu)).manual_seed(
                 int(torch.randint(2**62, ()))

@@ -1,7 +1,7 @@
 """Naive model parallelism: each layer of one process is on one of its devices, and activations move
-between them. Consecutive layers share a device. Everything else stays on the first device, `home`,
-together with the batches and the model's output. A layer's output moves to `home`, unless it is the
-input of the next layer, as in a list of layers."""
+between them. Consecutive layers share a device. Everything else, the batches and the model's output
+are on the first device, `home`. A layer's output moves to `home`, unless it is the input of the
+next layer, as in a list of layers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
     there = accelerator.count()
     if there < count:
         raise PlanError(
-            f"split over {count} devices and {there} GPUs; each device is a GPU of its own; split"
-            f" over {there}, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
+            f"split over {count} devices and {there} GPUs; each device needs its own GPU; split "
+            f"over {there}, or hide the GPUs ({accelerator.how_to_hide()}) to compute on the CPU"
         )
     return [torch.device(home.type, number) for number in range(count)]
 
@@ -53,8 +53,8 @@ def layers_of(
 ) -> list[PlacedLayer]:
     """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`.
     With `patterns` or without `parts` they are the blocks, else the sequential parts (or the
-    members of a part that is an `nn.Sequential` and no block); none shares a parameter with another
-    part of the model. Raises `RecipeError`."""
+    members of an `nn.Sequential` that is no block). No layer shares a parameter with another part
+    of the model. Raises `RecipeError`."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [
@@ -80,22 +80,22 @@ def device_indices(
     names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]
 ) -> list[int]:
     """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises
-    `RecipeError`. `rest_bytes`: bytes on the first device that belong to no layer; they count when
-    bytes are balanced."""
+    `RecipeError`. `rest_bytes`: bytes on the first device outside of layers; they count in the
+    balance."""
     listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
             raise RecipeError(
-                f"split={'+'.join(map(str, wanted))} places {sum(wanted)} layers, and the model has"
-                f" {len(names)} ({listed}); the numbers add up to them; correct the plan, or name"
-                " the layers in Recipe.blocks"
+                f"split={'+'.join(map(str, wanted))} places {sum(wanted)} layers, and the model "
+                f"has {len(names)} ({listed}); the numbers must add up to the layers; correct the "
+                "plan, or name the layers in Recipe.blocks"
             )
         return [device for device, count in enumerate(wanted) for _ in range(count)]
     if len(names) < wanted:
         raise RecipeError(
-            f"split={wanted} and a model of {len(names)} layers that can be placed ({listed}); each"
-            " device needs one at least; use fewer devices, or name smaller parts in Recipe.blocks"
-            " (one that shares a parameter with another part stays with it)"
+            f"split={wanted} and a model of {len(names)} layers ({listed}); each device needs at "
+            "least one; use fewer devices, or name smaller parts in Recipe.blocks (parts that "
+            "share a parameter stay together)"
         )
     runs = balanced([nbytes[0] + rest_bytes, *nbytes[1:]], wanted)
     return [device for device, run in enumerate(runs) for _ in run]
@@ -135,8 +135,7 @@ def move_tensors(
     value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
 ) -> Any:
     """Return `value` with the tensors in its tuples, lists and mappings on `device`; the same
-    object if nothing moves. `copies` gets each list and mapping that was copied, with its
-    members."""
+    object if nothing moves. `copies` collects the copied lists and mappings, with their members."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -184,9 +183,9 @@ def _check_shared(
             first = holders.setdefault(id(tensor), place)
             if numbers[first] != numbers[place]:
                 raise RecipeError(
-                    f"the layers {names[first]!r} and {names[place]!r} share a buffer of shape"
-                    f" {tuple(tensor.shape)}, and are placed on two devices; give each its own, or"
-                    " place them together: split=3+5 places so many layers on each device"
+                    f"the layers {names[first]!r} and {names[place]!r} share a buffer of shape "
+                    f"{tuple(tensor.shape)}, and are placed on two devices; give each its own "
+                    "buffer, or place them together: split=3+5 sets the layers of each device"
                 )
 
 
@@ -209,9 +208,9 @@ def _compute_on(
                 list(copied.values()) if isinstance(copied, Mapping) else copied, members
             ):
                 raise RecipeError(
-                    f"the forward of a {type(module).__name__} changed a {type(copied).__name__}"
-                    " that it was given, of which split had made a copy on another device, and the"
-                    " change would be lost; have it return what it adds"
+                    f"the forward of a {type(module).__name__} changed a {type(copied).__name__} "
+                    "among its arguments; split gave it a copy on another device, so the change "
+                    "would be lost; return the additions instead"
                 )
         return move_tensors(output, home) if comes_home else output
 
@@ -249,11 +248,10 @@ def _explain(model: nn.Module) -> None:
             if "same device" not in str(error):
                 raise
             raise RecipeError(
-                "the model is split, and its code uses tensors of two devices"
-                f" ({str(error).splitlines()[0]}); what a member of a list of layers returns stays"
-                " on its device for the next member; write other.to(x.device) where the two meet,"
-                " name larger parts in Recipe.blocks, and register a layer's own tensors as"
-                " buffers"
+                "the model is split, and its code uses tensors of two devices "
+                f"({str(error).splitlines()[0]}); the output of a member of a list of layers stays "
+                "on its device for the next member; write other.to(x.device) where the two meet, "
+                "name larger parts in Recipe.blocks, and register a layer's tensors as buffers"
             ) from error
 
     model.forward = explained

@@ -1,5 +1,4 @@
-"""A snapshot of what a model and its optimizers are made of, by which a change between two steps is
-found."""
+"""A snapshot of a model's and its optimizers' structure, to find changes between two steps."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ class ModelSnapshot:
     """The modules of a model, their modes, their parameters, which of these are trainable, and the
     optimizers' groups.
 
-    A change on one rank alone would make its gradients other ones than the other ranks', without an
-    error.
+    A change on one rank alone would silently change that rank's gradients.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -31,7 +29,7 @@ class ModelSnapshot:
         self._names = list(named)
         self._modules = list(named.values())
         self._modes = [module.training for module in self._modules]
-        # The modules' own dicts: reading them costs little, and shows what is in them now.
+        # The modules' own dicts: cheap to read, and always current.
         self._owned: list[dict[str, Any]] = [
             dictionary
             for module in self._modules
@@ -49,8 +47,8 @@ class ModelSnapshot:
         self._storages = self._storages_now()
 
     def begin_loop(self, world: World) -> None:
-        """Take the modes as they are before the first step of a loop. Every rank calls it. Raises
-        `RecipeError` on all ranks if modules are in training mode on one and not on another."""
+        """Record the modes before the first step of a loop. Every rank calls it. Raises
+        `RecipeError` on all ranks if two ranks have different modes."""
         self._modes = [module.training for module in self._modules]
         evaluating = [
             name for name, training in zip(self._names, self._modes, strict=True) if not training
@@ -60,14 +58,14 @@ class ModelSnapshot:
             if other != first:
                 name = min(set(first) ^ set(other))
                 raise RecipeError(
-                    f"module {name!r} is in {_mode(name not in first)} mode on rank 0 and in"
-                    f" {_mode(name not in other)} mode on rank {rank}; each rank computes a part of"
-                    " every batch, so all have one mode; call train() or eval() on every rank"
+                    f"module {name!r} is in {_mode(name not in first)} mode on rank 0 and in "
+                    f"{_mode(name not in other)} mode on rank {rank}; all ranks compute parts of "
+                    "one batch in one mode; call train() or eval() on every rank"
                 )
 
     def check(self) -> list[str]:
-        """Restore the modules' modes, and return the names of those that were in another one.
-        Raises `RecipeError` if anything else has changed."""
+        """Restore the modules' modes, and return the names of modules that had changed. Raises
+        `RecipeError` for other changes."""
         self.check_parts()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
@@ -77,10 +75,10 @@ class ModelSnapshot:
                 if now is not then
             )
             raise RecipeError(
-                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]}"
-                f" and had {self._trainable[place]} when the model was prepared, or since"
-                " run.freeze; ranks sum the gradients of what was trainable then; call"
-                " run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
+                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]} "
+                f"and had {self._trainable[place]} when the model was prepared, or after "
+                "run.freeze; ranks sum the gradients of the parameters that were trainable then; "
+                "call run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
             )
         if [module.training for module in self._modules] == self._modes:
             return []
@@ -90,13 +88,14 @@ class ModelSnapshot:
         """Raise `RecipeError` if the model has other modules or parameters, or an optimizer other
         groups."""
         if self._members_now() != self._members:
-            reshard(self._model)  # a forward of the script's own may have left parameters gathered
+            # a forward that the script called may have left parameters gathered
+            reshard(self._model)
             if self._members_now() != self._members:
                 raise RecipeError(
-                    f"{self._replaced()} was replaced after the model was prepared; ranks sum the"
-                    " gradients of the parameters that the model had then; make the model in its"
-                    " factory as it is to be trained, and change values in place: with"
-                    " torch.no_grad(): parameter.copy_(value)"
+                    f"{self._replaced()} was replaced after the model was prepared; ranks sum the "
+                    "gradients of the parameters that the model had then; make the final model in "
+                    "its factory, and change values in place: with torch.no_grad(): "
+                    "parameter.copy_(value)"
                 )
         if (storages := self._storages_now()) != self._storages:
             name = next(
@@ -105,20 +104,20 @@ class ModelSnapshot:
                 if now != then
             )
             raise RecipeError(
-                f"parameter {name!r} was given other values by parameter.data = value, which"
-                " changes nothing of what is trained: the plan splits it over ranks, and each"
-                " rank's part stayed as it was; change values in place: with torch.no_grad():"
-                " parameter.copy_(other), where other is a parameter too, or"
-                " parameter.copy_(torch.distributed.tensor.distribute_tensor(value,"
-                " parameter.device_mesh, parameter.placements)), where value is a whole tensor"
+                f"parameter {name!r} was given other values by parameter.data = value, which has "
+                "no effect: the plan splits the parameter over ranks, and each rank trains its "
+                "old part; change values in place: with torch.no_grad(): parameter.copy_(other), "
+                "where other is a parameter too, or "
+                "parameter.copy_(torch.distributed.tensor.distribute_tensor(value, "
+                "parameter.device_mesh, parameter.placements)), where value is a whole tensor"
             )
         if (grouped := self._grouped_now()) != self._grouped:
             raise RecipeError(
-                f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups,"
-                f" and had {sum(map(len, self._grouped))} in {len(self._grouped)} when it was"
-                " built; ranks sum the gradients of what it had then; give it all parameters where"
-                " it is built; for those to be trained later, call run.freeze and run.unfreeze in"
-                " a hook"
+                f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups, "
+                f"and had {sum(map(len, self._grouped))} in {len(self._grouped)} when it was "
+                "built; ranks sum the gradients of its first parameters; give it all parameters "
+                "where it is built; to train some later, call run.freeze and run.unfreeze in a "
+                "hook"
             )
 
     def note_trainable(self) -> None:
@@ -149,7 +148,7 @@ class ModelSnapshot:
         ]
 
     def _replaced(self) -> str:
-        """Name the first module or parameter that is not the one of the snapshot."""
+        """Name the first module or parameter that differs from the snapshot."""
         then = iter(self._members)
         for name, module in zip(self._names, self._modules, strict=True):
             for kind, own in (
@@ -163,12 +162,12 @@ class ModelSnapshot:
 
 
 def remark_on_modes(changed: Sequence[str], step: int) -> str:
-    """Say which modules were in another mode before a step."""
+    """Describe the modules whose mode had changed before a step."""
     what = "the model" if "" in changed else first_few([repr(name) for name in changed])
     return (
-        f"after step {step}, set back the mode (training or evaluation) of {what}, which had"
-        " changed since the step before; a hook that calls eval() must call train() at its end; to"
-        " train with another mode, set it before the first step"
+        f"after step {step}, set back the mode (training or evaluation) of {what}, which changed "
+        "after the step before; a hook that calls eval() must call train() at its end; to train "
+        "in another mode, set it before the first step"
     )
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a parallelized model. `shared_parameters`: those that several ranks of
-    the pipeline hold."""
+    """The objects that run a parallelized model. `shared_parameters`: parameters on several ranks
+    of the pipeline."""
 
     streams: ModuleRandomStreams | None
     """None if the model's sequential parts are not known."""
@@ -101,8 +101,7 @@ def parallelize(
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
     sharded = mesh.axis("shard").size > 1
-    # The gradients of a weight that is used twice are added in the precision in which it was
-    # gathered.
+    # If a weight is used twice, its gradients are added in the precision in which it was gathered.
     short_dtype = autocast_dtype if sharded and plan.numerics == "fast" else None
     short = None if short_dtype is None else AutocastWeights.of(model, short_dtype)
     materialize = partial(initial.materialize, device=mesh.world.device)
@@ -140,8 +139,8 @@ def check_devices(plan: Plan, home: torch.device) -> None:
     them."""
     if plan.offload and home.type == "cpu":
         raise PlanError(
-            "offload=yes on a CPU; it keeps on the CPU what a GPU has no room for; parameters are"
-            " on the CPU already; leave offload=yes out"
+            "offload=yes on a CPU, where parameters already are; it moves them from a GPU; leave "
+            "offload=yes out"
         )
     devices_of(home, plan.split_devices)
     if plan.data_parallel != 1:
@@ -152,7 +151,7 @@ def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[
     """Remove the tensors of other ranks' stages. Return the parts that this rank holds."""
     pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
-    # no other rank computes the values of these stages, so one checks another's
+    # one rank checks the values of another's stages, which nobody else computes
     if pipeline.size == mesh.world.size:
         initial.compute_checksums(stages.parts_on_rank((pipeline.rank + 1) % pipeline.size))
     keep_only_parts(initial.module, own)
@@ -165,8 +164,8 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
         if plan.compile:
             compile_forward(block, bitwise=plan.numerics == "bitwise")
         if plan.checkpointing != "none":
-            # Compiled code writes results in place, and uses its own buffers instead of results
-            # that were kept.
+            # Compiled code writes results in place, and uses its own buffers instead of kept
+            # results.
             checkpoint_activations(block, "full" if plan.compile else plan.checkpointing)
 
 

@@ -2,11 +2,11 @@
 depend on the rank.
 
 [Note: streams] A part's stream starts when the part before it ends, so `torch.utils.checkpoint`,
-which saves the generator's state for the recomputation, always saves that of the part's own stream.
-A recomputation draws what the forward drew, even if forwards of other microbatches ran between the
-two, as in a pipeline. If several parts are checkpointed together, their recomputation starts the
-streams of the later ones too: the forward records which stream (identified by its generator's seed)
-follows which."""
+which saves the generator's state for the recomputation, saves the state of the part's stream. A
+recomputation draws the same numbers as the forward, even if forwards of other microbatches ran in
+between, as in a pipeline. If several parts are checkpointed together, their recomputation starts
+the streams of the later ones too: the forward records the order of streams, by their generators'
+seeds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ModuleRandomStreams:
         modules = [model.get_submodule(name) for name in parts]
         draw = [_may_draw(module) for module in modules]
         self._several = any(draw)
-        # What cannot draw needs no stream; the loss may always.
+        # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}
         self._calls: dict[int, int] = {}

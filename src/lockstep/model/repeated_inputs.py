@@ -1,4 +1,4 @@
-"""One tensor that a sharded block is given several times stays one object."""
+"""Keeps a tensor that a sharded block gets several times one object."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from lockstep.base.torch_private import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, slots=True)
 class _SameAs:
-    """A stand-in for the tensor at another place of the same call."""
+    """A stand-in for a tensor that occurs earlier in the same call."""
 
     place: int
 
 
 class RepeatedInputs:
     """Hooks of a block that leave a tensor one object. FSDP2 makes a new tensor of each input:
-    `query is key` would be False, for which nn.MultiheadAttention computes other bits, and other
-    modules something else.
+    `query is key` would be False, and nn.MultiheadAttention would compute other bits.
 
     Create it before the block is sharded and install it afterwards, so that its hooks run around
     FSDP2's.

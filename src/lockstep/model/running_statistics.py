@@ -3,9 +3,9 @@
 
 Each microbatch's forward updates scratch buffers. The update of a running statistic r by one
 microbatch is r -> keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies
-them in the microbatches' order, so the buffers are equal on all ranks and at any world size. Those
-declared as self-updating are updated from the first microbatch. Changes of others are refused: in
-the same step if torch counts the change; through `.data`, at steps where bits are compared."""
+them in the microbatches' order, so the buffers are equal on all ranks and at any world size.
+Self-updating buffers are updated from the first microbatch. Changes of other buffers are refused:
+in the same step if torch counts the change; through `.data`, at steps where bits are compared."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class _ScratchBuffers:
         return scratch
 
     def renew(self) -> None:
-        """Make new scratch buffers. They are not zeroed in place, because autograd has saved those
-        of the forward."""
+        """Make new scratch buffers: autograd has saved the old ones, so they cannot be zeroed in
+        place."""
         self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
@@ -144,8 +144,9 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Save the state of all that a forward must not change, before the first forward of a step.
-        `compare`: also copy the buffers' bits, to find changes that torch does not count."""
+        """Before the first forward of a step, save the state of all tensors that a forward must not
+        change. `compare`: also copy the buffers' bits, to find changes that torch does not
+        count."""
         if self._others:  # one may have been replaced since the last step
             self._others |= {
                 name: buffer
@@ -162,8 +163,8 @@ class RunningStatistics:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the updates of the forward that has just ended, not those of a recomputation in
-        the backward."""
+        """Record the updates of the forward that has just ended, but not of a recomputation in the
+        backward."""
         if self._scratches:
             self._rows.append(
                 torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches])
@@ -181,7 +182,7 @@ class RunningStatistics:
     def check(self, *, compare: bool) -> None:
         """Raise `RecipeError` if a forward has changed a parameter, a buffer that is not
         BatchNorm's, or the shape of a self-updating one. `compare`: as in `begin`; then every rank
-        of the run calls it, and all ranks raise alike."""
+        calls it, and all raise the same error."""
         changed = self._changed()
         if compare and self._compares:
             found = self._world.gather_rows(
@@ -193,11 +194,10 @@ class RunningStatistics:
                 )
         if changed is not None and changed.startswith("shape"):
             raise RecipeError(
-                f"the model's forward changed the {changed}; a buffer in self_updating_buffers"
-                " keeps its shape, which all ranks know; give it the shape that it ends with:"
-                " where the first forward sets it, run the model once on an example in the model's"
-                " factory; where it grows, register its largest size, and keep the number of rows"
-                " in use in another buffer"
+                f"the model's forward changed the {changed}; a buffer in self_updating_buffers "
+                "keeps its shape, which all ranks know; if the first forward sets it, run the "
+                "model once on an example in its factory; if it grows, register its largest size, "
+                "and count the rows in use in another buffer"
             )
         if changed is not None:
             where = (

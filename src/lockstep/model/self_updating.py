@@ -21,7 +21,7 @@ from lockstep.base.torch_private import forward_pre_hooks, own_buffers
 from lockstep.comm.world import World
 
 ATTRIBUTE = "self_updating_buffers"
-"""The attribute of a module, or of its class, that names its own such buffers."""
+"""The attribute of a module, or of its class, that names such buffers."""
 
 
 def self_updating(module: nn.Module) -> Sequence[str]:
@@ -37,8 +37,8 @@ def self_updating(module: nn.Module) -> Sequence[str]:
     for name in names:
         if own_buffers(module).get(name) is None:
             raise RecipeError(
-                f"{type(module).__name__}.{ATTRIBUTE} names {name!r}, and it has no such buffer of"
-                " its own; name buffers that it registers"
+                f"{type(module).__name__}.{ATTRIBUTE} names {name!r}, which is none of its "
+                "buffers; name buffers that it registers"
             )
     return names
 
@@ -54,7 +54,7 @@ class SelfUpdatingBuffers:
         }
         self._first: dict[str, Tensor] | None = None
         self.discard()
-        # Before the hooks of spectral_norm, which updates its buffers in one.
+        # Runs before spectral_norm's hook, which updates its buffers.
         self.hooks = [
             module.register_forward_pre_hook(self._swap_in, prepend=True),
             module.register_forward_hook(self._swap_out, always_call=True),

@@ -24,7 +24,7 @@ SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
     r" and DTensor"
 )
-"""Errors of torch where user code meets sharded parameters."""
+"""Errors of torch when user code meets sharded parameters."""
 CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being modified inplace")
 
 
@@ -35,8 +35,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset_after_error(model: nn.Module) -> None:
-    """Restore the sharded parameters, and what FSDP2 knows of the present step, after a forward
-    that has failed."""
+    """Restore the sharded parameters and FSDP2's state of the step after a failed forward."""
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
@@ -44,8 +43,8 @@ def reset_after_error(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All-gather the parameters while entered: the modules then hold the tensors that forwards use.
-    Every rank enters it."""
+    """All-gather the parameters while entered, so that modules hold the tensors of a forward. Every
+    rank enters it."""
     groups = fsdp_groups(model)
     for group in groups:
         group.unshard()
@@ -71,7 +70,7 @@ def shard(
     all-gather them again for its backward. `free_root`: the same for parameters outside the blocks;
     useless for a whole model, whose backward begins with them. `offload`: shards and their
     gradients are in the CPU's memory. `materialize`: called with a module just before it is
-    sharded, so that no rank holds more than one full block beside its shards. `short`: weights that
+    sharded, so that a rank holds at most one full block beside its shards. `short`: weights that
     are gathered in autocast's precision. Raises `RecipeError`."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
@@ -128,11 +127,11 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         for parameter in own:
             if parameter.dtype != own[0].dtype:
                 raise RecipeError(
-                    f"the parameter {names[id(own[0])]!r} is {own[0].dtype} and"
-                    f" {names[id(parameter)]!r} is {parameter.dtype}; FSDP2 sums the gradients of a"
-                    " block in one tensor; name modules of one dtype in Recipe.blocks, which are"
-                    " called in every forward and between which the others have one dtype too,"
-                    " give all parameters one dtype, or choose replicate"
+                    f"the parameter {names[id(own[0])]!r} is {own[0].dtype} and "
+                    f"{names[id(parameter)]!r} is {parameter.dtype}; FSDP2 sums the gradients of a "
+                    "block in one tensor; name modules of one dtype in Recipe.blocks that every "
+                    "forward calls, so that the rest has one dtype too, give all parameters one "
+                    "dtype, or choose replicate"
                 )
 
 
@@ -164,21 +163,21 @@ def shard_parts(
 
 
 def error_of_sharding(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return what an error of torch means where parameters are sharded; None for another error.
-    `plan`: shards them."""
+    """Explain an error of torch under sharded parameters; None for another error. `plan`: shards
+    them."""
     if isinstance(error, RuntimeError) and CHANGED_INPUT.search(str(error)):
         return PlanError(
-            f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its"
-            " first layer; FSDP2 has a node of autograd's graph there, and torch refuses such a"
-            " change; leave inplace out, or use replicate"
+            f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its "
+            "first layer; torch refuses this after FSDP2's node in autograd's graph; leave "
+            "inplace out, or use replicate"
         )
     if not isinstance(error, RuntimeError) or not (found := SHARDED.search(str(error))):
         return None
     return PlanError(
-        f"{plan}: {found.group()}; outside of the forward of their module parameters are sharded"
-        " (DTensors), and the graph has others, which are gathered: compute with weights in their"
-        " module's forward alone, and differentiate by the loss or by inputs; for gradients of"
-        " weights, functional_call and weights of one module in another, use replicate"
+        f"{plan}: {found.group()}; parameters are sharded (DTensors) outside of their module's "
+        "forward, and the graph has gathered ones; use weights only in their module's forward, "
+        "and differentiate the loss or by inputs; for gradients of weights, functional_call and "
+        "weights of one module in another, use replicate"
     )
 
 
@@ -188,8 +187,7 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def modules_of(group: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose parameters FSDP2 gathers with the group's: all in it that belong to
-    no inner group."""
+    """Yield the group's modules that belong to no inner group."""
     yield group
     for child in group.children():
         if not isinstance(child, FSDPModule):

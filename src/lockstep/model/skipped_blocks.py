@@ -1,8 +1,6 @@
 """A guard for blocks that a forward skips: every rank runs all blocks, in one order, on every
-microbatch.
-
-FSDP2 gathers a block's parameters when the block runs. If only some ranks skip a block, their
-collectives no longer match: they deadlock or corrupt data. So the guard calls the skipped block
+microbatch. FSDP2 gathers a block's parameters when the block runs. If only some ranks skip a block,
+collectives no longer match: ranks deadlock or corrupt data. So the guard calls the skipped block
 with an identity as its forward, and FSDP2's hooks run in the forward and in the backward; the
 gradient of its parameters is zero. The order of the blocks is then known, so on a CPU the guard
 gathers the next block while the present one computes, as FSDP2 does itself on a GPU."""
@@ -67,9 +65,9 @@ class SkippedBlockGuard:
         place = next((place for place in tensors if leaves[place].requires_grad), None)
         if place is None and torch.is_grad_enabled():
             raise RecipeError(
-                f"a forward left out block {skipped[0]} of {len(self._blocks)} before anything that"
-                " has a gradient; with sharded parameters every rank must gather every block; call"
-                " the first block in every forward, or name others in Recipe.blocks"
+                f"a forward left out block {skipped[0]} of {len(self._blocks)} before any tensor "
+                "with a gradient; with sharded parameters every rank must gather every block; "
+                "call the first block in every forward, or name other blocks in Recipe.blocks"
             )
         passed = tensor = leaves[tensors[0] if place is None else place]
         self._passing_through = True

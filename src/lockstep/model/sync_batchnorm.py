@@ -1,13 +1,11 @@
 """SyncBatchNorm: every microbatch is split over the data ranks, with statistics over all of its
-slices (law 2).
-
-All ranks compute their slices of microbatch 0 together, then those of microbatch 1, and so on;
-outputs and gradients are those of one process. Each layer exchanges (mean, variance, number of
+slices (law 2). All ranks compute their slices of microbatch 0 together, then of microbatch 1, and
+so on. Outputs and gradients equal one process's. Each layer exchanges (mean, variance, number of
 values) in the forward and two sums a channel in the backward, so every rank must run the same
 layers in the same order: a layer in a branch that only some ranks take deadlocks until the process
-group's timeout. Nothing is split or exchanged outside of a step's microbatches. A slice has its own
-random numbers (only here do dropout masks and a random `collate` depend on the number of ranks) and
-its own loss, the mean or the sum over its samples."""
+group's timeout. Outside of a step's microbatches nothing is split or exchanged. A slice has its own
+random numbers (so here dropout masks and a random `collate` depend on the number of ranks) and its
+own loss, the mean or the sum over its samples."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class SyncBatchNormExchange:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer with a forward that also works on CPUs and has its statistics over all slices
+    """Torch's layer with a forward that works on CPUs too, and takes its statistics over all slices
     of a microbatch."""
 
     _exchange: SyncBatchNormExchange
@@ -81,9 +79,8 @@ def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:
                 raise RecipeError(
-                    f"the SyncBatchNorm {name!r} has a process_group; its statistics are a whole"
-                    " microbatch's, and the plan says which processes split it; leave"
-                    " process_group out"
+                    f"the SyncBatchNorm {name!r} has a process_group; the plan decides which "
+                    "processes split a microbatch; leave process_group out"
                 )
             kind = type(module)
             if not issubclass(kind, SyncBatchNorm):
@@ -116,16 +113,16 @@ def split_microbatches(
     ranks = f"SyncBatchNorm on {mesh.data.size} data ranks"
     if plan.numerics == "bitwise":
         raise RecipeError(
-            f"numerics=bitwise with {ranks}; it splits each sum over a microbatch over the ranks,"
-            " so rounding depends on their number; use numerics=fast, or plain BatchNorm, whose"
-            " statistics are one microbatch's at any number of processes too"
+            f"numerics=bitwise with {ranks}; the ranks share each sum over a microbatch, so "
+            "rounding depends on their number; use numerics=fast, or plain BatchNorm, which is "
+            "the same at any number of processes"
         )
     for name, kind, split in layers:
         if not split:
             raise RecipeError(
-                f"{name!r} is a {kind}, beside {ranks}; microbatches are split for those, and it"
-                " would see slices, which depend on the number of processes; convert all with"
-                " nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
+                f"{name!r} is a {kind}, beside {ranks}; it would see slices of microbatches, which "
+                "depend on the number of processes; convert all with "
+                "nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
             )
     return replace(assignment, round_robin=True, slices=min(microbatch, mesh.data.size))
 
@@ -166,9 +163,9 @@ class _Normalise(torch.autograd.Function):
         number = numbers.sum()
         if values < 2 and number < 2:
             raise RecipeError(
-                f"a SyncBatchNorm was given {tuple(x.shape)} of a microbatch that has one value a"
-                " channel; a variance takes two; choose a microbatch that leaves no rest of one"
-                " sample"
+                f"a SyncBatchNorm got {tuple(x.shape)} from a microbatch with one value a channel; "
+                "a variance needs two; choose a microbatch size that leaves no remainder of one "
+                "sample"
             )
         mean = (numbers * means).sum(0) / number
         variance = (numbers * (variances + (means - mean) ** 2)).sum(0) / number

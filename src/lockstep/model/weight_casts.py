@@ -3,8 +3,8 @@ to the same bits.
 
 A product under autocast saves the cast of its weight for its backward, where FSDP2 cannot free it:
 the full model in bf16 on every rank. After the forward of a block this module replaces each such
-cast by the way to make it from the weight, which FSDP2 gathers again for the block's backward. All
-else that autograd has saved stays as it is.
+cast by a recipe to make it from the weight, which FSDP2 gathers again for the block's backward.
+Other tensors that autograd has saved stay.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ View = Callable[[Tensor], Tensor]
 
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
-    """Have autograd not keep casts of the weights of one of FSDP2's groups from forward to
-    backward. `is_root`: the group of the parameters in no block; what its forward computes before
-    its last block is not looked at."""
+    """Stop autograd from keeping casts of the weights of one of FSDP2's groups from forward to
+    backward. `is_root`: the group of the parameters outside of blocks; its forward is searched only
+    after the last block."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 
@@ -77,7 +77,7 @@ def drop_casts(group: nn.Module, *, is_root: bool) -> None:
 
 
 def _may_be_cast(weight: Tensor) -> bool:
-    """False for what autocast casts nowhere, such as the weights of norms, or is small."""
+    """False for small weights, and weights that autocast never casts, such as those of norms."""
     return weight.dim() > 1 and weight.dtype is torch.float32 and not is_distributed(weight)
 
 
@@ -87,9 +87,9 @@ def drop_from_graph(
     is_end: Callable[[Any], bool],
     compared: set[str],
 ) -> None:
-    """Drop the casts of the weights from the graph between these nodes and those that `is_end`.
-    `weights`: the name of each, by its id. `compared`: names of weights whose casts need no
-    comparison any more; the backward adds to them."""
+    """Drop the casts of the weights from the graph between these nodes and the `is_end` nodes.
+    `weights`: the name of each, by its id. `compared`: names of weights whose casts are compared;
+    the backward adds to them."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -119,17 +119,15 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Return the cast, made again. Raises `PlanError` if it is not what the forward has computed
-    with."""
+    """Return the cast, made again. Raises `PlanError` if it differs from the forward's."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
             raise PlanError(
-                f"under shard the backward casts the weight {name!r} to {cast.dtype} again, to"
-                " other values than in the forward: the cast, or the weight after it, has been"
-                " changed through .data, which autograd does not see; change it within"
-                " torch.no_grad() and without .data, and the cast is kept (cast.copy_(quantized)),"
-                " or use replicate"
+                f"under shard the backward casts the weight {name!r} to {cast.dtype} again, to "
+                "other values than in the forward: the cast, or the weight after it, was changed "
+                "through .data, which autograd does not see; change it within torch.no_grad() and "
+                "without .data, which keeps the cast (cast.copy_(quantized)), or use replicate"
             )
         compared.add(name)
     return again
@@ -144,8 +142,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A view of the cast of a view of a gathered weight. `views`: what the weight is seen through
-    before the cast."""
+    """A view of the cast of a view of a gathered weight. `views`: the views before the cast."""
 
     weight: Tensor
     views: tuple[View, ...]
@@ -156,8 +153,8 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return how to make `tensor` again; None if it is not a cast of one of these weights, or
-        has been changed."""
+        """Return a recipe to make `tensor` again; None if it is no cast of these weights, or was
+        changed."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
             return None
@@ -201,8 +198,8 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """Return the cast of the weight, as far as its memory is there: a backward unpacks what it
-        does not use too."""
+        """Return the cast of the weight, if its memory exists: a backward also unpacks tensors that
+        it does not use."""
         if not self.weight.untyped_storage().nbytes():
             freed = torch.empty_strided(
                 self.size, self.stride, dtype=self.dtype, device=self.weight.device
@@ -222,8 +219,7 @@ def _is_cast_or_view(kind: Any) -> bool:
 
 
 def _view_of(node: Any, place: int) -> View | None:
-    """Return the view of which `node` is the backward of output `place`; None if it is that of
-    something else."""
+    """Return the view whose backward, for output `place`, is `node`; None for another operation."""
     match type(node).__name__.rstrip("0123456789"):
         case "ViewBackward" | "UnsqueezeBackward" | "SqueezeBackward" | "AliasBackward":
             return partial(torch.Tensor.view, size=output_shape(node, place))

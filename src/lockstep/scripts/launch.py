@@ -32,7 +32,7 @@ def launch_script(
     stdout: TextIO | None = None,
 ) -> int:
     """Run `count` workers to their end; return the exit status. `began`: a Unix time. `request`:
-    the variable of a request to them. `stdout`: that of the workers; None: this process's."""
+    the variable of a request to them. `stdout`: the workers'; None: this process's."""
     refuse_on_windows("lockstep run")
     with (
         collector_paused(),
@@ -70,18 +70,17 @@ def launch_script(
     unread = options.flags_for_script() if ending.status == 0 and not ending.options_read else []
     if unread:
         say(
-            f"lockstep: {'error' if options.strict else 'warning'}: {', '.join(unread)} had no"
-            " effect, because the script has not trained with lockstep; these options are for a"
-            " script that calls ls.train or enters an ls.Session; call one of them, or leave"
-            " them out"
+            f"lockstep: {'error' if options.strict else 'warning'}: {', '.join(unread)} had no "
+            "effect, because the script has not trained with lockstep; call ls.train or enter an "
+            "ls.Session in it, or leave the options out"
         )
     return USER_ERROR_STATUS if unread and options.strict else ending.status
 
 
 @contextmanager
 def _without_warnings_of_stores() -> Iterator[None]:
-    """Silence torch's store, if torch is imported within: it prints 20 lines when its host is gone.
-    Not for workers."""
+    """Silence torch's store, which prints 20 lines when its host is gone, if torch is imported
+    within. Not for workers."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
         yield

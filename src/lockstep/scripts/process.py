@@ -143,8 +143,8 @@ def _pass_on(read: BinaryIO, echo: BinaryIO | None) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM, and SIGHUP unless it is ignored, into an exception, so that leaving the `with`
-    blocks ends what was started."""
+    """Turn SIGTERM, and SIGHUP unless it is ignored, into an exception, so that `with` blocks end
+    their processes."""
     before = {number: signal.getsignal(number) for number in signals("SIGTERM", "SIGHUP")}
     for number, handler in before.items():
         if number == signal.SIGTERM or handler is not signal.SIG_IGN:

@@ -99,7 +99,7 @@ def test_a_style_of_transformers_that_is_not_known_is_named() -> None:
     with pytest.raises(
         RecipeError,
         match=(
-            r"has 'model\.up': 'moe_tp_experts', a style that lockstep does not know; known are"
+            r"has 'model\.up': 'moe_tp_experts', an unknown style; known are"
             r" .*give Recipe"
         ),
     ):
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[nn.Module, Mapping[str, str] | None, int, str]] = {
         Model(Fused),
         {"*.c_attn": "colwise"},
         2,
-        r"several matrices one below the other; .*'colwise_gathered'.*'rowwise_split'",
+        r"stacks several matrices; .*'colwise_gathered'.*'rowwise_split'",
     ),
     "inside": (
         layers(a=nn.MultiheadAttention(8, 2)),

@@ -49,8 +49,7 @@ def launch_option(name: str, **changed: Any) -> Callable[[Command], Command]:
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:
-    """The launch options from a command's parameters, those that were not given left at their
-    defaults."""
+    """The launch options from a command's parameters, with defaults for the others."""
     return LaunchOptions(
         **{name: value for name, value in values.items() if value not in (None, ())}
     )

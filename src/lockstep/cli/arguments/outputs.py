@@ -1,4 +1,4 @@
-"""Options for the outputs of commands: JSON, a page, a folder of files that may be kept."""
+"""Options for the outputs of commands: JSON, a page, a folder that stays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NewFile(click.Path):
         if not path.absolute().parent.is_dir():
             name = "the file" if param is None else param.opts[-1]
             raise LaunchError(
-                f"{name} {value}; its directory is not there; name a file in a directory that is"
+                f"{name} {value}; its directory does not exist; name a file in an existing one"
             )
         return path
 
@@ -81,7 +81,7 @@ def keep_option(contents: str) -> Decorator:
 @contextmanager
 def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
     """A temporary folder, or the new or empty directory `keep`, which stays. SIGTERM and SIGHUP
-    raise an exception within, so that leaving the block ends what was started. Raises
+    raise an exception within, so that leaving the block ends its processes. Raises
     `LaunchError`."""
     if keep is None:
         with ended_by_signals(), locked_folder(prefix) as folder:

@@ -1,5 +1,5 @@
-"""A command that runs a script: its own options come before SCRIPT, and all arguments after SCRIPT
-are the script's."""
+"""A command that runs a script: its options come before SCRIPT, and the script's arguments after
+it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from lockstep.scripts.line import misplaced
 
 
 class ScriptCommand(click.Command):
-    """A command that names its own options where they stand after SCRIPT, and writes the corrected
-    command line."""
+    """A command that names its options after SCRIPT, and prints the corrected command line."""
 
     def __init__(self, *arguments: Any, uses_lockstep: bool = True, **settings: Any) -> None:
         """`uses_lockstep`: the scripts of this command do."""

@@ -28,7 +28,7 @@ class Target:
     run: Path | None
     """The run directory. None if the target is not one."""
     elsewhere: str | None = None
-    """The URL of the run's checkpoints, as `run.json` names it. It is not opened: its user has not
+    """The URL of the run's checkpoints in `run.json`. It is not opened, because the user has not
     named it."""
 
     @classmethod
@@ -39,15 +39,15 @@ class Target:
 
     @property
     def none_there(self) -> str:
-        """Why there is no checkpoint, and what to do."""
+        """Why no checkpoint exists, and what to do."""
         if self.names:
-            return "all are damaged; lockstep inspect shows what is there"
+            return "all are damaged; lockstep inspect shows them"
         if self.elsewhere is None:
-            return "there is none; lockstep inspect shows what is there"
+            return "it has none; lockstep inspect shows its contents"
         url = without_password(self.elsewhere)
         return (
-            f"{RUN} says that they are in {url}, and only what you name yourself is connected to;"
-            f" give {url}"
+            f"{RUN} says that they are in {url}; lockstep connects only to URLs that you name; "
+            f"give {url}"
         )
 
     def result(self) -> dict[str, Any] | None:
@@ -63,8 +63,8 @@ def reachable(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{what} cannot be read ({error.strerror or error}); see that it is there, and yours to"
-            " read"
+            f"{what} cannot be read ({error.strerror or error}); check that it exists, and that "
+            "you may read it"
         ) from error
 
 
@@ -81,8 +81,9 @@ def fingerprint(model: StateDictReader) -> str:
 
 
 def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> CheckpointName | None:
-    """Return the earliest checkpoint with the best score; None if none has one. `scores`: as the
-    checkpoints record them. If the run has changed its metric, those of the latest one count."""
+    """Return the earliest checkpoint with the best score; None without scores. `scores`: as the
+    checkpoints record them. If the run has changed its metric, only scores of the latest metric
+    count."""
     given = {name: score for name, score in scores.items() if score is not None}
     if not given:
         return None
@@ -103,8 +104,8 @@ def _at_url(url: str) -> Target:
     storage = open_storage(url)
     if not (names := storage.names()):
         raise CheckpointError(
-            f"{url} holds no checkpoint; give the URL of one, or of the folder that they are in, as"
-            " in Saving(folder=...)"
+            f"{url} holds no checkpoint; give the URL of a checkpoint, or of a folder of them, as "
+            "in Saving(folder=...)"
         )
     return Target(storage, names, None)
 
@@ -113,12 +114,12 @@ def _at_path(text: str) -> Target:
     path = Path(text).resolve()
     if not path.exists():
         raise CheckpointError(
-            f"{text} is not there; give a run directory, or a checkpoint in its folder"
-            " `checkpoints`"
+            f"{text} does not exist; give a run directory, or a checkpoint in its folder "
+            "`checkpoints`"
         )
     if not path.is_dir():
         raise CheckpointError(
-            f"{text} is a file; a run and a checkpoint are folders; give the one that it is in"
+            f"{text} is a file; a run and a checkpoint are folders; give its folder"
         )
     if (name := CheckpointName.parse(path.name)) is not None:
         return _one(open_storage(path.parent), name, text)
@@ -126,14 +127,14 @@ def _at_path(text: str) -> Target:
         return _of_run(path)
     if is_there(path, SEARCH):
         raise CheckpointError(
-            f"{text} is the folder of a search, whose runs are in its folders `trial-*`; give one"
-            " of them"
+            f"{text} is the folder of a search; its runs are the folders `trial-*`; give one of "
+            "them"
         )
     storage = open_storage(path)
     if not (names := storage.names()):
         raise CheckpointError(
-            f"{text} is neither a run directory (it has no run.json) nor a checkpoint, nor does it"
-            " hold any; give one"
+            f"{text} is neither a run directory (it has no run.json) nor a checkpoint, and holds "
+            "no checkpoint; give one"
         )
     return Target(storage, names, None)
 
@@ -155,6 +156,5 @@ def _of_run(path: Path) -> Target:
 
 
 def _is_remote(place: str) -> bool:
-    """True if it takes a connection to read a place: a URL, or another machine's folder
-    (Windows)."""
+    """True if reading the path needs a connection: a URL, or another machine's folder (Windows)."""
     return ("://" in place and not place.startswith("file://")) or place.startswith((r"\\", "//"))

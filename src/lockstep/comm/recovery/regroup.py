@@ -1,4 +1,4 @@
-"""The way of a surviving process from a group that has lost a process into a new one: abort, leave,
+"""A surviving process's change from a group that has lost a process to a new one: abort, leave,
 join.
 
     with abortable(within_seconds=1.0):       # the main thread
@@ -8,18 +8,18 @@ join.
     store = PrefixStore("generation 2", store)
     world = join_over(store, rank=…, size=…, local_rank=…, local_size=…)
 
-There is one `abort_collectives` for each loss, and the main thread leaves after it: an abort that
-came late would end the next group. Before `leave_groups` the main thread drops what refers to the
-old groups: the exception (its traceback's frames hold their variables), every `World` and `Mesh`,
-DDP and FSDP2 modules, `DTensor`s, pipeline stages. What it keeps costs descriptors and threads, and
-cannot be used: its groups are dead, and their names are not used again.
+Call `abort_collectives` once for each loss, and leave after it: a late abort would end the next
+group. Before `leave_groups` the main thread drops what refers to the old groups: the exception (its
+traceback's frames hold their variables), every `World` and `Mesh`, DDP and FSDP2 modules,
+`DTensor`s, pipeline stages. Kept groups cost descriptors and threads, and are dead: their names are
+not used again.
 
 [Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo is
 sometimes not woken, on torch 2.13 as on 2.15, until the group's timeout. Ranks that waited for a
-lost one were woken in every try; an abort amid a tight loop of barriers failed about once in ten,
-amid FSDP2's steps less often, whether connections were shut down for reading, for writing or both.
-So whoever calls `abort_collectives` sets a time in which a process must have left, and takes one
-that has not for lost too.
+lost one were woken in every try. An abort during a tight loop of barriers failed about once in ten,
+during FSDP2's steps less often, whether connections were shut down for reading, writing or both. So
+whoever calls `abort_collectives` sets a time limit, and counts a process that has not left by then
+as lost too.
 
 [Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms
 at 4 ranks), and ends the waits in it as it does. It is not used: making a new group takes as long,
@@ -55,12 +55,12 @@ from lockstep.comm.segment import ExchangeError
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World, join, leave, owns_group
 
-# After an abort it is repeated, at first so often: a group may have been in the making.
+# An abort is repeated, at first this often, because a group may be in the making.
 _AGAIN_SECONDS, _MAX_AGAIN_SECONDS = 0.02, 0.5
 
 
 class CollectivesAborted(LockstepError):
-    """A collective, or a wait for the other processes, that `abort_collectives` has ended."""
+    """`abort_collectives` has ended a collective or a wait for other processes."""
 
 
 class _Abort:
@@ -100,19 +100,19 @@ _names_used = 0
 
 
 def abort_collectives() -> None:
-    """Make every collective of this process raise soon, whether it waits now or is called later on
-    a group of the moment: in shared memory, in Gloo and on an accelerator. Any thread may call it,
-    at any time; a second call does nothing more until `leave_groups`.
+    """Make every collective of this process on a present group raise soon, now or later: in shared
+    memory, in Gloo and on an accelerator. Any thread may call it at any time; further calls do
+    nothing until `leave_groups`.
 
     Takes a few milliseconds. A wait in shared memory ends within 20 ms; see [Note: A lost wake-up]
     for the wait in Gloo that goes on. Waits for the store end too, in a group that `join_over` made
     or is making. A computation is not interrupted: it ends at its next collective, or asks
     `is_aborted`.
 
-    On an accelerator it has never been run. NCCL's abort ends its kernels, so that a
-    synchronization of the device returns as if nothing had happened, with wrong numbers: ask
-    `is_aborted` before they are used. NCCL's watchdog must not end the process before: set
-    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 before the group is made.
+    It has never run on an accelerator. NCCL's abort ends its kernels, so synchronizing the device
+    returns normally, but with wrong numbers: ask `is_aborted` before you use them. Set
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 before the group is made, so that NCCL's watchdog does not end
+    the process.
     """
     with _lock:
         if not _abort.is_set.is_set():
@@ -125,9 +125,9 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 
 class abortable:
-    """Raise `CollectivesAborted` for what a collective of the body raises, if it was aborted or is
-    within so many seconds: a peer's end may be seen before the abort comes. The exception refers to
-    none of the body's variables."""
+    """Turn an error of a collective in the body into `CollectivesAborted`, if an abort came or
+    comes within this time: a peer's end may show before the abort. The exception refers to no
+    variables of the body."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds
@@ -136,7 +136,7 @@ class abortable:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        # the new exception's traceback has this frame, and with it what the frame refers to
+        # the new exception's traceback has this frame, with its variables
         del trace
         if isinstance(error, CollectivesAborted):
             text = str(error)
@@ -163,8 +163,8 @@ def _first_line(error: BaseException) -> str:
 def leave_groups(*, collect: bool = True) -> int:
     """Leave all process groups and shared memory, so that `join_over`, or `join`, works again. The
     main thread calls it, whatever the other processes do. Returns the number of Gloo groups that
-    something still refers to: 0 if the caller has dropped everything. `collect`: free those in
-    reference cycles, as FSDP2's modules are; that takes about 0.3 s in a process that has imported
+    are still referred to: 0 if the caller has dropped everything. `collect`: also free groups in
+    reference cycles, such as FSDP2's modules; this takes about 0.3 s in a process that has imported
     FSDP2, and the caller may do it later (`gc.collect`), once the new group works.
 
     Raises `LaunchError` if the script made the process group itself.
@@ -175,7 +175,7 @@ def leave_groups(*, collect: bool = True) -> int:
             "the script has made the process group itself (init_process_group), and lockstep cannot"
             " replace it; leave that to lockstep"
         )
-    with _lock:  # the abort has begun before what it raised was seen; let it finish
+    with _lock:  # the abort began before its error was seen; let it finish
         _abort.end()
     # a group waits for its pending collectives when it is freed
     while not sockets.shut_down_gloo_sockets():
@@ -207,9 +207,9 @@ def join_over(
     `PrefixStore` with a prefix that no group has used, over a `TCPStore` that outlives every
     process of the group.
 
-    The group has a connection to the store of its own, so that `abort_collectives` ends this call
-    too, and every group that is made later. It then raises `CollectivesAborted`. Group names go on
-    from those that any of the processes has used, so that a mesh of an earlier group finds none.
+    The group has its own connection to the store, so that `abort_collectives` ends this call, which
+    then raises `CollectivesAborted`, and every later group. Group names continue all processes'
+    used names, so that a mesh of an earlier group finds none.
     """
     global _store_connection
     with abortable():

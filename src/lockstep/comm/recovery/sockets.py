@@ -1,12 +1,9 @@
-"""The connected sockets of torch's Gloo groups, and of a store, in this process: shut down, they
-wake what waits there.
-
-On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a thread that waits in
-one of its collectives; a connection that ends does. Gloo has a thread for each group, with a name
-of its own, which sleeps in epoll. The kernel tells which epoll a thread sleeps in
-(/proc/self/task/*/syscall), and which sockets are in that epoll (/proc/self/fdinfo). So the sockets
-are known to be Gloo's, in whatever group, made by whom and when: those of other code in the process
-are never among them. Linux only.
+"""The connected sockets of torch's Gloo groups, and of a store, in this process; shutting them down
+wakes waiting threads. On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a
+thread in one of its collectives, but the end of a connection does. Gloo has a named thread for each
+group, which sleeps in epoll. The kernel shows the thread's epoll (/proc/self/task/*/syscall) and
+that epoll's sockets (/proc/self/fdinfo). So these sockets are Gloo's, of any group, and never other
+code's. Linux only.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _EPOLL_CALLS = frozenset({22, 232, 281, 441})
 """The numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86-64, and on other processors."""
 _FILE_IN_EPOLL = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 _PROCESS = Path("/proc/self")
-# A thread that is on a processor does not show where it will sleep.
+# A running thread does not show where it will sleep.
 _LOOKS, _LOOK_SECONDS = 5, 0.001
 
 
@@ -41,9 +38,9 @@ def gloo_threads() -> list[str]:
 
 
 def shut_down_gloo_sockets() -> bool:
-    """End the connections of every Gloo group of this process, whose collectives then raise, on the
-    peers too. Any thread may call it. Returns False if some group's could not be found this time,
-    and may be the next."""
+    """End the connections of every Gloo group of this process; their collectives then raise, on the
+    peers too. Any thread may call it. Returns False if some connections could not be found now; try
+    again."""
     waiting = gloo_threads()
     for attempt in range(_LOOKS):
         if attempt:
@@ -55,9 +52,8 @@ def shut_down_gloo_sockets() -> bool:
 
 
 def with_own_connection(store: Store) -> tuple[Store, int | None]:
-    """Return a clone of the store, with a connection of its own, and the inode of that connection's
-    socket, by which `shut_down` ends it. None: the store is not a `TCPStore`, and keeps no
-    connection."""
+    """Return a clone of the store with its own connection, and the inode of its socket, for
+    `shut_down`. None: the store is no `TCPStore`, and keeps no connection."""
     server = store
     while isinstance(server, PrefixStore):
         server = server.underlying_store

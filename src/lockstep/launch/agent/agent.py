@@ -1,9 +1,9 @@
 """Start, watch, end and restart the workers of this machine, with torch's elastic agent.
 
-[Note: restarts] Torch's loop decides. It asks `_monitor_workers`; if that reports a failure and
-restarts are left, or if another machine waits to join, the loop stops the workers, meets the other
-machines and starts new workers. Each start has a new store and port, a new folder for the workers'
-files, and new `WorkerProcesses`.
+[Note: restarts] Torch's loop asks `_monitor_workers`. After a failure with restarts left, or if
+another machine waits to join, it stops the workers, meets the other machines and starts new
+workers. Each start has a new store and port, a new folder for the workers' files, and new
+`WorkerProcesses`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ LOST, JOINS = "lost", "joins"
 
 
 class Agent(SimpleElasticAgent):
-    """torch's agent, with worker processes that we start, judge and end ourselves. See [Note:
-    restarts]."""
+    """torch's agent with our own worker processes. See [Note: restarts]."""
 
     def __init__(
         self,
@@ -68,17 +67,17 @@ class Agent(SimpleElasticAgent):
         never_in_place: str | None,
         shrinks: bool,
     ) -> None:
-        """`never_in_place`: why the workers cannot recover in place; empty if nobody has asked for
-        it; None: they may. `shrinks`: they go on without those that are lost."""
+        """`never_in_place`: why workers cannot recover in place; empty if not requested; None: they
+        may. `shrinks`: go on without lost workers."""
         super().__init__(spec)
         self.in_place = InPlace(start, shrinks=shrinks)
         self._never_in_place = never_in_place
         self._not_in_place: str | None = None
         self.is_joining = False
-        """True until the machine has met those of the run that it joins."""
+        """True until the machine has met the machines of the run that it joins."""
         self._is_able = False  # to recover in place: all workers train
         self._count_asked = spec.local_world_size
-        self._goes_on = False  # with the processes that there are
+        self._goes_on = False  # with the remaining processes
         rendezvous = spec.rdzv_handler
         self._elastic = rendezvous if isinstance(rendezvous, ElasticRendezvous) else None
         self._start = start
@@ -94,8 +93,8 @@ class Agent(SimpleElasticAgent):
         self._workers = WorkerProcesses(folder, self._signals)
 
     def close(self) -> None:
-        """Close the connections to the workers, and end the spare process, and what workers have
-        left running."""
+        """Close the connections to the workers, and end the spare process and processes that
+        workers left running."""
         self._close_workers()
         self.in_place.close()
 
@@ -129,8 +128,8 @@ class Agent(SimpleElasticAgent):
             tell("interrupted: the workers are asked to end; Ctrl-C again ends them at once")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines, and agree with them on the number of restarts, the reason of
-        this one, and whether it is a recovery in place: it is, if it is on all machines."""
+        """Meet the other machines, and agree on the number of restarts, the reason of this one, and
+        recovery in place, which needs all machines."""
         try:
             super()._rendezvous(worker_group)
             everyone = self._exchange(worker_group)
@@ -149,8 +148,8 @@ class Agent(SimpleElasticAgent):
         self._machines, self._why, self.is_joining = machines, None, False
 
     def _exchange(self, worker_group: WorkerGroup) -> list[list[Any]]:
-        """Tell the other machines of this one's restarts and recovery. Returns what each tells."""
-        group: Any = worker_group  # torch says of its fields that they are None
+        """Exchange restarts and recovery with the other machines. Returns each machine's values."""
+        group: Any = worker_group  # torch types its fields as None
         self._shared = StartStore(group.store)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         mine = [
@@ -207,7 +206,7 @@ class Agent(SimpleElasticAgent):
                 self._elastic.announce(json.dumps([ranks, record]))
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
-        # LOST, JOINS, or JSON of those that hang on another machine, and of the record of that.
+        # LOST, JOINS, or JSON: the ranks that hang on another machine, and the record of it.
         why = (
             self._elastic.announced()
             if self._elastic is not None and self._never_in_place is None
@@ -260,8 +259,7 @@ class Agent(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _leave(self, why: str) -> str | None:
-        """Have the workers that are left wait for new ranks. Returns why they cannot, and None if
-        they do."""
+        """Have the remaining workers wait for new ranks. Returns None, or why they cannot."""
         if not self._goes_on:
             self.in_place.lost_at = time.time()
         self._not_in_place = self._why_not_in_place(why)
@@ -273,8 +271,8 @@ class Agent(SimpleElasticAgent):
         return self._not_in_place
 
     def _why_not_in_place(self, why: str) -> str | None:
-        """Why the workers that are left cannot go on in their processes; None if they can. `why`:
-        LOST or JOINS."""
+        """Why the remaining workers cannot go on in their processes; None if they can. `why`: LOST
+        or JOINS."""
         if (
             (why == LOST and not self._remaining_restarts)
             or self._workers.restart_request()
@@ -289,7 +287,7 @@ class Agent(SimpleElasticAgent):
         )
 
     def _count_failure(self) -> None:
-        """Announce a restart, or set the restarts left to 0 if these failures must not cause
+        """Announce a restart, or set the remaining restarts to 0 if these failures must not cause
         one."""
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
@@ -321,15 +319,15 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left, and the workers here, not asked to save, may wait for
-        it for minutes."""
+        """True if another machine has left, and workers here that were not asked to save may wait
+        minutes for it."""
         group = self._worker_group
         rendezvous = group.spec.rdzv_handler
         self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
     def _recover(self, worker_group: WorkerGroup) -> None:
-        """Replace the workers that are lost, and give all their new ranks. See [Note: recovery in
+        """Replace the lost workers, and give all workers new ranks. See [Note: recovery in
         place]."""
         while True:
             with self._signals.deferred():
@@ -361,7 +359,7 @@ class Agent(SimpleElasticAgent):
     def _newcomers(
         self, group: WorkerGroup, count: int
     ) -> tuple[WorkerProcesses, dict[int, dict[str, str]]]:
-        """An empty set of so many workers that are to join later, and their variables by rank."""
+        """An empty set of workers that join later, and their variables by rank."""
         self._starts += 1
         name = f"newcomer-{self._starts}"
         kept = WorkerProcesses(self._workers.folder, self._signals, not_in_place=None, name=name)
@@ -394,7 +392,8 @@ class Agent(SimpleElasticAgent):
         super()._restart_workers(worker_group)
 
     def _takes_in(self) -> bool:
-        """Have the workers wait in their processes for who joins. Returns False if they cannot."""
+        """Have the workers wait in their processes for a joining machine. Returns False if they
+        cannot."""
         if self._never_in_place is not None or self._leave(JOINS) is not None:
             return False
         who = "another machine" if self._elastic is not None else "a new process"
@@ -422,11 +421,9 @@ class Agent(SimpleElasticAgent):
             self._workers.end_after_loss()
 
     def _exit_barrier(self) -> None:
-        """Wait a moment, on the machine that hosts the store, until the others know too that all
-        are done.
-
-        Torch's own barrier waits five minutes for a machine whose workers have failed, and does not
-        react to signals.
+        """On the machine that hosts the store, wait briefly until the others know that all are
+        done. Torch's barrier waits five minutes for a machine whose workers have failed, and
+        ignores signals.
         """
         rendezvous = self._worker_group.spec.rdzv_handler
         if self._workers.ending().was_preempted or not isinstance(rendezvous, ElasticRendezvous):
@@ -440,20 +437,20 @@ class Agent(SimpleElasticAgent):
             time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        # torch's own asks the name service for this host's name, each time, and nobody reads the
-        # event.
+        # torch's version asks the name service for this host's name each time, for an event that
+        # nobody reads.
         return Event(f"torchelastic.worker.status.{state}", source)
 
 
 def _new_run_dir(given: Mapping[str, str]) -> str:
-    """The run directory that the launcher chose, if the run wrote to it, else empty. `given`:
+    """The run directory that the launcher chose and the run wrote to, else empty. `given`:
     variables of workers."""
     path = given.get(variable("default_run_dir"), "")
     return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
 
 
 def _after(size: int, count: int) -> list[Worker]:
-    """Workers as if they came after `size` others: until they have ranks."""
+    """Workers numbered after `size` others, until they have ranks."""
     ranks = range(size, size + count)
     return [Worker(rank - size, rank, rank, ranks.stop, ranks.stop) for rank in ranks]
 

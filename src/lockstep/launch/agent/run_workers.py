@@ -32,15 +32,13 @@ def run_workers(
     command: str = "",
     recovery: str = "restart",
 ) -> Ending:
-    """Start `count` workers, wait for all of them, and return how they ended. If one fails, the
-    others are stopped.
-
-    After a failure all are started again, up to `max_restarts` times, unless it was a `UserError`.
-    Workers get the `options` in their environment. In the main thread, SIGINT, SIGTERM, SIGUSR1,
-    SIGHUP and SIGQUIT are passed on to the workers, except those that this process ignores; the
-    handlers from before are put back at the end. `machines`: the run is on several machines. Its
-    workers also start again when a machine is lost or joins. Each machine calls this with the same
-    `command`. Raises `LaunchError` if they cannot meet.
+    """Start `count` workers, wait for all of them, and return their end. If one fails, the others
+    are stopped. After a failure other than a `UserError` all are started again, up to
+    `max_restarts` times. Workers get the `options` in their environment. In the main thread,
+    SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, unless this process
+    ignores them; the former handlers are restored at the end. `machines`: the run is on several
+    machines. Its workers also start again when a machine is lost or joins. Each machine calls this
+    with the same `command`. Raises `LaunchError` if they cannot meet.
     """
     with locked_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
@@ -51,7 +49,7 @@ def run_workers(
                     options,
                     default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir),
                 )
-        # The entry point is a name for torch's logs: `start` is what starts a worker.
+        # The entry point is a name for torch's logs; `start` starts a worker.
         spec = WorkerSpec(
             role="default",
             local_world_size=count,
@@ -78,7 +76,7 @@ def run_workers(
             return ending
         finally:
             agent.close()
-            # As under torchrun, the other machines may go on without one that was asked to end.
+            # As under torchrun, the other machines may go on after one was asked to end.
             if not agent.is_joining and (
                 machines is None or ending is None or ending.signal is None
             ):

@@ -21,18 +21,18 @@ wait."""
 
 
 class SignalForwarding:
-    """The first signal ends the run, by a `SignalException` in the main thread, or, while workers
-    are being ended, by what follows that; a later one ends the wait for it."""
+    """The first signal ends the run, by a `SignalException` in the main thread; while workers are
+    being ended, the exception comes afterwards. A later signal ends the wait."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
-        """`on_interrupt`: called at the first signal, in its handler, if that is SIGINT."""
+        """`on_interrupt`: called in the handler if the first signal is SIGINT."""
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
         """The first signal."""
         self._is_impatient = False
         self.is_ending = False
-        """True while the workers are being ended, because one has failed: the run then ends with
-        that."""
+        """True while the workers are being ended because one has failed: the run then ends with
+        this failure."""
         self._is_deferred = False
 
     def is_asked(self) -> bool:
@@ -40,7 +40,7 @@ class SignalForwarding:
         return self.received is not None
 
     def is_impatient(self) -> bool:
-        """True once a second one has."""
+        """True once a second signal has come."""
         return self._is_impatient
 
     def go_on(self) -> None:

@@ -1,4 +1,4 @@
-"""Notes that the launchers of several machines leave each other in the store of a start."""
+"""Messages between the launchers of several machines, in the store of a start."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class StartStore:
         self._counted = set[Count]()
 
     def exchange(self, number: int, machines: int, mine: list[Any]) -> list[list[Any]]:
-        """Return the values, as JSON, that each of the machines gives, in order of their numbers.
-        `number`: that of this one."""
+        """Return each machine's JSON value, in order of their numbers. `number`: this machine's."""
         self._store.set(f"lockstep/agent-{number}", json.dumps(mine))
         return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
 

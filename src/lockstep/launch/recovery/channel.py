@@ -3,14 +3,14 @@
 [Note: recovery in place] Messages are JSON objects with a `kind`.
 
 1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
-   `images` it gives the launcher the memory in which it keeps images of its state, and of that of
-   ranks of other hosts; so they outlive it. When it writes its second image, all ranks have given
-   theirs: it says `all-offered`, and launchers drop older ones.
-2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave the
-   collective that they wait in, and say `ready`, with the step whose state they hold, or `refuses`,
-   with the reason. The launcher starts a replacement for the lost worker. It says `ready`, without
-   a state, when its script comes to `ls.train`. A worker that hangs does not end. The watchdog that
-   finds it sends `hangs`, with its rank, and the launcher kills it.
+   `images` it gives the launcher the memory with images of its state, and of ranks of other hosts,
+   so that they outlive it. When it writes its second image, all ranks have given theirs: it says
+   `all-offered`, and launchers drop older ones.
+2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave their
+   collective, and say `ready`, with the step of their state, or `refuses`, with the reason. The
+   launcher starts a replacement for the lost worker. It says `ready`, without a state, when its
+   script reaches `ls.train`. If a worker hangs, the watchdog that finds it sends `hangs`, with its
+   rank, and the launcher kills it.
 3. When all are ready, the launcher makes a new store and sends `rejoin` to each, with the variables
    of its rank and the images of all. If that is not possible, it sends `restart`: the workers save
    and end, and all start again.
@@ -33,10 +33,10 @@ from typing import Any
 from lockstep.launch.worker_files import WorkerStart
 
 ENDED = "the training has ended on this process"
-"""Why a worker that has done all it had to cannot recover in place."""
+"""Why a worker that has finished cannot recover in place."""
 _PIECE_BYTES = 1 << 15
 _PIECE_DESCRIPTORS = 253
-"""The most that Linux passes on at once. A message is sent in pieces of at most so much."""
+"""The most bytes that Linux passes on at once; longer messages are sent in pieces."""
 _FIRST, _LAST = 1, 2
 """Marks of a message's first and last piece, in the first byte of each."""
 
@@ -57,7 +57,7 @@ class Channel:
 
     def send(self, kind: str, descriptors: Sequence[int] = (), **values: Any) -> None:
         """Send a message of any length. Does nothing if the other process has ended. `descriptors`:
-        open files that it then has too."""
+        open files to share with it."""
         text = json.dumps({"kind": kind, **values}).encode()
         count = max(
             1, math.ceil(len(text) / _PIECE_BYTES), math.ceil(len(descriptors) / _PIECE_DESCRIPTORS)
@@ -70,9 +70,9 @@ class Channel:
                 socket.send_fds(self._end, [bytes([mark]), piece], theirs)
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Return the next message; None after `seconds` without a whole one, or if the other
-        process has ended. `seconds`: None waits for as long as that process runs. The receiver
-        closes the message's `descriptors`."""
+        """Return the next message; None if none is complete within `seconds`, or if the other
+        process has ended. `seconds`: None waits as long as that process runs. The receiver closes
+        the message's `descriptors`."""
         until = None if seconds is None else time.monotonic() + seconds
         while self._is_readable(until):
             try:
@@ -84,7 +84,7 @@ class Channel:
             if not piece:
                 self.has_ended = True
                 return None
-            if piece[0] & _FIRST:  # what there is of another message is of a sender that was killed
+            if piece[0] & _FIRST:  # a partial message is from a killed sender
                 for descriptor in self._descriptors:
                     os.close(descriptor)
                 self._text, self._descriptors = b"", []
@@ -112,8 +112,8 @@ class Channel:
 
 
 def open_channel() -> tuple[Channel, socket.socket] | None:
-    """Return the launcher's end, and the worker's, which the worker inherits. None where there is
-    no such socket."""
+    """Return the launcher's end, and the worker's, which the worker inherits. None on systems
+    without such sockets."""
     if sys.platform != "linux":
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -16,7 +16,7 @@ UNKNOWN = "its training had not begun"
 
 @dataclass(slots=True)
 class Connection:
-    """One worker's connection, and what the worker has said."""
+    """One worker's connection, and the worker's messages."""
 
     channel: Channel
     why_not: str | None = UNKNOWN
@@ -28,31 +28,31 @@ class Connection:
     script_seconds: float = 0.0
     """Seconds from the script's beginning to its training."""
     at: int = -1
-    """The steps that it had done when it left its collectives; -1 if that is not known."""
+    """Steps done when it left its collectives; -1 if unknown."""
     refusal: str | None = None
     """Why this worker, asked to recover in place, will end instead."""
     is_starting: bool = False
-    """True for a replacement whose script has not come to its training: it is in no collective."""
+    """True for a replacement whose script has not reached its training: it is in no collective."""
     step: int | None = None
-    """The step whose state a worker that waits for its new rank holds, -1 for none. None: it does
-    not wait."""
+    """The step of the state of a worker that waits for its new rank, -1 without a state. None: it
+    does not wait."""
 
 
 @dataclass(slots=True)
 class Connections:
-    """The connections by rank. All are absent where workers cannot recover in place."""
+    """The connections by rank; none if workers cannot recover in place."""
 
     unused: str | None
     """Why workers cannot recover in place, empty if nobody has asked for it; None: they may."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
-    """Ranks that a watchdog has found to hang, and the record of that failure."""
+    """Ranks that hang, by a watchdog, and the record of that failure."""
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
-    """The descriptors of the memory in which each rank keeps images, one dict for each start of the
-    run. The last is of this one."""
+    """The descriptors of each rank's memory for images, one dict for each start of the run, this
+    one last."""
     all_offered: bool = False
-    """True once the workers of this start have all given their launchers such memory, on other
-    machines too."""
+    """True once all workers of this start, on all machines, have given their launchers such
+    memory."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[int | None]:
@@ -68,7 +68,7 @@ class Connections:
             yield theirs.fileno()
 
     def use(self, rank: int, channel: Channel) -> None:
-        """Connect the worker of this rank by a channel that there is."""
+        """Connect the worker of this rank by an existing channel."""
         self.drop([rank])
         self.by_rank[rank] = Connection(channel)
 
@@ -86,11 +86,11 @@ class Connections:
                 self.by_rank.pop(rank).channel.close()
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give the workers other ranks. `ranks`: those by the old ones."""
+        """Give the workers new ranks. `ranks`: old rank -> new rank."""
         self.by_rank = {ranks[rank]: connection for rank, connection in self.by_rank.items()}
 
     def look(self) -> None:
-        """Read what the workers have said."""
+        """Read the workers' messages."""
         for rank in self.by_rank:
             self._read(rank)
 
@@ -145,13 +145,12 @@ class Connections:
         )
 
     def largest_size(self, ranks: Sequence[int]) -> int:
-        """The most of these workers that the run's plan has a place for; 0 if it has none for so
-        few."""
+        """The largest number of these workers that fits the run's plan; 0 if none does."""
         sizes = next((self.by_rank[rank].sizes for rank in ranks if self.by_rank[rank].sizes), ())
         return max((size for size in sizes if size <= len(ranks)), default=0)
 
     def steps_done(self) -> int:
-        """The most steps that a worker that waits has done; -1 if that is not known."""
+        """The most steps done by a waiting worker; -1 if unknown."""
         return max((each.at for each in self.by_rank.values() if each.step is not None), default=-1)
 
     def waiting(self) -> dict[int, int]:
@@ -160,12 +159,12 @@ class Connections:
         return {rank: each.step for rank, each in self.by_rank.items() if each.step is not None}
 
     def starting(self) -> list[int]:
-        """The ranks of new processes that have not come to their training."""
+        """The ranks of new processes that have not reached their training."""
         return [rank for rank, each in self.by_rank.items() if each.is_starting]
 
     def must_leave(self, ranks: Collection[int]) -> list[int]:
-        """Those of these ranks that do not wait for a new rank yet, and have to leave their step
-        first."""
+        """The ranks among these that have to leave their step before they can wait for a new
+        rank."""
         self.look()
         return [
             rank
@@ -179,8 +178,7 @@ class Connections:
                 self.by_rank[rank].channel.send(kind)
 
     def _drop_old_images(self) -> None:
-        """Drop the images of earlier starts once those of this one are kept, here and on other
-        machines."""
+        """Drop the images of earlier starts once this start's are kept on all machines."""
         if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
             self._close_images(self.images[:-1])
             del self.images[:-1]

@@ -16,13 +16,12 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""The others wait for a spare process that takes less time from its script's beginning to its
-training."""
+"""The others wait for a spare process that needs less time than this to reach its training."""
 START_SECONDS = 60.0
-"""The least time that a new process has for that."""
+"""The least time that a new process gets for it."""
 SAME_STEP = 3
-"""Losses of the same rank at the same step after which the run ends: a further recovery would not
-mend it."""
+"""Losses of the same rank at the same step after which the run ends, because another recovery would
+not help."""
 
 
 class InPlace:
@@ -41,7 +40,7 @@ class InPlace:
         """When the latest recovery began, in seconds since 1970."""
 
     def keep_spare(self, environment: Mapping[str, str]) -> None:
-        """Start a spare process if there is none. `environment`: that of all workers."""
+        """Start a spare process unless one runs. `environment`: of all workers."""
         if self._spare is not None and not self._spare.is_alive():
             self._spare.end()
             self._spare = None
@@ -49,8 +48,8 @@ class InPlace:
             self._spare = Spare(self._start, environment)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Note that workers that trained were lost after this step, -1 if it is not known. Returns
-        True if one was lost there too often."""
+        """Note that workers in training were lost after this step (-1: unknown). Returns True if
+        one was lost there too often."""
         if step < 0:
             return False
         losses = [(rank, step) for rank in ranks]
@@ -63,9 +62,9 @@ class InPlace:
         variables: Callable[[int], Mapping[str, str]],
         newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
     ) -> None:
-        """Put a new process in the place of each worker that has ended; or, if that takes long,
-        leave it out for now, and start a newcomer that joins later. `variables`: those of a rank.
-        `newcomers`: where so many are to be kept, and their variables by rank."""
+        """Replace each worker that has ended by a new process; or, if that takes long, leave it
+        out, and start a newcomer that joins later. `variables`: of a rank. `newcomers`: the set for
+        newcomers, and their variables by rank."""
         self._script_seconds = max(
             self._script_seconds,
             *(each.script_seconds for each in workers.connections.by_rank.values()),
@@ -88,7 +87,7 @@ class InPlace:
         self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
-        """True if there are newcomers, and all wait to join. Gives them up if one has failed."""
+        """True if newcomers exist and all wait to join. Gives them up if one has failed."""
         if self._newcomers is None:
             return False
         if self._newcomers.have_failed() or self._newcomers.lost:
@@ -109,7 +108,7 @@ class InPlace:
             self._newcomers = None
 
     def _is_quick(self, workers: WorkerProcesses) -> bool:
-        """True if new processes come soon to their training."""
+        """True if new processes soon reach their training."""
         imports = (
             self._spare.import_seconds()
             if self._spare is not None and self._spare.is_alive()
@@ -127,8 +126,8 @@ class InPlace:
         return spare
 
     def _go_on_with_fewer(self, workers: WorkerProcesses) -> int:
-        """Drop the workers that have ended, and as many more as the plan has no place for. Returns
-        how many: none, if the plan does not fit so few."""
+        """Drop the workers that have ended, and further ones that do not fit the plan. Returns the
+        number: 0 if the plan fits no fewer."""
         lost = set(workers.lost)
         left = [rank for rank in workers.ranks if rank not in lost]
         kept = workers.connections.largest_size(left) if lost else 0
@@ -146,8 +145,8 @@ class InPlace:
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
         """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far
-        longer than earlier ones from its script's beginning to its training; it is killed then. On
-        a machine that joins there were none."""
+        longer than earlier ones to reach its training; it is killed then. A machine that joins has
+        no earlier ones."""
         limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
         until = time.monotonic() + limit
         while True:
@@ -172,9 +171,8 @@ class InPlace:
 
 
 def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
-    """True if the places of so many lost workers are soon filled by a spare process.
-    `script_seconds`: those of a worker, its imports included. `import_seconds`: those of the spare;
-    None if there is none, or it is not ready."""
+    """True if a spare process soon replaces this number of lost workers. `script_seconds`: a
+    worker's, with imports. `import_seconds`: the spare's; None without a ready spare."""
     if lost != 1:
         return lost == 0
     return import_seconds is not None and script_seconds - import_seconds < QUICK_SECONDS

@@ -1,4 +1,4 @@
-"""Why the workers of a run start again, and why they cannot, in words."""
+"""Reasons for a restart of a run's workers, and for its failure, in words."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from lockstep.launch.rendezvous import SILENCE_SECONDS
 from lockstep.options import Restart, RunOptions
 
 FAILED, LOST_A_PEER, JOINED = range(3)
-"""Why a machine restarts its workers. If machines differ, the first of these is the cause."""
+"""Why a machine restarts its workers. If machines differ, the first reason in this order counts."""
 
 
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
-    """The reason for a restart; None at the first start.
-
-    `everyone`: from each machine its restarts, the addresses of the machines before, and the kind
-    and the words of its own reason. `machines`: the addresses of the machines now.
+    """The reason for a restart; None at the first start. `everyone`: each machine's restarts, the
+    former machines' addresses, and its reason's kind and words. `machines`: the present machines'
+    addresses.
     """
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
@@ -39,7 +38,7 @@ def restart_variables(
     everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
 ) -> dict[str, str]:
     """The variables that tell workers why they start again; none at the first start. `everyone`:
-    what each machine tells, first what `restart_reason` takes, and last but one why it is not
+    each machine's values: first `restart_reason`'s arguments, last but one why it is not
     `in_place`."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
@@ -51,8 +50,8 @@ def restart_variables(
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
-    """The kind and the words of a machine's reason. `first`: the failure of its workers that caused
-    the others, `lost`: the addresses of lost machines."""
+    """The kind and the words of a machine's reason. `first`: the causing failure of its workers.
+    `lost`: the addresses of lost machines."""
     if first is not None:
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
     silent = (

@@ -1,6 +1,5 @@
-"""Recovery in place, in a worker: it leaves its collectives when the launcher says that another
-worker is lost, waits for its new rank, and then trains on. See [Note: recovery in place] in
-`channel`."""
+"""Recovery in place, in a worker: when another worker is lost, it leaves its collectives, waits for
+its new rank, and trains on. See [Note: recovery in place] in `channel`."""
 
 from __future__ import annotations
 
@@ -20,11 +19,10 @@ from lockstep.launch.recovery.channel import ENDED, Channel
 from lockstep.launch.worker_files import write_failure
 
 STUCK_SECONDS = 2.0
-"""Seconds after an abort in which a wait that does not end makes this process end: it counts as
-lost then."""
+"""Seconds after an abort until a wait that does not end makes this process end; it counts as lost
+then."""
 NOTICE_SECONDS = 5.0
-"""The longest time from an error that the loss of a peer caused to the launcher's notice of that
-loss."""
+"""The longest time from an error by a lost peer to the launcher's notice of the loss."""
 
 
 class Rejoin:
@@ -34,8 +32,8 @@ class Rejoin:
         self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
     ) -> None:
         """`abort`: makes all collectives of this process raise, from any thread, until it leaves
-        its groups. `waits`: what this process waits for in a collective, None if it does not; equal
-        as long as it is one wait."""
+        its groups. `waits`: the present wait in a collective, None without one; equal values mean
+        the same wait."""
         self.is_rejoining = _is_replacement
         """True from the loss until the state of the run is restored."""
         self.trainings = 0
@@ -61,14 +59,14 @@ class Rejoin:
         self._listener.start()
 
     def announce(self, why_not: str | None, sizes: Sequence[int] = ()) -> None:
-        """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`: the
-        numbers of processes that the run's plan fits."""
+        """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`:
+        numbers of processes that fit the run's plan."""
         self._channel.send(
             "able", why_not=why_not, sizes=list(sizes), script_seconds=self._script_seconds
         )
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
-        """Have the launcher kill the workers of these ranks. `record`: of that failure."""
+        """Have the launcher kill the workers of these ranks. `record`: of the failure."""
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
@@ -77,8 +75,8 @@ class Rejoin:
         self._channel.send("images", descriptors)
 
     def note_all_offered(self) -> None:
-        """Tell the launcher that all ranks have offered their images, so that nobody needs those of
-        earlier starts."""
+        """Tell the launcher that all ranks have offered their images, so that earlier starts' can
+        go."""
         self._channel.send("all-offered")
 
     def drop_images(self) -> None:
@@ -88,8 +86,8 @@ class Rejoin:
         self.images = []
 
     def join_at_first(self) -> None:
-        """Wait, in a replacement, until the run can take it up. Ends the process if the run does
-        not need it. Does nothing in any other process."""
+        """In a replacement, wait until the run takes it in. Ends the process if the run does not
+        need it. Does nothing in other processes."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
@@ -102,11 +100,8 @@ class Rejoin:
     ) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new
         rank in the environment. Called in the training thread; a second call for the same error
-        returns what the first did.
-
-        `hold`: keeps the state of this process, and returns its step; -1 if there is none; or why
-        this process cannot recover. `at`: the steps that this process has done, -1 if that is not
-        known.
+        returns the same. `hold`: keeps the state of this process, and returns its step, -1 without
+        a state, or why this process cannot recover. `at`: steps done, -1 if unknown.
         """
         if any(link is self._handled for link in chain(error)):
             return True
@@ -130,8 +125,8 @@ class Rejoin:
         return True
 
     def refuse(self, why_not: str) -> None:
-        """Tell the launcher that this process, amid a recovery, will end, and so would another one
-        in its place."""
+        """Tell the launcher that this process will end during a recovery, as a replacement would
+        too."""
         self._channel.send("refuses", why_not=why_not)
 
     def raise_if_lost(self) -> None:
@@ -140,14 +135,13 @@ class Rejoin:
             raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
-        """Leave the old groups. If one more worker was lost meanwhile, its notice was for the new
-        ones."""
+        """Leave the old groups. A notice of another loss meanwhile is for the new groups."""
         leave_groups()
         if self._is_lost.is_set():
             self._abort()
 
     def close(self, *, failed: bool) -> None:
-        """Called when the training has ended: from then on the loss of a worker ends this one
+        """Called at the end of the training: from then on the loss of another worker ends this one
         too."""
         self._has_left.set()
         self.announce("its training has failed" if failed else ENDED)
@@ -226,8 +220,8 @@ def session_was_opened() -> bool:
 
 
 def connect(abort: Callable[[], None], waits: Callable[[], object]) -> Rejoin | None:
-    """Return this process's part in recoveries; None without a launcher that recovers in place. The
-    arguments are those of `Rejoin`."""
+    """Return this process's `Rejoin`, with these arguments; None without a launcher that recovers
+    in place."""
     global _rejoin
     if _rejoin is None and _channel is not None:
         _rejoin = Rejoin(_channel, abort, waits)

@@ -1,5 +1,4 @@
-"""A spare process: it has imported torch and lockstep, and waits to take the place of a worker that
-is lost."""
+"""A spare process: it has imported torch and lockstep, and waits to replace a lost worker."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Spare:
     """A spare process, seen from the launcher."""
 
     def __init__(self, start: Start, environment: Mapping[str, str]) -> None:
-        """`environment`: the variables that all workers have, whatever their rank."""
+        """`environment`: the variables of all workers, without those of a rank."""
         ends = open_channel()
         assert ends is not None, "recovery in place is for Linux"
         self.channel, theirs = ends
@@ -33,8 +32,8 @@ class Spare:
             self.process: WorkerProcess = start({**environment, **told.variables()})
 
     def import_seconds(self) -> float | None:
-        """The seconds that the imports took: a worker's script takes them too, and a spare's does
-        not. None before they are done."""
+        """Seconds of the imports, which a worker's script needs and a spare's does not. None before
+        they are done."""
         if self._import_seconds is None and (message := self.channel.receive(0.0)) is not None:
             self._import_seconds = message["import_seconds"]
         return self._import_seconds
@@ -52,9 +51,9 @@ class Spare:
 
 
 def wait_to_start(environ: MutableMapping[str, str]) -> Channel | None:
-    """In a spare, import what a worker needs, wait until it becomes one, take over its variables,
-    and return the connection. Returns None in any other process. Ends the process if the launcher
-    does not need it."""
+    """In a spare, import a worker's modules, wait until it becomes a worker, take over its
+    variables, and return the connection. Returns None in other processes. Ends the process if the
+    launcher does not need it."""
     told = WorkerStart.read(environ)
     if told is None or told.files is not None or told.channel is None:
         return None
@@ -72,9 +71,8 @@ def wait_to_start(environ: MutableMapping[str, str]) -> Channel | None:
 
 
 def prepare_process() -> None:
-    """Import what training needs, and exempt all objects that there are then from garbage
-    collection: a collection after a recovery, of the modules of the old model, takes milliseconds,
-    instead of 0.2 s."""
+    """Import the modules for training, and exempt all present objects from garbage collection:
+    collecting the old model after a recovery then takes milliseconds instead of 0.2 s."""
     for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
         import_module(name)
     gc.collect()

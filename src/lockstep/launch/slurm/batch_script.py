@@ -13,7 +13,7 @@ from lockstep.launch.termination import PREEMPTED_STATUS
 from lockstep.options import flag
 
 _FIRST_PORT, _PORTS = 10000, 20000
-"""Ports below those that Linux gives to programs that ask for any."""
+"""Ports below the range that Linux assigns to programs."""
 _PORTS_BETWEEN_STEPS = 997
 _ENDED = {
     "COMPLETED",
@@ -44,12 +44,11 @@ class BatchScript:
     gpus_per_node: int | None = None
     """None: the script does not mention GPUs."""
     cpus_per_task: int | None = None
-    """CPUs for all processes of a node. None: the job has its nodes to itself, with all their
-    CPUs."""
+    """CPUs for all processes of a node. None: all, because the job has its nodes to itself."""
     time: str
     """The time limit, as Slurm writes times."""
     signal_seconds: int = 120
-    """Seconds before the limit at which the run is asked to save and end."""
+    """Seconds before the limit when the run must save and end."""
     path: str | None = None
     """The folder that contains `lockstep`, for PATH. None: PATH stays as it is."""
     setup: Sequence[str] = ()
@@ -64,8 +63,9 @@ class BatchScript:
         limit = limit_seconds(self.time)
         if limit is not None and self.signal_seconds >= limit:
             raise LaunchError(
-                f"--signal-before {self.signal_seconds}s with --time {self.time}; the run is asked"
-                " to save and end so long before the limit; give it less, or the job more"
+                f"--signal-before {self.signal_seconds}s with --time {self.time}; the run saves "
+                "and ends that long before the limit; shorten --signal-before, or give the job "
+                "more time"
             )
         setup = [
             *([f"export PATH={shlex.quote(self.path)}:$PATH"] if self.path is not None else []),
@@ -181,7 +181,7 @@ class SlurmStep:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> SlurmStep | None:
-        """The step of this task; None outside of srun, as in a batch script itself. Raises
+        """The step of this task; None outside of srun, as in a batch script. Raises
         `LaunchError`."""
         if "SLURM_STEP_ID" not in environ:
             return None
@@ -209,12 +209,12 @@ class SlurmStep:
             )
         except (KeyError, ValueError) as error:
             raise LaunchError(
-                f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, and the rest of what srun sets is not"
-                f" there or not whole ({error!r}); start the script by srun, or unset SLURM_STEP_ID"
+                f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but srun's other variables are missing "
+                f"or incomplete ({error!r}); start the script by srun, or unset SLURM_STEP_ID"
             ) from None
 
     def check_launchers(self) -> None:
-        """Raise `LaunchError` unless there is one task on each node."""
+        """Raise `LaunchError` unless each node has one task."""
         if any(count != 1 for count in self.tasks):
             raise LaunchError(
                 f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes; it"

@@ -97,10 +97,8 @@ def set_task_variables(environ: MutableMapping[str, str]) -> None:
 
 
 def address_of(node: str) -> str:
-    """The address by which other nodes reach a node. Raises `LaunchError`.
-
-    It is the node's name, or Slurm's address if the name resolves to loopback here, as it often
-    does on the node itself.
+    """The address by which other nodes reach a node: its name, or Slurm's address if the name
+    resolves to loopback here, as it often does on the node. Raises `LaunchError`.
     """
     found = _resolved(node)
     if found is not None and not ipaddress.ip_address(found).is_loopback:
@@ -113,9 +111,9 @@ def address_of(node: str) -> str:
             return listed[1]
     if found is None:
         raise LaunchError(
-            f"the address of the node {node}, the first of the Slurm job, cannot be found, and"
-            " scontrol does not tell it; the nodes meet there; give --rdzv HOST:PORT with an"
-            " address that all of them know"
+            f"the address of {node}, the first node of the Slurm job, cannot be found, not by "
+            "scontrol either; the nodes meet there; give --rdzv HOST:PORT with an address that "
+            "all of them know"
         )
     return node
 

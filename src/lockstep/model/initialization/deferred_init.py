@@ -1,12 +1,10 @@
 """Deferred initialization: a model is built without values, and the initial value of each tensor is
-computed alone.
-
-Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so
-its result does not depend on the operations before it. `DeferredModel.build` runs the user's
-factory on fake tensors and logs every operation that writes; `materialize` replays only those on
-which one tensor depends. Tensors made from values (lists, NumPy, a file) have their values at once,
-and so have results of such tensors alone. If Python asks for a value (`.item()`, `if mask.any():`),
-it is computed from the log."""
+computed alone. Under `KeyedInit` each random operation draws from a generator seeded by the
+operation's number, so its result does not depend on earlier operations. `DeferredModel.build` runs
+the user's factory on fake tensors and logs every operation that writes; `materialize` replays only
+the operations on which one tensor depends. Tensors made from values (lists, NumPy, a file), and
+results of such tensors alone, have their values at once. If Python asks for a value (`.item()`,
+`if mask.any():`), it is computed from the log."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ class DeferredModel:
                     module = factory()
             except Exception as error:
                 raise CannotDefer(_reason(error, recorder)) from error
-            # the factory caught it, and took another branch than it would with values
+            # the factory caught the error, and took another branch than with values
             if recorder.failure is not None:
                 raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
             if not isinstance(module, nn.Module):
@@ -102,9 +100,9 @@ class DeferredModel:
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """Compute one parameter or buffer, given by its name or as it is in the module: a new plain
-        tensor on the CPU. Needs memory only for the tensor and those on which it depends. Torch's
-        default generator keeps its state."""
+        """Compute one parameter or buffer, given as its name or the module's tensor, as a new plain
+        tensor on the CPU. Needs memory only for this tensor and its dependencies. Torch's default
+        generator keeps its state."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]
         if isinstance(source, Tensor):

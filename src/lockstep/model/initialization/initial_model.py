@@ -1,5 +1,4 @@
-"""A model with its initial values: initialized at once, or deferred until it is known which tensors
-this rank holds."""
+"""A model with its initial values, computed at once, or later for the tensors of this rank."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class InitialModel:
     deferred: DeferredModel | None
     """Computes the values of single tensors; None if the module was initialized at once."""
     reason: str | None
-    """Why the module was initialized at once under a plan that asks for deferred initialization;
-    else None."""
+    """Why the module was initialized at once although the plan defers; else None."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums of the values computed on this rank, by name, if there are other ranks."""
@@ -45,10 +43,9 @@ class InitialModel:
     def build(
         cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
     ) -> InitialModel:
-        """Call the factory. The values follow from `key` alone, not from the plan. Every rank calls
-        it. `without_values`: tensors are left empty, and a factory that cannot be deferred is
-        called under the modes that are entered. Raises `RecipeError` if two ranks' models differ in
-        their structure."""
+        """Call the factory. The values depend on `key` alone, not on the plan. Every rank calls it.
+        `without_values`: leave tensors empty, and call a factory that cannot be deferred under the
+        caller's modes. Raises `RecipeError` if two ranks' models differ in their structure."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -71,7 +68,7 @@ class InitialModel:
         return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Give a part's meta parameters and buffers their values, under each of their names in the
+        """Give a part's meta parameters and buffers their values, under all their names in the
         model."""
         if self.deferred is None:
             return
@@ -93,8 +90,8 @@ class InitialModel:
                 )
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts only for `check_values`, which compares them with the
-        holding rank's."""
+        """Compute the values of these parts for `check_values`, which compares them with the rank
+        that holds them."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)

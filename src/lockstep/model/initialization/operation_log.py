@@ -1,4 +1,4 @@
-"""The log of all operations that wrote to a storage, and the replay of those on which one tensor
+"""The log of all operations that wrote to a storage, and the replay of the ones on which a tensor
 depends. The log knows storages; a view is a storage with size, strides and offset. So views need no
 entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q`
 need no special rule."""
@@ -67,7 +67,7 @@ class LoggedOperation:
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
-    """The storages whose former contents do not matter to it."""
+    """The storages whose former contents do not affect it."""
     number: int | None
     generator: Tensor | None
     dtype: torch.dtype
@@ -82,8 +82,8 @@ class OperationLog:
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """The storages seen, by address. They are kept so that no other gets the address; fake ones
-        have no memory."""
+        """The storages seen, by address. They are kept alive so that addresses stay unique; fake
+        ones have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
         """The values of storages that no operation writes."""
 

@@ -1,5 +1,5 @@
-"""The dispatch modes in which a model's factory runs: keyed random operations, and a log of those
-that write."""
+"""The dispatch modes in which a model's factory runs: keyed random operations, and a log of
+writes."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ OVERWRITES = frozenset(
 
 
 class CannotDefer(LockstepError):
-    """A model whose initialization cannot be deferred. The text names the operation and its line in
+    """The model's initialization cannot be deferred. The text names the operation and its line in
     the user's code."""
 
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation
-    inside the context. An operation with its own generator draws from that; `torch.manual_seed`
-    inside has no effect. Python's and NumPy's generators are seeded once, at the start, and all
-    three once more at the end. Operations in other threads and on other devices than the CPU are
-    not covered."""
+    inside the context. An operation with its own generator draws from it; `torch.manual_seed`
+    inside has no effect. Python's and NumPy's generators are seeded once at the start, and all
+    three once at the end. Operations in other threads, and on devices other than the CPU, are not
+    covered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -134,7 +134,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         state = None
         if given is not None:
             state = given.get_state()
-            # for what it does to the generator
+            # for its effect on the generator
             self._now(func, self.values(args), self.values(kwargs), None)
         args, kwargs = tree_map(self._constant, (args, kwargs))
         try:
@@ -153,7 +153,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a tensor with values as a fake one, and copy the values it has now: NumPy may
+        """Return a fake tensor for a tensor with values, and copy its present values: NumPy may
         change them unseen."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
@@ -225,8 +225,8 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
 
 
 def _is_empty(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the operation makes an empty tensor, which will be given the storage of a file or of
-    a copy."""
+    """True if the operation makes an empty tensor that will get the storage of a file or of a
+    copy."""
     on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
     return func is torch.ops.aten.empty.memory_format and 0 in args[0] and on_cpu
 

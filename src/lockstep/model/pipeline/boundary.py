@@ -27,24 +27,23 @@ class Boundary(NamedTuple):
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
-                f"the part {part!r} of the model returns an empty tuple, and the next one is on"
-                " another rank; a stage of a pipeline hands on a tensor or a tuple of tensors;"
-                " have the part return what the next one needs"
+                f"the part {part!r} of the model returns an empty tuple, and the next one is on "
+                "another rank; a stage of a pipeline hands on a tensor or a tuple of tensors; "
+                "return the next part's input"
             )
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 inside = " in a tuple" if isinstance(value, tuple) else ""
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, and"
-                    " the next one is on another rank; a stage of a pipeline hands on a tensor or"
-                    " a tuple of tensors; have the part return those, or join it with the next one"
-                    " in a module of their own"
+                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, "
+                    "and the next one is on another rank; a stage of a pipeline hands on a tensor "
+                    "or a tuple of tensors; return those, or put both parts into one module"
                 )
             if hasattr(tensor, "placements"):
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a distributed tensor, sharded over the"
-                    " tensor axis, and the next one is on another rank; a stage of a pipeline"
-                    " hands on whole tensors; have the part's last layer give its output whole"
+                    f"the part {part!r} of the model returns a distributed tensor, sharded over "
+                    "the tensor axis, and the next one is on another rank; a stage of a pipeline "
+                    "hands on whole tensors; let the part's last layer gather its output"
                 )
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),
@@ -70,15 +69,14 @@ class Boundary(NamedTuple):
         )
 
     def check(self, value: Any, part: str) -> None:
-        """Raise `RecipeError` if a microbatch's output differs from the one that this boundary was
-        discovered from."""
+        """Raise `RecipeError` if a microbatch's output differs from this boundary."""
         found = Boundary.of(value, part)
         if found != self:
             raise RecipeError(
-                f"the part {part!r} of the model returns {found.describe()}, and returned"
-                f" {self.describe()} for another microbatch with inputs of the same shapes; what a"
-                " stage of a pipeline hands on must follow from the shapes of the inputs; have the"
-                " part return one shape, or join it with the next one in a module of their own"
+                f"the part {part!r} of the model returns {found.describe()}, and returned "
+                f"{self.describe()} for another microbatch with inputs of the same shapes; the "
+                "shapes of the inputs must determine a stage's output; return one shape, or put "
+                "the part and the next one into one module"
             )
 
     def describe(self) -> str:
@@ -91,8 +89,8 @@ class Boundary(NamedTuple):
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return received tensors that the first part may change in place and whose gradients can be
-    sent back."""
+    """Return received tensors so that the first part may change them in place, and their gradients
+    can be sent back."""
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 

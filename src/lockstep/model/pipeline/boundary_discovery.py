@@ -1,6 +1,6 @@
-"""The shapes that a pipeline's stages exchange, found by computing one microbatch of each kind
-stage by stage. Torch's own shape inference repeats every part and the loss for each schedule, and
-deadlocks if one rank fails."""
+"""Discovery of the shapes that a pipeline's stages exchange: one microbatch of each kind is
+computed stage by stage. Torch's own shape inference repeats every part and the loss for each
+schedule, and deadlocks if one rank fails."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class BoundaryDiscovery:
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """The first microbatch of each new kind, or, if ranks run in lockstep, all that are new to
-        any of them."""
+        """The first microbatch of each new kind; if ranks run in lockstep, of each kind that is new
+        to any rank."""
         if self._forwards.lockstep_ranks is None:
             firsts = {
                 key: index
@@ -67,7 +67,7 @@ class BoundaryDiscovery:
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
         """A hash of the shapes and types of each microbatch's inputs, from the first rank. Hosts
-        exchange it, and do not wait for their devices."""
+        exchange it without waiting for their devices."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self._world.rank == 0:
             try:
@@ -122,10 +122,10 @@ class BoundaryDiscovery:
             route.append(Boundary.from_json(described))
             if backward and not any(route[-1].gradients):  # every stage has something to train
                 raise RecipeError(
-                    f"the part {self._stages.last_part(stage)!r} of the model hands on"
-                    f" {route[-1].describe()}, and parts up to it have parameters to train, which"
-                    " no gradient would ever reach; freeze those (requires_grad_(False)), or hand"
-                    " on what a gradient can go through: no detach(), no whole numbers"
+                    f"the part {self._stages.last_part(stage)!r} of the model hands on "
+                    f"{route[-1].describe()}, so no gradient reaches the trainable parameters up "
+                    "to it; freeze them (requires_grad_(False)), or hand on a tensor with a "
+                    "gradient: no detach(), no whole numbers"
                 )
             value = self._sent_to_next_stage(stage, value, route[-1])
         return route

@@ -1,5 +1,5 @@
-"""A failure on one rank of a pipeline becomes an error on every rank, so that no rank waits for
-another."""
+"""An exchange that turns a failure on one rank of a pipeline into an error on every rank, so that
+no rank waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PipelineFailure:
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Raise this rank's error, or the first of the others'. Every rank calls it once all know
+        """Raise this rank's error, or the first of another rank. Every rank calls it once all know
         of an error."""
         mine, self.error = self.error, None
         everyone = self._world.gather_values(

@@ -22,8 +22,8 @@ class PipelineLoss:
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
-    """One microbatch. Every rank has the same, in the same order; functions that it does not call
-    may be anything."""
+    """One microbatch. Every rank has the same ones in the same order; a rank may pass anything for
+    functions that it does not call."""
 
     position: tuple[int, ...]
     """The start of its random streams, see `ModuleRandomStreams.start`."""

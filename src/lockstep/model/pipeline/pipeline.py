@@ -38,10 +38,9 @@ from lockstep.plan import Schedule
 
 
 class Pipeline:
-    """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same
-    calls on it. `model`: this rank's parts have their values by the first call. `shards`: the ranks
-    with which a stage's forward has collectives, as with sharded parameters; None if there are
-    none."""
+    """The stages of one model on one rank. Every rank of the pipeline makes one, and the same calls
+    on it. `model`: this rank's parts must have values by the first call. `shards`: the ranks in the
+    collectives of a stage's forward, as with sharded parameters; None without collectives."""
 
     def __init__(
         self,
@@ -203,8 +202,7 @@ class Pipeline:
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank
-        waits for its output; but raise if the forward has collectives, which nothing can
-        replace."""
+        waits for its output; but raise if the forward has collectives, which cannot be replaced."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -235,13 +233,13 @@ class Pipeline:
     def _missing_gradient(self, stage: int) -> None:
         first = self.stages.parts[self.stages.ranges[stage].start]
         self._failure.error = self._failure.error or RecipeError(
-            f"the output of the model's parts from {first!r} on does not depend on the input of"
-            f" {first!r}, so no gradient reaches the trainable parameters of the parts before it;"
-            " freeze those (requires_grad_(False)), or use what they compute"
+            f"the output of the model's parts from {first!r} on does not depend on the input of "
+            f"{first!r}, so no gradient reaches the trainable parameters before it; freeze them "
+            "(requires_grad_(False)), or use their output"
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Zeros instead of a failed forward's output. The gradient of what was received is zero
+        """Zeros instead of a failed forward's output. The gradient of the received tensors is zero
         too."""
         arrived = received_inputs(received) if received else ()
         link = sum(

@@ -1,5 +1,5 @@
-"""A check that a model's forward calls its parts one after another and does nothing in between.
-A pipeline calls the parts and never the model's forward, so both must compute the same."""
+"""A check that a model's forward calls its parts one after another and does nothing in between. A
+pipeline never calls the model's forward, so its parts must compute the same."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class SequentialCheck:
             if handed and (kwargs or len(args) != 1 or args[0] is not handed[-1]):
                 before = self._parts[place - 1]
                 raise _NotSequential(
-                    f"calls {self._parts[place]!r} with something other than the output of"
-                    f" {before!r}, and that alone"
+                    f"must call {self._parts[place]!r} with exactly one argument, the output of "
+                    f"{before!r}"
                 )
             handed.append(_Placeholder(self._parts[place]))
             return handed[-1]
@@ -65,16 +65,15 @@ class SequentialCheck:
         after = (
             f", which comes after {self._parts[place - 1]!r}" if place else ", which comes first"
         )
-        return f"calls another part in the place of {self._parts[place]!r}{after}"
+        return f"calls another part instead of {self._parts[place]!r}{after}"
 
     def _said(self, error: Exception, place: int) -> str:
         after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
-        own = f"does something of its own {after} ({type(error).__name__}: {error})"
+        own = f"has code of its own {after} ({type(error).__name__}: {error})"
         return (
-            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a pipeline"
-            " calls the parts that the recipe's stages name, each with the output of the one"
-            " before, and nothing between them; move what lies between into a part, or name parts"
-            " that hold it"
+            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a "
+            "pipeline calls only the recipe's stages, each with the output of the one before; "
+            "move other code into a part, or name parts that hold it"
         )
 
 
@@ -83,7 +82,7 @@ class _NotSequential(Exception):
 
 
 class _Placeholder:
-    """The output of a part, which can only be passed on."""
+    """A part's output, which the forward can only pass on."""
 
     def __init__(self, part: str) -> None:
         self._part = part

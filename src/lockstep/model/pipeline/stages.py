@@ -19,8 +19,8 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter on several ranks of a pipeline, ascending: gradients are summed, the first counts
-    in the norm."""
+    """A parameter on several ranks (ascending) of a pipeline: its gradients are summed, and the
+    first rank counts it in the norm."""
 
     name: str
     ranks: tuple[int, ...]
@@ -52,9 +52,9 @@ class Stages:
         number of its parameters. Call it before any parameter is removed from the model."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
-                f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; a"
-                " pipeline must know the parts of the model in the order in which they are called;"
-                " name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
+                f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; "
+                "a pipeline must know the model's parts in the order of their calls; name them, "
+                "as in Recipe.stages=['embed', 'blocks.*', 'head']"
             )
         modules = [model.get_submodule(name) for name in parts]
         costs = [numel(module) for module in modules] if costs is None else costs
@@ -69,11 +69,9 @@ class Stages:
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
             names = [parts[unit.start] for unit in units[:8]] + ["..."] * (len(units) > 8)
             raise RecipeError(
-                f"pipeline={ranks}{virtual} makes {count} stages, and the model has trainable"
-                f" parameters for {len(units)} (from"
-                f" {', '.join(names)});"
-                " each stage needs one at least; use a smaller pipeline, or name smaller parts in"
-                " Recipe.stages"
+                f"pipeline={ranks}{virtual} makes {count} stages, and the model has trainable "
+                f"parameters for {len(units)} (from {', '.join(names)}); each stage needs at least "
+                "one; use a smaller pipeline, or name smaller parts in Recipe.stages"
             )
         runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
         ranges = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
@@ -147,15 +145,15 @@ def check_microbatches(count: int, stages: Stages) -> None:
     than stages."""
     if count < len(stages.ranges):
         raise RecipeError(
-            f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer"
-            " microbatches than stages some stages always wait; choose a smaller microbatch, so"
-            f" that a step has {len(stages.ranges)} at least on each data rank, or fewer stages"
+            f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer "
+            "microbatches than stages some stages always wait; choose a smaller microbatch, so "
+            f"that a step has at least {len(stages.ranges)} on each data rank, or fewer stages"
         )
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove the parameters and buffers that none of these parts holds. Modules and the other
-    tensors' names stay."""
+    """Remove the parameters and buffers outside of these parts. Modules and names of other tensors
+    stay."""
     held = {id(tensor) for name in names for tensor in tensors_of(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -187,9 +185,9 @@ def _check_complete(model: nn.Module, parts: Sequence[str]) -> None:
     if left_out:
         more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
         raise RecipeError(
-            f"the recipe's stages leave out {', '.join(left_out[:5])}{more};"
-            " together they must hold every parameter and buffer of the model, since only they are"
-            " called; name the modules that hold these too, or move them into one"
+            f"the recipe's stages leave out {', '.join(left_out[:5])}{more}; a pipeline calls only "
+            "the stages, so they must hold every parameter and buffer; name the modules that hold "
+            "these too, or move them into one"
         )
 
 
@@ -205,10 +203,10 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
                     and module.running_mean is not None
                 ):
                     raise RecipeError(
-                        f"the stages {part!r} and {parts[place]!r} share a {type(module).__name__};"
-                        " its running statistics follow from all of its calls in their order, and"
-                        " two stages of a pipeline compute theirs apart; give each a BatchNorm of"
-                        " its own"
+                        f"the stages {part!r} and {parts[place]!r} share a "
+                        f"{type(module).__name__}; its running statistics follow from all of its "
+                        "calls in their order, but two stages of a pipeline compute separately; "
+                        "give each its own BatchNorm"
                     )
 
 
@@ -228,8 +226,8 @@ def _shared_parameters(
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:
-    """Group the parts so that each group has one part with trainable parameters and those without
-    after it."""
+    """Group the parts: each group is a part with trainable parameters and the parts without that
+    follow it."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
@@ -247,8 +245,9 @@ def _best(
     join: Callable[[float, float], float],
     most: float,
 ) -> list[tuple[float, int]]:
-    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop is the least
-    value of costs[:stop] in `row` runs with no sum above `most`, and the start of the last run."""
+    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop has the
+    least value of costs[:stop] in `row` runs with no sum above `most`, and the start of the last
+    run."""
     length = len(costs)
     sums = [0.0]
     for cost in costs:

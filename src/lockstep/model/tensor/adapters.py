@@ -16,8 +16,8 @@ _ADAPTER_STYLES = {
     "rowwise": ("rowwise", ""),
     "rowwise_split": ("", ""),
 }
-"""Style of a layer -> those of its adapter's matrices: features -> rank, and rank -> features. "":
-whole."""
+"""Style of a layer -> styles of its adapter's matrices: features -> rank, and rank -> features. "":
+unsharded."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:
@@ -30,8 +30,7 @@ def without_adapters(model: Any) -> tuple[str, Any]:
 
 
 def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, with those of each wrapped layer and of its adapters in place of the
-    wrapper's."""
+    """Return the styles, with each wrapper's replaced by styles of its layer and adapters."""
     found: dict[str, str] = {}
     for name, style in chosen.items():
         module: Any = model.get_submodule(name)

@@ -45,7 +45,7 @@ SHAPES = re.compile(
     r" divisible|broadcast|"
     r"should contain \d+ elements"
 )
-"""Messages of torch and Python about sizes that code did not expect."""
+"""Messages of torch and Python about unexpected sizes."""
 
 
 def tensor_parallel(
@@ -94,9 +94,9 @@ def tensor_parallel(
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
-    """All-reduce gradients that are partial sums, such as those of a norm's weight under
-    `sequence`. Every rank of the axis calls it once, after a step's last backward, with zeros for
-    gradients that others have."""
+    """All-reduce gradients that are partial sums, such as a norm's weight's under `sequence`. Every
+    rank of the axis calls it once, after a step's last backward, with zeros for gradients that only
+    others have."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -171,15 +171,15 @@ class _ShardedLayer:
                 else "a 'colwise' layer before it"
             )
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} inputs,"
-                f" of which each of {size} ranks takes its part, and was given {given.shape[-1]};"
-                f" give it {remedy}, or leave it unsharded"
+                f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} "
+                f"inputs, split over {size} ranks, but got {given.shape[-1]}; give it {remedy}, or "
+                "leave it unsharded"
             )
         if is_sharded(given):
             raise RecipeError(
-                f"{self._name} has the style {self._style_name!r}, which takes an unsharded input,"
-                " and was given one that is sharded over the tensor axis; give it 'rowwise', or"
-                " the layer before it 'colwise_gathered'"
+                f"{self._name} has the style {self._style_name!r}, which takes an unsharded input, "
+                "but got one that is sharded over the tensor axis; give it 'rowwise', or the "
+                "layer before it 'colwise_gathered'"
             )
         return Replicate()
 
@@ -263,12 +263,11 @@ def _class_with_tensor_parallel_forward(kind: Any) -> type[nn.Module]:
 def _explained(name: str, layers: Sequence[str], error: Exception) -> str:
     first_line = str(error).partition("\n")[0]
     return (
-        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor"
-        f" axis: {first_line}; between a 'colwise' and a 'rowwise' layer each rank has a part of"
-        " the features, and whole heads of them, so code there must not name their full number:"
-        " write -1 for the heads, as in query.view(batch, length, -1, head_dim) and"
-        " mixed.reshape(batch, length, -1); give query, key and value layers of their own, since"
-        " one for all three is sharded across them; have no norm over the features there; or give"
-        " the first layer 'colwise_gathered' and the second 'rowwise_split', which leave what lies"
-        " between whole"
+        f"the forward of {name} failed with its layers {', '.join(layers)} sharded over the tensor "
+        f"axis: {first_line}; between a 'colwise' and a 'rowwise' layer each rank has some of the "
+        "features, in whole heads, so code there must not name their full number: write -1 for "
+        "the heads, as in query.view(batch, length, -1, head_dim) and mixed.reshape(batch, "
+        "length, -1); use separate layers for query, key and value; have no norm over the "
+        "features there; or give the first layer 'colwise_gathered' and the second "
+        "'rowwise_split', which leave the code between them unsharded"
     )

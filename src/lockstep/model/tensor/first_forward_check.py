@@ -1,13 +1,13 @@
 """A check at the first forward: modules with sharded layers inside compute the same as with full
 layers.
 
-Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
--1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So a
-module's first forward computes it twice more, in evaluation mode and without gradients: with
-sharded and with full layers. Its inputs and outputs must be unsharded, and of several equal modules
-only the first is checked. A rank then holds these layers' full weights: one attention's, or one
-MLP's. Other arguments than tensors and plain values (a cache of keys, which a second forward would
-lengthen) are left out of both."""
+Code on a shard of the features can be wrong without an error:
+`query.view(batch, length, heads, -1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a
+rank no value at all. So a module's first forward computes it twice more, in evaluation mode and
+without gradients: with sharded and with full layers. Its inputs and outputs must be unsharded. Of
+several equal modules only the first is checked. Meanwhile a rank holds these layers' full weights:
+one attention's, or one MLP's. Both forwards leave out arguments other than tensors and plain values
+(a second forward would lengthen a cache of keys)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ROUNDINGS = 8.0
 """Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in
 float32."""
 MAX_GATHERED_ELEMENTS = 2**26
-"""A module is not checked if its sharded layers have more elements than this and than half of all
-sharded ones."""
+"""A module is not checked if its sharded layers have more elements than this, and more than half of
+all sharded layers' elements."""
 
 
 class FirstForwardCheck:
     """Compares outputs of sharded and full layers, once for each of `layers`, whose shards the
-    user's code sees. Every rank of the tensor axis makes one. `unsharded_now`: it adds the layers
-    that shall run with full weights."""
+    user's code sees. Every rank of the tensor axis makes one. `unsharded_now`: gets the layers that
+    run with full weights."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], unsharded_now: set[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
@@ -96,7 +96,7 @@ class FirstForwardCheck:
                     given = tree_map(gather_full, given)
                     with self._whole(inside):
                         whole = _tensors(forward(*given[0], **given[1]))
-                # one that draws numbers, even when it evaluates, draws others for a part than for
+                # a module that draws numbers in evaluation mode draws others for a part than for
                 # the whole
                 if not drew:
                     self._check(name or type(module).__name__, inside, sharded, whole)
@@ -113,7 +113,7 @@ class FirstForwardCheck:
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
-        """Give these layers their full weights inside the context, and let them ignore other
+        """Inside the context, give these layers their full weights, and let them ignore other
         ranks."""
         parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
@@ -153,14 +153,14 @@ class FirstForwardCheck:
             )
             if error > allowed:
                 raise RecipeError(
-                    f"{name} computes something else with its layers"
-                    f" {', '.join(layer.removeprefix(f'{name}.') for layer in layers)} sharded over"
-                    f" the tensor axis: its first output differs by {error:.1g} of its size, where"
-                    f" rounding explains {allowed:.1g}; code between a 'colwise' and a 'rowwise'"
-                    " layer must compute each head, or each feature, from itself alone: write"
-                    " query.view(batch, length, -1, head_dim), with -1 for the heads; no norm or"
-                    " softmax over the features; query, key and value from layers of their own; or"
-                    " give these layers 'colwise_gathered' and 'rowwise_split'"
+                    f"{name} computes something else with its layers "
+                    f"{', '.join(layer.removeprefix(f'{name}.') for layer in layers)} sharded over "
+                    f"the tensor axis: its first output differs by {error:.1g} of its size, where "
+                    f"rounding explains {allowed:.1g}; code between a 'colwise' and a 'rowwise' "
+                    "layer must compute each head, or each feature, separately: write "
+                    "query.view(batch, length, -1, head_dim), with -1 for the heads; use no norm "
+                    "or softmax over the features, and separate layers for query, key and value; "
+                    "or give these layers 'colwise_gathered' and 'rowwise_split'"
                 )
 
 

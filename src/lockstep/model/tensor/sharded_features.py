@@ -7,12 +7,12 @@ in it:
 - The result of a function of a sharded tensor is sharded. If the model returns one, that is an
   error.
 - If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale),
-  each rank computes a part of its gradient, which is all-reduced there: parameters without a style
-  have equal gradients on all ranks.
+  each rank computes a part of its gradient, which is all-reduced: parameters without a style have
+  equal gradients on all ranks.
 - Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard
-  of it (law 2). The sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the
-  last. Attention's own dropout is drawn alike on a CPU; a GPU's kernels draw inside. There, and in
-  other random functions, each rank has a seed of its own.
+  (law 2). The sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the last.
+  Attention's dropout does so on a CPU. In a GPU's kernels, and in other random functions, each rank
+  has its own seed.
 - A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied
   output layer) may meet plain tensors, which are unsharded."""
 
@@ -136,9 +136,9 @@ class ShardedFeatures(TorchFunctionMode):
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.endswith("__") and _needs_gradient(args[0]):
                 raise RecipeError(
-                    f"Tensor.{name} writes what is sharded over the tensor axis into a whole tensor"
-                    f" that has a gradient, of shape {tuple(args[0].shape)}; that gradient would be"
-                    " incomplete on each rank; write it without changing in place"
+                    f"Tensor.{name} writes a tensor that is sharded over the tensor axis into an "
+                    f"unsharded one with a gradient, of shape {tuple(args[0].shape)}; that "
+                    "gradient would be incomplete on each rank; write it out of place"
                 )
 
             def with_full_gradient(item: Any) -> Any:
@@ -157,9 +157,9 @@ class ShardedFeatures(TorchFunctionMode):
             return func(*args, **kwargs)
         if sharded:
             raise RecipeError(
-                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features"
-                " and one that is sharded over the sequence, or a sharded parameter; let the first"
-                " go through a 'rowwise_sequence' layer before, or call that parameter's own layer"
+                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the features "
+                "and one that is sharded over the sequence, or a sharded parameter; pass the "
+                "first through a 'rowwise_sequence' layer, or call that parameter's layer"
             )
         if any(isinstance(tensor, ShardedLogits) for tensor in tensors):
             return func(*args, **kwargs)
@@ -255,8 +255,8 @@ class ShardedFeatures(TorchFunctionMode):
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` with a seed of this rank's own. The default generators of all ranks advance
-        alike."""
+        """Call `func` with this rank's seed. The default generators advance equally on all
+        ranks."""
         device = next(_tensors(args, kwargs)).device
         seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
         with accelerator.preserved_generators(device):
@@ -271,9 +271,9 @@ def checked_output(output: Any, name: str) -> Any:
     def leave(item: Any) -> Any:
         if is_sharded(item):
             raise RecipeError(
-                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over"
-                " the tensor axis, and the loss would see a part of it; end with a 'rowwise'"
-                " layer, or give the output layer the style 'vocabulary' or 'colwise_gathered'"
+                f"an output of {name}, of shape {tuple(item.shape)} on each rank, is sharded over "
+                "the tensor axis, so the loss would see a part of it; end with a 'rowwise' layer, "
+                "or give the output layer the style 'vocabulary' or 'colwise_gathered'"
             )
         return item if isinstance(item, ShardedLogits) else gather_full(item)
 
@@ -290,7 +290,7 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _mapped(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Return a call's arguments with each of them changed, also in lists, tuples and dicts."""
+    """Return a call's arguments with `change` applied to each, also in lists, tuples and dicts."""
     if isinstance(nest, dict):
         return {name: _mapped(change, item) for name, item in nest.items()}
     if type(nest) in (list, tuple):

@@ -1,5 +1,5 @@
 """Logits whose classes are sharded over the tensor axis: the output of the style `loss`. Their
-cross-entropy is computed on shards and sends three numbers a token. Anything else gathers the
+cross-entropy is computed on shards and sends three numbers a token. Other operations gather the
 logits."""
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class ShardedLogits(DTensor):
             name = getattr(func, "__name__", "")
             if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits):
                 raise LossError(
-                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over"
-                    " the tensor axis; each rank has some of the classes; write it without"
-                    " changing in place, or give the output layer the style 'vocabulary'"
+                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over "
+                    "the tensor axis; each rank has some of the classes; write it out of place, "
+                    "or give the output layer the style 'vocabulary'"
                 )
             if name in KEEPS_CLASSES and _is_simple(args[1:]):
                 return tree_map(as_sharded_logits, func(*args, **kwargs))

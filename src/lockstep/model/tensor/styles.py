@@ -76,7 +76,7 @@ HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?h
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
 )
-"""Names of layers that hold several matrices, one below the other."""
+"""Names of layers that stack several matrices."""
 
 
 def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
@@ -92,10 +92,9 @@ def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) 
         # transformers knows how its own layers lie
         if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):
             raise RecipeError(
-                f"the style {style!r} for {name!r}, by its name a layer of several matrices one"
-                f" below the other; sharded in {size} as one, it gives a rank parts of some and"
-                " none of others; make them layers of their own (query, key and value), or give"
-                " this one 'colwise_gathered' and the layer that follows 'rowwise_split'"
+                f"the style {style!r} for {name!r}, which by its name stacks several matrices; a "
+                "shard would hold parts of some and none of others; make separate layers (query, "
+                "key and value), or give this one 'colwise_gathered' and the next 'rowwise_split'"
             )
     for name, module in model.named_modules():
         _check_heads(name, module, chosen, size)
@@ -112,16 +111,15 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
     for name, style in styles.items():
         if name in stages and STYLES[style].exposes_shards:
             raise RecipeError(
-                f"the layer {name!r} is sharded {style!r}, and is called as a stage's part by"
-                " itself; what lies between a layer that gives a sharded output and the one that"
-                " takes it must be in one part; put both layers into a module of their own, and"
-                " name that in Recipe.stages"
+                f"the layer {name!r} is sharded {style!r}, and is a stage's part by itself; a "
+                "layer with a sharded output and the layer that takes it must be in one part; put "
+                "both into one module, and name it in Recipe.stages"
             )
 
 
 def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
-    """Return where the patterns are from, for errors, and the patterns, Hugging Face's with our
-    styles."""
+    """Return the source of the patterns, for errors, and the patterns, with our styles for Hugging
+    Face's."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -130,16 +128,17 @@ def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Map
     theirs = _hugging_face(model)
     if not theirs:
         raise RecipeError(
-            "tensor parallelism on a model without a map of its layers; the axis shards only what"
-            " it is told to; give Recipe(tensor={'blocks.*.query': 'colwise',"
-            " 'blocks.*.projection': 'rowwise', ...}), or set `tensor_plan` on the model"
+            "tensor parallelism on a model without a map of its layers; the axis shards only "
+            "mapped layers; give "
+            "Recipe(tensor={'blocks.*.query': 'colwise', 'blocks.*.projection': 'rowwise', ...}), "
+            "or set `tensor_plan` on the model"
         )
     for pattern, style in theirs.items():
         if style not in HUGGING_FACE:
             raise RecipeError(
-                f"the plan of {type(model).__name__} has {pattern!r}: {style!r}, a style that"
-                f" lockstep does not know; known are {', '.join(HUGGING_FACE)}; give Recipe.tensor"
-                " a map of your own, which may leave these layers whole"
+                f"the plan of {type(model).__name__} has {pattern!r}: {style!r}, an unknown style; "
+                f"known are {', '.join(HUGGING_FACE)}; give Recipe.tensor a map, which may leave "
+                "these layers unsharded"
             )
     return "", {pattern: HUGGING_FACE[style] for pattern, style in theirs.items()}
 
@@ -179,7 +178,8 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
 
 
 def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) -> None:
-    """Give layers that share a weight with a mapped layer a style that shards it alike."""
+    """Give layers that share a weight with a mapped layer a style that shards it in the same
+    way."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in own_parameters(module).values():
@@ -229,9 +229,9 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
         return
     if style == "sequence" and (any(module.children()) or list(module.buffers())):
         raise RecipeError(
-            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers"
-            " inside; it is for what treats every place of the sequence alike; name a norm or a"
-            " dropout"
+            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers "
+            "inside; it is for layers that treat all positions of the sequence alike; name a norm "
+            "or a dropout"
         )
     if "any" not in wanted and (
         kind not in wanted
