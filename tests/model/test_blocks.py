@@ -89,5 +89,5 @@ def test_a_pattern_that_matches_nothing_is_refused():
 
 
 def test_blocks_in_one_another_are_refused():
-    with pytest.raises(RecipeError, match=r"'layers.0' and 'layers.0.linear1' lie in one another"):
+    with pytest.raises(RecipeError, match=r"'layers.0' and 'layers.0.linear1' are nested"):
         blocks_of(Transformer(), ["layers.0", "layers.0.linear1"])

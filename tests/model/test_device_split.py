@@ -313,7 +313,7 @@ def test_a_change_to_a_list_that_would_be_lost_with_its_copy_is_refused() -> Non
     with SecondDevice():
         split(model, _layers(model), TWO, 2)
         with pytest.raises(
-            RecipeError, match=r"^the forward of a Collects changed a list that it was given"
+            RecipeError, match=r"^the forward of a Collects changed a list among its arguments"
         ):
             model(x)
     model = Collected()

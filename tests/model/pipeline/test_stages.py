@@ -78,7 +78,7 @@ def test_any_other_model_must_name_its_parts(model: nn.Module) -> None:
         (["embed", "blocks.*", "blocks.1", "norm", "head"], "match 'blocks.1' twice"),
         (
             ["embed", "blocks.*", "blocks.1.0", "norm", "head"],
-            "'blocks.1' and 'blocks.1.0' lie in one another",
+            "'blocks.1' and 'blocks.1.0' are nested",
         ),
     ],
 )
