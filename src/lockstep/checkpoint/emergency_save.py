@@ -32,7 +32,7 @@ _COMMIT = "commit"
 
 
 class StateChangedError(LockstepError):
-    """The tensors are no longer those of the step."""
+    """The tensors have changed since the step."""
 
 
 def emergency_save(

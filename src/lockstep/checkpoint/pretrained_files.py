@@ -182,7 +182,7 @@ def _pickled(path: Path) -> TensorFiles:
     """Open a torch.save file, memory-mapped."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many types for a file that is not one of its own
+    except Exception as error:  # torch raises many types for a foreign file
         raise _cannot_load(path, error) from error
     tensors = dict(_flat(found, "", path))
     specs = {

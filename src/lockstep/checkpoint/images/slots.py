@@ -1,16 +1,14 @@
-"""The memory that holds the images of one rank: two slots, of which one is complete at any moment.
-
-The memory has no name. It lives as long as any process holds its descriptor. A slot is, from a
-multiple of `SLOT_BYTES` on:
+"""The memory for the images of one rank: two slots, one of which is always complete. The memory has
+no name. It lives as long as any process holds its descriptor. A slot is, from a multiple of
+`SLOT_BYTES` on:
 
     header           step, attempt, rank and number of ranks, position of the text; zeros
                      until all else is written
     file             the rank's file of a checkpoint (safetensors)
     text             JSON: positions of the shards, values, metadata
 
-A write first takes away the header of its slot, and puts a header there last. Thus a process that
-is killed at any moment leaves the other slot as it was. Nothing is hashed: memory is not a disk.
-Linux only.
+A write first removes the header of its slot, and writes a new one last. So a killed process leaves
+the other slot intact. Nothing is hashed: memory is not a disk. Linux only.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class Slot:
         """Allocate memory; the image that is there stays. Raises `OSError`."""
         size = FILE_START + file_bytes
         self.file = torch.empty(0, dtype=torch.uint8)
-        # it raises where a first access would end the process
+        # it raises here; a first access would end the process
         os.posix_fallocate(self._descriptor, self._start, size)
         # page faults make the first write several times slower than later ones
         populated = mmap.MAP_SHARED | mmap.MAP_POPULATE
