@@ -53,8 +53,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lockstep.planner
-from lockstep.planner.machines.costs import FITTED
-from lockstep.planner.machines.fitted import Fitted
+from lockstep.planner.machines.costs import FITTED, Fitted
 
 HELD_OUT = DATA / "held_out.toml"
 FITTED_FILE = Path(lockstep.planner.__file__).parent / "machines" / "fitted.toml"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.parent import die_with_parent
+from lockstep.base.processes import die_with_parent
 from lockstep.data import workers
 from lockstep.launch import worker
 from lockstep.launch.worker_files import WorkerStart
@@ -63,7 +63,7 @@ def test_a_process_whose_parent_lives_goes_on() -> None:
 
 OUTLIVES = """
 import os, signal, sys, time
-from lockstep.base.parent import die_with_parent, outlive_parent
+from lockstep.base.processes import die_with_parent, outlive_parent
 os.setsid()
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked;"))
 die_with_parent(os.getppid())

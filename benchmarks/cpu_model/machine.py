@@ -11,8 +11,8 @@ from math import exp, log
 
 from lockstep.planner.machines.hardware import Cluster, Device, Link
 from lockstep.planner.machines.machine import Machine
-from lockstep.planner.operations import Collective, CollectiveKind, Operation
 from lockstep.planner.simulate import Costs, HostCosts
+from lockstep.planner.trace import Collective, CollectiveKind, Operation
 
 SHARED_AXES = ("replicate", "shard", "data")
 """The mesh axes whose collectives go through shared memory on one host."""

@@ -27,7 +27,7 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.launch.spawn import spawn
-from lockstep.planner.operations import Operation, Phase
+from lockstep.planner.trace import Operation, Phase
 from lockstep.planner.tracing.kernels import kernel
 from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 from lockstep.run import train

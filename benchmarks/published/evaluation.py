@@ -10,10 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.planner.machines.costs import collective_seconds
-from lockstep.planner.machines.fitted import Fitted
+from lockstep.planner.machines.costs import Fitted, collective_seconds
 from lockstep.planner.machines.hardware import parse_target
-from lockstep.planner.operations import Collective
+from lockstep.planner.trace import Collective
 from published import transformer
 from published.machines import device_of
 from published.memory import memory_bytes

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 import numpy as np
 from scipy.optimize import minimize
 
-from lockstep.planner.machines.fitted import Fitted
+from lockstep.planner.machines.costs import Fitted
 from published.rows import Row
 from published.step import predict
 

@@ -7,12 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
-from lockstep.planner.machines.fitted import Fitted
+from lockstep.planner.machines.costs import FITTED, Fitted, collective_seconds, operation_seconds
 from lockstep.planner.machines.hardware import Cluster, Device
-from lockstep.planner.machines.host import host_costs
-from lockstep.planner.operations import Collective, Operation
-from lockstep.planner.trace import DISPATCH
+from lockstep.planner.machines.machine import host_costs
+from lockstep.planner.trace import DISPATCH, Collective, Operation
 from published import transformer
 from published.machines import cluster_of
 from published.memory import fitting_checkpointing

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from math import gcd
 
-from lockstep.planner.operations import ALIGNED, Operation
+from lockstep.planner.trace import ALIGNED, Operation
 from published.rows import Row
 from published.software import Software
 

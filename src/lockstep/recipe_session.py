@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.base.errors import RecipeError
 from lockstep.base.events import Event
 from lockstep.base.field_docs import with_field_docs
-from lockstep.checkpoint.configuration import CONFIGURATION, save_configuration
+from lockstep.checkpoint.saved_model import CONFIGURATION, save_configuration
 from lockstep.launch.termination import Termination
 from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.run_directory import check_tensors

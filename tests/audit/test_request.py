@@ -33,7 +33,7 @@ TIED = """
 import os, subprocess, sys, time
 from functools import partial
 from pathlib import Path
-from lockstep.base.parent import die_with_parent
+from lockstep.base.processes import die_with_parent
 from lockstep.audit.request import AuditRequest
 depth = int(sys.argv[1])
 if depth:

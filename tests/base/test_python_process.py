@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.base.python_process import own_python
+from lockstep.base.processes import own_python
 
 SOURCE = Path(lockstep.__file__).parent
 THE_USERS_OWN_SCRIPT = {"audit/runner.py", "cli/plan.py"}
@@ -24,7 +24,7 @@ def test_every_command_line_of_python_is_made_in_one_place() -> None:
                 ast.unparse(each) == "sys.executable" for each in node.elts
             ):
                 found.add(str(path.relative_to(SOURCE)))
-    assert found == {"base/python_process.py", *THE_USERS_OWN_SCRIPT}
+    assert found == {"base/processes.py", *THE_USERS_OWN_SCRIPT}
 
 
 @pytest.mark.parametrize(

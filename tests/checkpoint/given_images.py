@@ -15,7 +15,7 @@ from checkpoint.states import ATTEMPT, here, laid_out, values
 from torch import Tensor
 
 from lockstep.checkpoint.images.reader import Images, open_images
-from lockstep.checkpoint.memory_image import ImageWriter
+from lockstep.checkpoint.images.writer import ImageWriter
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool

@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint.averaging.greedy_soup import greedy_soup
-from lockstep.checkpoint.averaging.weight_average import AverageMember, WeightAverage, normalised
+from lockstep.checkpoint.averaging import AverageMember, WeightAverage, greedy_soup, normalised
 from lockstep.checkpoint.saved_model import StateDictReader
 
 DTYPES = (

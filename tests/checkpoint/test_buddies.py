@@ -16,8 +16,7 @@ from checkpoint.states import ATTEMPT, loaded, numbered
 from hypothesis import given, strategies as st
 
 from lockstep.checkpoint.images import slots
-from lockstep.checkpoint.images.buddies import buddy_of_each
-from lockstep.checkpoint.memory_image import ImageWriter
+from lockstep.checkpoint.images.writer import ImageWriter, buddy_of_each
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.images import slots
 from lockstep.checkpoint.images.reader import open_images
-from lockstep.checkpoint.memory_image import ImageWriter, image_interval
+from lockstep.checkpoint.images.writer import ImageWriter, image_interval
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool

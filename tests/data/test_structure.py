@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.structure import structure, structure_difference
+from lockstep.data.loader import structure, structure_difference
 
 Pair = namedtuple("Pair", ["x", "y"])
 F, L = torch.zeros(2), torch.zeros(3, dtype=torch.int64)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.base import parent
+from lockstep.base import processes
 from lockstep.base.errors import LaunchError
 from lockstep.data.loader import Loader, Span
 
@@ -119,8 +119,8 @@ def test_sockets_are_in_the_parents_folder_which_it_removes_however_this_process
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "the system's"))
-    monkeypatch.setattr(parent, "_folder", None)
-    parent.use_parents_folder(tmp_path)
+    monkeypatch.setattr(processes, "_folder", None)
+    processes.use_parents_folder(tmp_path)
     loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
     assert len(list(loader.fetch(spans()))) == 6
     assert len(list(tmp_path.glob("pymp-*/listener-*"))) == 1
@@ -129,10 +129,10 @@ def test_sockets_are_in_the_parents_folder_which_it_removes_however_this_process
 
 def test_a_parents_folder_with_a_long_name_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(parent, "_folder", None)
+    monkeypatch.setattr(processes, "_folder", None)
     long = tmp_path / ("a" * 75)
     long.mkdir()
-    parent.use_parents_folder(long)
+    processes.use_parents_folder(long)
     loader = Loader(DATA, seed=0, workers=1, device=torch.device("cpu"))
     assert len(list(tmp_path.glob("pymp-*"))) == 1
     loader.close()

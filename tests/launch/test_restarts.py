@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from lockstep.base.descendants import parents
+from lockstep.base.processes import parents
 from lockstep.launch import worker_processes
 from lockstep.launch.agent import run_workers as run_workers_module
 from lockstep.launch.failures import Ending

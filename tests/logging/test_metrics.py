@@ -18,8 +18,7 @@ from hypothesis import given, strategies as st
 
 from lockstep.base.errors import DataError, RunDirectoryError
 from lockstep.base.events import Event, EventLog
-from lockstep.logging.metrics import MetricsLog
-from lockstep.logging.tensorboard_file import TensorBoardFile
+from lockstep.logging.metrics import MetricsLog, TensorBoardFile
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("CRC32C_SW_MODE", "auto")  # which the import sets, for good

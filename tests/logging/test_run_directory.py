@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.logging.run_directory import RunDirectory, check_tensors, describe_environment
-from lockstep.logging.run_path import default_run_path
+from lockstep.logging.run_files import default_run_path
 
 HOLDER = """
 import os, sys

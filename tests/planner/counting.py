@@ -16,7 +16,7 @@ from torch import Tensor
 import lockstep as ls
 from lockstep.base.torch_private import tree_leaves
 from lockstep.comm.world import World
-from lockstep.planner.operations import CollectiveKind
+from lockstep.planner.trace import CollectiveKind
 from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 
 LEFT_OUT = ("gather_values", "value_of", "any", "gather_ragged", "leave")

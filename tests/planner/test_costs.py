@@ -18,7 +18,7 @@ from lockstep.planner.machines.costs import (
     operation_seconds,
 )
 from lockstep.planner.machines.hardware import known_devices, load_device, load_link, parse_target
-from lockstep.planner.operations import ALIGNED, Collective, CollectiveKind, Operation
+from lockstep.planner.trace import ALIGNED, Collective, CollectiveKind, Operation
 
 H100 = load_device("H100")
 NODES = parse_target("64 x H100")

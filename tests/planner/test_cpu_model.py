@@ -18,9 +18,9 @@ from benchmarks.cpu_model.calibration import calibrated
 from benchmarks.cpu_model.machine import MeasuredMachine, SecondsCurve, machine_of
 from benchmarks.cpu_model.reference import ReferenceStep
 from lockstep.plan import Plan
-from lockstep.planner.operations import Collective, Operation
 from lockstep.planner.predict import predict
 from lockstep.planner.simulate import Costs
+from lockstep.planner.trace import Collective, Operation
 
 SIZES = st.floats(1, 1e12)
 POINTS = st.dictionaries(SIZES, st.floats(1e-7, 10), min_size=1, max_size=8)

@@ -14,7 +14,7 @@ from lockstep.planner.forecast import (
     side_by_side,
     struck,
 )
-from lockstep.planner.machines.fitted import Interval
+from lockstep.planner.machines.costs import Interval
 from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.page import plan_page
 from lockstep.planner.prediction import Prediction, RankPeak

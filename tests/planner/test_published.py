@@ -24,8 +24,7 @@ from published.software import is_known, software_of
 from published.step import layer_seconds, pipeline_seconds, predict, sharded_seconds, tensor_seconds
 from published.unstated import with_schedule
 
-from lockstep.planner.machines.costs import FITTED, INTERVALS
-from lockstep.planner.machines.fitted import Fitted
+from lockstep.planner.machines.costs import FITTED, INTERVALS, Fitted
 
 # its modules have names of folders of tests
 sys.path.remove(str(Path(__file__).parents[2] / "benchmarks"))

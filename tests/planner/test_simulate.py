@@ -11,16 +11,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from planner.subjects import MICROBATCH, recipe, traced
 
-from lockstep.planner.operations import Collective, CollectiveKind, Kind, Operation
 from lockstep.planner.simulate import Costs, HostCosts, StepTime, fused, repeated, simulate
 from lockstep.planner.trace import (
     DISPATCH,
     Await,
     AwaitEvent,
+    Collective,
+    CollectiveKind,
     Communicate,
     Compute,
     Item,
+    Kind,
     Mark,
+    Operation,
     RecordEvent,
     TracedStep,
 )

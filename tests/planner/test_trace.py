@@ -8,15 +8,18 @@ from typing import get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.planner.operations import Collective, CollectiveKind, Operation, sent_bytes
 from lockstep.planner.trace import (
     Cause,
+    Collective,
+    CollectiveKind,
     Communicate,
     Compute,
     Mark,
     MemoryChange,
+    Operation,
     TracedStep,
     peak,
+    sent_bytes,
     with_more_microbatches,
 )
 

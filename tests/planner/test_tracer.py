@@ -26,7 +26,6 @@ from torch.utils.data import TensorDataset
 
 from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
-from lockstep.planner.operations import Operation
 from lockstep.planner.trace import (
     DISPATCH,
     REDUCED,
@@ -34,6 +33,7 @@ from lockstep.planner.trace import (
     Communicate,
     Compute,
     Mark,
+    Operation,
     TracedStep,
     peak,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.search.sampling import first_rung
+from lockstep.search.proposals import first_rung
 
 
 @pytest.mark.parametrize(

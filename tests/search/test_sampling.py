@@ -16,7 +16,7 @@ from search.storages import PARAMETERS, Open, end_as_killed, make_trial, proposa
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.options import LaunchOptions
 from lockstep.recipe.parameters import Parameter
-from lockstep.search.sampling import distribution_of, grid_of
+from lockstep.search.proposals import distribution_of, grid_of
 
 TRIALS = 12
 """More than the 10 that TPE draws at random."""

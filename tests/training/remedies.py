@@ -1868,6 +1868,7 @@ PLACES = (
     "training/losses/*.py",
     "training/optim/*.py",
     "training/reducers/*.py",
+    "training/run.py",
     "training/set_up.py",
     "training/step.py",
 )

@@ -16,7 +16,7 @@ from training.kept import of_all, recipe
 
 import lockstep as ls
 from lockstep.checkpoint.images.reader import open_images
-from lockstep.checkpoint.memory_image import ImageWriter
+from lockstep.checkpoint.images.writer import ImageWriter
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.state import restore, state_of

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lockstep.base.descendants import parents
-from lockstep.base.parent import die_with_parent
+from lockstep.base.processes import die_with_parent, parents
 from lockstep.scripts.request import ScriptRequest
 
 

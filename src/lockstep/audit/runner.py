@@ -14,8 +14,7 @@ from typing import BinaryIO, Literal
 
 from lockstep.audit.request import AuditRequest
 from lockstep.audit.source import ScriptSource
-from lockstep.base.descendants import parents
-from lockstep.base.python_process import own_python
+from lockstep.base.processes import own_python, parents
 from lockstep.base.system import signals
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import OUTPUT, TAIL_LINES, ScriptEnd, run_script

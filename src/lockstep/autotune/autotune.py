@@ -31,7 +31,7 @@ from lockstep.autotune.candidates import (
 from lockstep.autotune.timing import MicrobatchTiming
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.version import __version__
-from lockstep.data.structure import structure
+from lockstep.data.loader import structure
 from lockstep.hooks.checkpointing import saved_recipe
 from lockstep.launch.environment import threads_per_process
 from lockstep.logging.run_directory import device_name

@@ -1,4 +1,4 @@
-"""Files written whole or not at all: the one atomic write."""
+"""Files written whole or not at all, and locks that end with their process."""
 
 from __future__ import annotations
 
@@ -45,3 +45,24 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_LOCKED_BYTE = 1 << 30
+"""Windows hides locked bytes from others: one behind the content."""
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> None:
+    """Lock a file for as long as it is open. Raises `BlockingIOError` if another process holds the
+    lock, `OSError` without locks. `shared`: several may hold it; on Windows it is exclusive."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            raise BlockingIOError(error.errno, error.strerror) from None
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.base.errors import LaunchError
-from lockstep.base.file_lock import try_lock
+from lockstep.base.files import try_lock
 
 _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 _ALIVE = "alive"

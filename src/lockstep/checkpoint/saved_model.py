@@ -193,3 +193,15 @@ def _check_spans(
         at = stop
     if at != size:
         raise ValueError(f"its tensors have {at:,} bytes, and {size:,} are there")
+
+
+CONFIGURATION = "huggingface"
+"""A folder in the run directory."""
+
+
+def save_configuration(model: Any, folder: Path) -> None:
+    """Write a model's configuration, if it has one."""
+    for name in ("config", "generation_config"):
+        save = getattr(getattr(model, name, None), "save_pretrained", None)
+        if callable(save):
+            save(str(folder))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
-from lockstep.base.python_process import own_python
+from lockstep.base.processes import own_python
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.shared_file import SharedFile

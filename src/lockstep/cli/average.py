@@ -16,12 +16,12 @@ from click.core import ParameterSource
 
 from lockstep.base.errors import CheckpointError, DataError, LaunchError, say
 from lockstep.base.foreign_text import show
-from lockstep.checkpoint.averaging.greedy_soup import greedy_soup
-from lockstep.checkpoint.averaging.weight_average import (
+from lockstep.checkpoint.averaging import (
     COUNTER,
     AverageMember,
     WeightAverage,
     check_alike,
+    greedy_soup,
     normalised,
 )
 from lockstep.checkpoint.manifest import DamagedError

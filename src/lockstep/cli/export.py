@@ -17,10 +17,10 @@ from lockstep.base.files import replace_atomically
 from lockstep.base.foreign_files import MOST_BYTES, read_below
 from lockstep.base.foreign_text import show
 from lockstep.base.temporary_folder import locked_folder
-from lockstep.checkpoint.configuration import CONFIGURATION
 from lockstep.checkpoint.integrity import check, read_manifest
 from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
 from lockstep.checkpoint.saved_model import (
+    CONFIGURATION,
     MODEL,
     StateDictReader,
     StoredCheckpoint,

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 
 from lockstep.cli.arguments.launch import options_from
 from lockstep.launch.count import count_processes
-from lockstep.logging.run_files import RESULT
-from lockstep.logging.run_path import numbered
+from lockstep.logging.run_files import RESULT, numbered
 from lockstep.scripts.launch import count_gpus, launch_script
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import never_trained

@@ -285,7 +285,7 @@ def _progress(count: int, plan: str) -> None:
 def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:
     """Return the forecast for the found plans. Raises `PlanError` if no plan can be run."""
     from lockstep.planner.forecast import Forecast, struck
-    from lockstep.planner.machines.fitted import load_fitted
+    from lockstep.planner.machines.costs import load_fitted
 
     cluster, remarks = found.machine.cluster, list[str]()
     if found.ended.why is not None:

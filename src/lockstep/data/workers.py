@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.base.container import LARGER_SHARED_MEMORY
 from lockstep.base.errors import LaunchError, WorkerError
-from lockstep.base.parent import die_with_parent, temporary_folder
+from lockstep.base.processes import die_with_parent, temporary_folder
 from lockstep.base.system import signals
 from lockstep.base.torch_private import shut_down_workers
 from lockstep.data.fetch import Fetcher

@@ -9,7 +9,6 @@ from typing import Literal
 from lockstep.doctor.check_result import CheckResult
 
 _ON = ("1", "true", "yes", "on", "y", "t")
-_OFF = ("0", "false", "no", "off", "n", "f")
 
 
 @dataclass(frozen=True, slots=True)

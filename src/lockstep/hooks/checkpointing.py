@@ -18,7 +18,7 @@ from lockstep.checkpoint.storage import Storage
 from lockstep.comm.recovery.regroup import is_aborted
 from lockstep.comm.world import World
 from lockstep.hooks.checkpointer import Checkpointer
-from lockstep.hooks.metric_names import check_metric
+from lockstep.hooks.metrics import check_metric
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.launch.termination import Terminated
 from lockstep.launch.worker_files import defer_kill, note_saved

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lockstep.base.errors import RecipeError
-from lockstep.hooks.metric_names import check_metric
+from lockstep.hooks.metrics import check_metric
 from lockstep.training.hook import Hook
 from lockstep.training.run import Run
 

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from lockstep.base.errors import RecipeError
-from lockstep.hooks.metric_names import check_metric
-from lockstep.hooks.metrics import Metrics
+from lockstep.hooks.metrics import Metrics, check_metric
 from lockstep.hooks.moving_average import ExponentialMovingAverage
 from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.evaluate import Evaluator

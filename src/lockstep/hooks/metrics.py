@@ -1,13 +1,13 @@
-"""The hook that reads the results of steps at logging steps, and writes metrics.jsonl."""
+"""The hook that writes metrics.jsonl, and the check that a followed metric is measured."""
 
 from __future__ import annotations
 
 import math
 
-from lockstep.base.errors import LossError
+from lockstep.base.errors import LossError, RecipeError
 from lockstep.logging.recorder import Throughput
 from lockstep.training.consensus import Request
-from lockstep.training.hook import ControlHook
+from lockstep.training.hook import ControlHook, Hook
 from lockstep.training.losses.loss import SINGLE
 from lockstep.training.run import Run
 from lockstep.training.step_result import StepResult
@@ -94,3 +94,31 @@ class Metrics(ControlHook):
             else {f"loss/{name}": value for name, value in result.term_losses().items()}
         )
         run.context.recorder.step(run.source.step + 1, values, {**terms, **run.logged})
+
+
+def check_metric(run: Run, name: str, of: str) -> None:
+    """Raise `RecipeError` if no evaluation measures the metric and no user hook may add it. `of`:
+    who follows it."""
+    evaluations = {} if run.recipe is None else run.recipe.evaluations
+    measured = [
+        f"{prefix}{metric}"
+        for prefix, each in evaluations.items()
+        for metric in ("loss", *each.metrics)
+    ]
+    terms = tuple(f"{prefix}loss/" for prefix in evaluations)
+    if (
+        not measured
+        or name in measured
+        or name.startswith(terms)
+        or any(map(_may_add, run.hooks.all))
+    ):
+        return
+    raise RecipeError(
+        f"{of}, which is not measured; measured are {', '.join(measured)}; choose one of these"
+    )
+
+
+def _may_add(hook: Hook) -> bool:
+    return type(hook).after_evaluation is not Hook.after_evaluation and not type(
+        hook
+    ).__module__.startswith("lockstep.")

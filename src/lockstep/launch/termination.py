@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lockstep.base.errors import say
-from lockstep.base.parent import end_with_parent_again, outlive_parent
+from lockstep.base.processes import end_with_parent_again, outlive_parent
 from lockstep.base.system import signals
 from lockstep.launch.worker_files import is_saving, is_shutting_down, was_signal_forwarded
 

@@ -33,7 +33,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
-from lockstep.base.parent import die_with_parent, use_parents_folder
+from lockstep.base.processes import die_with_parent, use_parents_folder
 from lockstep.launch.failures import FailureRecord, exit_status, failure_record
 from lockstep.launch.recovery.channel import Channel, worker_channel
 from lockstep.launch.recovery.rejoin import use_channel

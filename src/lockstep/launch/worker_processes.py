@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.base.descendants import kill_all, with_marker
+from lockstep.base.processes import kill_all, with_marker
 from lockstep.launch.failures import (
     Ending,
     FailureRecord,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import crc32c
+
 from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, cannot_write
 from lockstep.base.files import write_atomically
 from lockstep.base.foreign_files import MOST_BYTES, lines_below
-from lockstep.logging.tensorboard_file import TensorBoardFile
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
 """Keys of every line beside the metrics, whose names they cannot be."""
@@ -124,3 +128,80 @@ def as_number(name: str, value: Any) -> float:
             f"metric {name!r} is {value!r} (a {type(value).__name__}); a metric is a single number;"
             " reduce it, for example by mean()"
         ) from None
+
+
+_SESSION_START = 1
+"""START of SessionLog's `status`."""
+
+
+class TensorBoardFile:
+    """A new event file of TensorBoard: a checksummed `tensorflow.Event` for each step (event.proto,
+    summary.proto, lib/io/record_writer.h). `torch.utils.tensorboard` would take longer to import
+    than all of lockstep."""
+
+    def __init__(self, folder: Path, now: float) -> None:
+        self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open(
+            "ab"
+        )
+        self._write_record(_double_field(1, now) + _text_field(3, "brain.Event:2"))
+
+    def write(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
+        values = b"".join(
+            _bytes_field(1, _text_field(1, name) + _float_field(2, number))
+            for name, number in numbers.items()
+        )
+        self._write_record(_double_field(1, now) + _varint_field(2, step) + _bytes_field(5, values))
+
+    def resume(self, step: int, now: float) -> None:
+        """Tell readers to discard values after `step`."""
+        self._write_record(
+            _double_field(1, now)
+            + _varint_field(2, step + 1)
+            + _bytes_field(7, _varint_field(1, _SESSION_START))
+        )
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_record(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked_checksum(length) + data + _masked_checksum(data))
+
+
+def _masked_checksum(data: bytes) -> bytes:
+    """Return the CRC-32C, masked as TensorFlow does."""
+    checksum = crc32c.crc32c(data)
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _double_field(field: int, value: float) -> bytes:
+    return bytes([field << 3 | 1]) + struct.pack("<d", value)
+
+
+def _float_field(field: int, value: float) -> bytes:
+    # overflows to infinity
+    return bytes([field << 3 | 5]) + struct.pack("<f", ctypes.c_float(value).value)
+
+
+def _varint_field(field: int, value: int) -> bytes:
+    return bytes([field << 3]) + _varint(value)
+
+
+def _text_field(field: int, value: str) -> bytes:
+    return _bytes_field(field, value.encode())
+
+
+def _bytes_field(field: int, value: bytes) -> bytes:
+    return bytes([field << 3 | 2]) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    """Encode seven bits per byte, the lowest first."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])

@@ -32,7 +32,7 @@ from lockstep.logging.run_directory import (
     is_followed,
     note_followed,
 )
-from lockstep.logging.run_path import default_run_path, numbered
+from lockstep.logging.run_files import default_run_path, numbered
 from lockstep.plan import Plan
 from lockstep.saving import Resume
 

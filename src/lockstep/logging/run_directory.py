@@ -25,8 +25,7 @@ from lockstep.base.closing import Closing
 from lockstep.base.container import process_id_space
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import RecipeError, RunDirectoryError
-from lockstep.base.file_lock import try_lock
-from lockstep.base.files import replace_atomically, write_atomically
+from lockstep.base.files import replace_atomically, try_lock, write_atomically
 from lockstep.base.foreign_files import open_below, parse_object, read_object
 from lockstep.base.version import __version__
 

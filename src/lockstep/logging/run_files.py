@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,17 @@ def _read(folder: Path, name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise RunDirectoryError(f"{path} {error}; give another run directory") from None
     return found
+
+
+def default_run_path(script: str | None, now: datetime) -> Path:
+    """Return `runs/<script>-<date>-<time>`, numbered if it exists; `run` if `script` is no file."""
+    stem = Path(script).stem if script and not script.startswith("-") else "run"
+    first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
+    return next(
+        path for path in (numbered(first, number) for number in count(1)) if not path.exists()
+    )
+
+
+def numbered(path: Path, number: int) -> Path:
+    """Return `path`, `path`-2, `path`-3, ..."""
+    return path if number == 1 else path.with_name(f"{path.name}-{number}")

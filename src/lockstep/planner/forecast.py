@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.base.units import size
 from lockstep.plan import Plan
-from lockstep.planner.machines.fitted import Interval
+from lockstep.planner.machines.costs import Interval
 from lockstep.planner.machines.hardware import Cluster
 from lockstep.planner.prediction import Budget, Prediction, budget
 from lockstep.planner.search import Outcome, closest

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.parent import die_with_parent
+from lockstep.base.processes import die_with_parent
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
 from lockstep.hooks.hang.snapshot import error_with_line
 from lockstep.plan import Plan

@@ -11,12 +11,12 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.plan import Plan
 from lockstep.planner.machines.machine import Machine
-from lockstep.planner.operations import Operation
 from lockstep.planner.prediction import Prediction, RankPeak, text
 from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
 from lockstep.planner.trace import (
     ON_HOST,
     Mark,
+    Operation,
     TracedStep,
     offloaded,
     peak,

@@ -7,14 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lockstep.planner.operations import Collective, Operation
 from lockstep.planner.trace import (
     Await,
     AwaitEvent,
+    Collective,
     Communicate,
     Compute,
     Item,
     Mark,
+    Operation,
     RecordEvent,
     TracedStep,
 )

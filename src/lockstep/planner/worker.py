@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import UserError
-from lockstep.base.parent import die_with_parent
+from lockstep.base.processes import die_with_parent
 from lockstep.base.units import size
 from lockstep.hooks.hang.snapshot import error_with_line
 from lockstep.plan import Plan

@@ -22,12 +22,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.base.descendants import descendants, kill_all
 from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
 from lockstep.base.foreign_files import read_object
-from lockstep.base.parent import adopt_orphans, die_with_parent
-from lockstep.base.python_process import own_python
+from lockstep.base.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    kill_all,
+    own_python,
+)
 from lockstep.base.temporary_folder import remove_left_folders
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending

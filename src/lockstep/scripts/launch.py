@@ -12,11 +12,11 @@ from typing import TextIO
 
 from lockstep.base.errors import USER_ERROR_STATUS, say
 from lockstep.base.garbage import collector_paused
-from lockstep.base.python_process import own_python
+from lockstep.base.processes import own_python
 from lockstep.base.system import refuse_on_windows
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.channel import inherited
-from lockstep.logging.run_path import default_run_path
+from lockstep.logging.run_files import default_run_path
 from lockstep.options import LaunchOptions
 from lockstep.scripts.line import ScriptLine
 

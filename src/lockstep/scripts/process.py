@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.base.descendants import descendants, kill_all, parents, with_marker
 from lockstep.base.errors import LaunchError
-from lockstep.base.parent import die_with_parent
+from lockstep.base.processes import descendants, die_with_parent, kill_all, parents, with_marker
 from lockstep.base.system import signals
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.request import REQUEST, ScriptRequest

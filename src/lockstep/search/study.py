@@ -23,8 +23,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from lockstep.base.errors import LaunchError, RecipeError
-from lockstep.base.file_lock import try_lock
-from lockstep.base.files import replace_atomically
+from lockstep.base.files import replace_atomically, try_lock
 from lockstep.base.foreign_files import check_kinds, read_object
 from lockstep.base.urls import without_password
 from lockstep.recipe.parameters import Parameter

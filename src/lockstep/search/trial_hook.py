@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from lockstep.base.errors import RecipeError, UserError
-from lockstep.hooks.metric_names import check_metric
+from lockstep.hooks.metrics import check_metric
 from lockstep.launch.recovery.channel import Channel
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Recipe

@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from lockstep.base.errors import LaunchError, UserError, WorkerError
-from lockstep.base.python_process import own_python
+from lockstep.base.processes import own_python
 from lockstep.testing.leaks import Exempt
 from lockstep.testing.worker import (
     DUMP_SIGNAL,

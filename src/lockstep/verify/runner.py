@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lockstep.base.python_process import own_python
+from lockstep.base.processes import own_python
 from lockstep.evidence.trace import Trace, read_traces
 from lockstep.options import LaunchOptions
 from lockstep.scripts.line import ScriptLine

@@ -20,7 +20,7 @@ from lockstep.planner.machines.hardware import (
     parse_target,
 )
 from lockstep.planner.machines.sheets import GpuReadings, as_toml, link_of, link_path
-from lockstep.planner.operations import Collective, CollectiveKind
+from lockstep.planner.trace import Collective, CollectiveKind
 
 READINGS = GpuReadings(
     name='My "GPU"',

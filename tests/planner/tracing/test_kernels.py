@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.planner.operations import Operation
+from lockstep.planner.trace import Operation
 from lockstep.planner.tracing.kernels import kernel
 from lockstep.planner.tracing.torch_fakes import TorchDispatchMode, flop_registry
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lockstep.base.garbage import freeze_for_good
-from lockstep.base.parent import die_with_parent
+from lockstep.base.processes import die_with_parent
 from lockstep.launch.recovery.channel import Channel, open_channel, worker_channel
 from lockstep.launch.worker_files import WorkerStart
 

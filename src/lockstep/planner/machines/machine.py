@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 from lockstep.plan import Plan
 from lockstep.planner.machines.costs import FITTED, collective_seconds, operation_seconds
 from lockstep.planner.machines.hardware import Cluster
-from lockstep.planner.machines.host import host_costs
-from lockstep.planner.operations import Collective
-from lockstep.planner.simulate import Costs
+from lockstep.planner.simulate import Costs, HostCosts
+from lockstep.planner.trace import Collective
 
 OVERHEAD_BYTES = 1_300_000_000
 """Memory of a GPU's driver context and libraries."""
@@ -54,3 +56,13 @@ class Machine:
             if self.is_gpu and plan.compile
             else self.costs
         )
+
+
+@cache
+def host_costs(*, is_compiled: bool = False) -> HostCosts:
+    """Return a host's costs. `is_compiled`: without Python's and autograd's work for each
+    operation."""
+    sheet = tomllib.loads((Path(__file__).parent / "host.toml").read_text(encoding="utf-8"))
+    launch, marks = sheet["launch"], dict[str, float](sheet["marks"])
+    collectives = {axis: launch + seconds for axis, seconds in sheet["collectives"].items()}
+    return HostCosts(launch if is_compiled else launch + sheet["kernel"], marks, collectives)

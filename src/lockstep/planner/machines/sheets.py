@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.planner.machines.hardware import Device, Link
-from lockstep.planner.operations import Collective, CollectiveKind, sent_bytes
+from lockstep.planner.trace import Collective, CollectiveKind, sent_bytes
 
 ALONE, BETWEEN = "PCIe4", "Ethernet-100G"
 """Links that were not measured: inside a machine with one device, and between machines."""

@@ -17,7 +17,7 @@ from lockstep.base.torch_private import disable_current_modes, forget_distribute
 from lockstep.comm import mesh
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
-from lockstep.planner.operations import CollectiveKind
+from lockstep.planner.trace import CollectiveKind
 from lockstep.planner.tracing.torch_fakes import (
     FakeStore,
     FakeTensor,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.base.torch_private import ITEM, tree_leaves
-from lockstep.planner.operations import ALIGNED, Kind, Operation, Phase
+from lockstep.planner.trace import ALIGNED, Kind, Operation, Phase
 from lockstep.planner.tracing.torch_fakes import flop_registry
 
 WITHOUT_KERNEL = frozenset(

@@ -9,9 +9,9 @@ model's. Only a few copies of one tensor are in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.base.errors import CheckpointError, first_few
 from lockstep.checkpoint.saved_model import StateDictReader
@@ -175,3 +175,26 @@ def _tensor(member: AverageMember, name: str) -> Tensor:
             " checkpoint before it"
         )
     return tensor
+
+
+def greedy_soup(
+    scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]
+) -> list[int] | None:
+    """Return the models whose average is kept, best first; None if every score is NaN.
+
+    Tries the models from best to worse; each stays if the average with it scores better. `measure`:
+    models -> score of their average.
+    """
+    sign = 1 if mode == "min" else -1
+    ordered = sorted(
+        (index for index, score in enumerate(scores) if not math.isnan(score)),
+        key=lambda index: sign * scores[index],
+    )
+    if not ordered:
+        return None
+    chosen, best = ordered[:1], scores[ordered[0]]
+    for index in ordered[1:]:
+        score = measure([*chosen, index])
+        if sign * score < sign * best:
+            chosen, best = [*chosen, index], score
+    return chosen

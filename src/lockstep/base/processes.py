@@ -1,5 +1,4 @@
-"""The parent process: this one dies with it, or saves and ends after it, and uses its temporary
-folder."""
+"""Processes: lockstep's own command lines, descendants and their end, and the parent."""
 
 from __future__ import annotations
 
@@ -7,18 +6,95 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.base.temporary_folder import hold_folder
 
+_POLL_SECONDS = 0.02
+
+
+def parents() -> dict[int, int]:
+    """Return the parent of each running process, without zombies."""
+    if sys.platform != "linux":
+        listed = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False
+        ).stdout
+        rows = [line.split() for line in listed.splitlines()]
+        return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with suppress(OSError):
+                state, parent, *_ = (
+                    Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+                )
+                if state != b"Z":
+                    found[int(entry)] = int(parent)
+    return found
+
+
+def descendants(roots: Collection[int]) -> set[int]:
+    """Return the running descendants of processes, without this one."""
+    by_id = parents()
+    found = set(roots)
+    while more := {pid for pid, parent in by_id.items() if parent in found} - found:
+        found |= more
+    return (found & by_id.keys()) - set(roots) - {os.getpid()}
+
+
+def with_marker(*markers: str) -> set[int]:
+    """Return the processes whose environment has an entry "NAME=value" of `markers`, and their
+    descendants: an orphan keeps it. Linux only."""
+    if sys.platform != "linux" or not markers:
+        return set()
+    wanted = set(map(os.fsencode, markers))
+    marked = {pid for pid in parents() if not wanted.isdisjoint(_environment(pid))} - {os.getpid()}
+    return marked | descendants(marked)
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Return another process's environment as it was started; empty if not allowed."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
+    """Kill what `find` returns until it returns nothing, for so many seconds at most. Returns the
+    names."""
+    killed: dict[int, str] = {}
+    until = time.monotonic() + seconds
+    while (found := find()) and time.monotonic() < until:
+        for pid in sorted(found):
+            killed.setdefault(pid, _name(pid))
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+    return killed
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def own_python(*arguments: str) -> list[str]:
+    """Return a command that imports nothing from the working directory, which may be anybody's.
+    Python itself would, with `-m` and `-c`."""
+    return [sys.executable, "-P", *arguments]
+
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_POLL_SECONDS = 0.1
+_WATCH_SECONDS = 0.1
 _parent: int | None = None
 _is_watched = False  # by a thread
 _folder: str | None = None
@@ -96,7 +172,7 @@ def _end_after_parent(
     while is_asked and time.monotonic() - ended < (
         max(seconds, busy_seconds) if is_busy() else seconds
     ):
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_WATCH_SECONDS)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

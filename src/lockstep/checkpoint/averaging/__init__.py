@@ -1,1 +1,0 @@
-"""Averages of the weights of several models of one architecture ("model soups")."""
