@@ -339,11 +339,9 @@ class Run:
         module = next(each for each in self.modules if model is None or each.model is model)
         scale = 1.0 if module.loss_scale is None else module.loss_scale.value
         named = zip(module.names, module.parameters, strict=True)
-        mine = {
-            name: float(full_tensor(p.grad).double().norm()) / scale
-            for name, p in named
-            if p.grad is not None
-        }
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        norms = module.norm.of_each(list(gradients.values()))
+        mine = {name: norm / scale for name, norm in zip(gradients, norms, strict=True)}
         everyone = self.context.mesh.stages.gather_values(mine)
         return {name: norm for theirs in everyone for name, norm in theirs.items()}
 
