@@ -169,7 +169,8 @@ def provenance(inside: Sequence[Pair], outside: Sequence[Pair], sources: Sequenc
 def intervals(rows: Sequence[Row], outside: Sequence[Pair]) -> str:
     """Return the tables of the intervals."""
     text = (
-        "\n# Measured over predicted: so wide that 80% of a source's rows are inside of one made"
+        "\n"
+        "# Measured over predicted: so wide that 80% of a source's rows are inside of one made"
         " without this source.\n"
     )
     text += (

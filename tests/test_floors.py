@@ -27,8 +27,9 @@ PLANTS = {
     "upward, for type checking only": (
         "lockstep/plan.py",
         (
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lockstep.run import"
-            " Result\n"
+            "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n"
+            "    from lockstep.run import Result\n"
         ),
         "lockstep.plan is not allowed to import lockstep.run",
     ),

@@ -114,7 +114,8 @@ def test_a_test_that_times_out_kills_what_it_started_and_lets_the_next_run(tmp_p
 
 def test_the_end_of_a_forked_command_waits_for_its_threads(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
-        "import atexit, threading, time\natexit.register(print, 'end')\n"
+        "import atexit, threading, time\n"
+        "atexit.register(print, 'end')\n"
         "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
     )
     with forked.use():

@@ -99,8 +99,10 @@ def test_a_page_on_moving_in_has_two_scripts(page: Path) -> None:
 
 def test_links_out_of_docs_lead_to_pages_or_become_text() -> None:
     text = (
-        "[a](../../examples/a.py) [b](../../benchmarks/) [c](../plans.md#x)"
-        " `[d](../../b)`\n```\n[e](../../benchmarks/)\n```\n"
+        "[a](../../examples/a.py) [b](../../benchmarks/) [c](../plans.md#x) `[d](../../b)`\n"
+        "```\n"
+        "[e](../../benchmarks/)\n"
+        "```\n"
     )
     pages = {"examples/a.py": "examples/a.py.md"}
     assert (
@@ -111,8 +113,11 @@ def test_links_out_of_docs_lead_to_pages_or_become_text() -> None:
 
 def test_the_first_mention_of_a_name_is_linked() -> None:
     text = (
-        "# `ls.train`\n`ls.train(x)` and `ls.train`, [`ls.rank`](r.md),"
-        " `other`\n```\n`ls.rank`\n```\n"
+        "# `ls.train`\n"
+        "`ls.train(x)` and `ls.train`, [`ls.rank`](r.md), `other`\n"
+        "```\n"
+        "`ls.rank`\n"
+        "```\n"
     )
     address = {"ls.train": "t", "ls.train(x)": "t", "ls.rank": "r"}.get
     assert (

@@ -41,8 +41,8 @@ OWN = {
     ),
     "processes with a rank each": (
         (
-            "import torch.multiprocessing as mp; from torch import distributed as dist\np ="
-            " mp.Process(target=f, args=(0, 2)); dist.init_process_group('gloo', rank=rank,"
+            "import torch.multiprocessing as mp; from torch import distributed as dist\n"
+            "p = mp.Process(target=f, args=(0, 2)); dist.init_process_group('gloo', rank=rank,"
             " world_size=2)"
         ),
         "torch.multiprocessing.Process",
@@ -60,12 +60,14 @@ TORCHRUN = {
         "import os; import torch.multiprocessing as mp\nr = os.environ['RANK']\nmp.spawn(main)"
     ),
     "it asks for LOCAL_RANK": (
-        "import os; import torch.multiprocessing as mp\nr = int(os.environ.get('LOCAL_RANK',"
-        " 0))\nmp.spawn(main)"
+        "import os; import torch.multiprocessing as mp\n"
+        "r = int(os.environ.get('LOCAL_RANK', 0))\n"
+        "mp.spawn(main)"
     ),
     "it asks with getenv": (
-        "from os import getenv; import torch.multiprocessing as mp\nr ="
-        " getenv('RANK')\nmp.spawn(main)"
+        "from os import getenv; import torch.multiprocessing as mp\n"
+        "r = getenv('RANK')\n"
+        "mp.spawn(main)"
     ),
     "it looks whether RANK is there": (
         "import os; import torch.multiprocessing as mp\nif 'RANK' not in os.environ: mp.spawn(main)"

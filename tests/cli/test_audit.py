@@ -227,10 +227,15 @@ def test_a_right_script_passes_with_its_arguments_modules_and_working_directory(
     (folder / "parts.py").rename(package / "parts.py")
     (folder / "beside.txt").write_text("3")
     (package / "train.py").write_text(
-        "import argparse\nfrom .parts import *\nparser ="
-        " argparse.ArgumentParser()\nparser.add_argument('--epochs')\n"
-        "given = parser.parse_args()\nassert given.epochs == open('beside.txt').read()\n"
-        "dist.init_process_group('gloo')\nprint('trains')\ntrain(int(given.epochs))\n"
+        "import argparse\n"
+        "from .parts import *\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--epochs')\n"
+        "given = parser.parse_args()\n"
+        "assert given.epochs == open('beside.txt').read()\n"
+        "dist.init_process_group('gloo')\n"
+        "print('trains')\n"
+        "train(int(given.epochs))\n"
     )
     ended = audit(
         folder,
@@ -359,8 +364,9 @@ def test_a_rank_that_leaves_early_is_a_finding(folder: Path) -> None:
 @pytest.mark.command
 def test_sigterm_leaves_no_process_and_no_folder(folder: Path) -> None:
     (folder / "train.py").write_text(
-        "import os, time\nopen(f\"pid-{os.environ['RANK']}\","
-        " 'w').write(str(os.getpid()))\ntime.sleep(1000)"
+        "import os, time\n"
+        "open(f\"pid-{os.environ['RANK']}\", 'w').write(str(os.getpid()))\n"
+        "time.sleep(1000)"
     )
     (folder / "tmp").mkdir()
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}

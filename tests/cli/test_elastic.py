@@ -242,9 +242,12 @@ def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(
 def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, agent: Agents) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, time\nimport torch.distributed as dist\nfrom lockstep.base.errors import"
-        " DataError\ndist.init_process_group('gloo')\nif os.environ['RANK'] == '1': raise"
-        " DataError('value; rule; remedy')\ndist.barrier()\n"
+        "import os, time\n"
+        "import torch.distributed as dist\n"
+        "from lockstep.base.errors import DataError\n"
+        "dist.init_process_group('gloo')\n"
+        "if os.environ['RANK'] == '1': raise DataError('value; rule; remedy')\n"
+        "dist.barrier()\n"
     )
     both = [agent(str(script), nnodes="2") for _ in range(2)]
     said = [each.communicate(timeout=90)[1] for each in both]

@@ -370,8 +370,10 @@ def test_a_users_mistake_is_one_message_and_status_2(
 
 def test_neither_command_imports_torch(copied: Path, tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print('torch' in"
-        " sys.modules)"
+        "import sys\n"
+        "from lockstep.cli.main import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
     )
     for arguments in (
         ["inspect", checkpoint_in(copied)],

@@ -278,8 +278,10 @@ def test_nothing_is_left_of_a_page_for_which_there_is_no_room(tmp_path: Path) ->
 def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
     whole(tmp_path / "a", steps=100)
     program = (
-        "import sys\nfrom lockstep.cli.main import main\ntry: main()\nfinally: print({'torch',"
-        " 'numpy'} & set(sys.modules))"
+        "import sys\n"
+        "from lockstep.cli.main import main\n"
+        "try: main()\n"
+        "finally: print({'torch', 'numpy'} & set(sys.modules))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program, "report", str(tmp_path / "a")],

@@ -136,8 +136,9 @@ def test_the_status_of_the_script_is_that_of_the_command(
 def test_sigterm_to_the_command_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, subprocess, time\nprint(os.getpid(), subprocess.Popen(['sleep', '1000']).pid,"
-        " flush=True)\ntime.sleep(1000)"
+        "import os, subprocess, time\n"
+        "print(os.getpid(), subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
+        "time.sleep(1000)"
     )
     with started(
         [LOCKSTEP, "run", "--nproc", "2", str(script)],
@@ -179,8 +180,9 @@ def test_sigkill_to_the_command_leaves_no_worker(tmp_path: Path) -> None:
 def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal, time\nprint(os.getpid(), signal.getsignal(signal.SIGHUP).name,"
-        " flush=True)\ntime.sleep(1000)"
+        "import os, signal, time\n"
+        "print(os.getpid(), signal.getsignal(signal.SIGHUP).name, flush=True)\n"
+        "time.sleep(1000)"
     )
     line = [
         "sh",
@@ -224,8 +226,10 @@ def test_where_nobody_reads_its_words_a_run_is_started_again_and_has_its_own_sta
     tmp_path: Path, restarts: str, status: int
 ) -> None:
     (tmp_path / "train.py").write_text(
-        "import os\nif not os.path.exists('again'):\n    open('again', 'w').close()\n   "
-        " os._exit(3)\n"
+        "import os\n"
+        "if not os.path.exists('again'):\n"
+        "    open('again', 'w').close()\n"
+        "    os._exit(3)\n"
     )
     reader, writer = os.pipe()
     os.close(reader)

@@ -172,8 +172,9 @@ def test_a_second_loss_while_the_others_wait_is_one_recovery_more(
             if rank == 2: threading.Thread(target=lambda: (wait_until(lambda: times("late")), die())).start()
             lose_a_peer()
             """,
-            "import threading\nif rank == 1 and times(1): Path('starts-late-0').touch();"
-            " time.sleep(0.3)\ntrain(7)",
+            "import threading\n"
+            "if rank == 1 and times(1): Path('starts-late-0').touch(); time.sleep(0.3)\n"
+            "train(7)",
         ),
         count=3,
         max_restarts=3,
@@ -345,8 +346,9 @@ def test_one_error_of_a_replacement_is_one_recovery_more(
             if rank == 1: die()
             lose_a_peer()
             """,
-            "if rejoin.is_rejoining and not Path('tried').exists():\n    Path('tried').touch();"
-            " raise ValueError('once')\ntrain(7)",
+            "if rejoin.is_rejoining and not Path('tried').exists():\n"
+            "    Path('tried').touch(); raise ValueError('once')\n"
+            "train(7)",
         ),
         max_restarts=3,
         recovery="in-place",
@@ -366,9 +368,12 @@ def test_a_loss_after_the_training_has_ended_is_no_recovery_in_place(
             """
             wait_until(lambda: times(0) and times(1))
             """,
-            "train(7)\nrejoin.close(failed=False)\nif 'LOCKSTEP_RESTARTED' in os.environ:"
-            " Path(f'why-{rank}').write_text(os.environ['LOCKSTEP_NOT_IN_PLACE'])\nelif rank == 1:"
-            " time.sleep(0.3); die()\nelse: time.sleep(60)",
+            "train(7)\n"
+            "rejoin.close(failed=False)\n"
+            "if 'LOCKSTEP_RESTARTED' in os.environ:"
+            " Path(f'why-{rank}').write_text(os.environ['LOCKSTEP_NOT_IN_PLACE'])\n"
+            "elif rank == 1: time.sleep(0.3); die()\n"
+            "else: time.sleep(60)",
         ),
         max_restarts=1,
         recovery="in-place",

@@ -24,16 +24,19 @@ class Cause(Enum):
     SAME_SAMPLES = (
         "several ranks train on the same samples",
         _ONCE,
-        "give the loader a sampler that splits the data over the ranks:\n    sampler ="
-        " DistributedSampler(dataset)\n    loader = DataLoader(dataset, sampler=sampler, ...)   #"
-        " and sampler.set_epoch(epoch) at each epoch\nan IterableDataset skips the samples of other"
-        " ranks and workers itself: itertools.islice(samples, shard, None, shards)",
+        "give the loader a sampler that splits the data over the ranks:\n"
+        "    sampler = DistributedSampler(dataset)\n"
+        "    loader = DataLoader(dataset, sampler=sampler, ...)   # and sampler.set_epoch(epoch)"
+        " at each epoch\n"
+        "an IterableDataset skips the samples of other ranks and workers itself:"
+        " itertools.islice(samples, shard, None, shards)",
     )
     SAME_ORDER = (
         "every epoch has the same order",
         "each epoch has an order of its own",
-        "call set_epoch before each epoch:\n    for epoch in range(epochs):\n       "
-        " loader.sampler.set_epoch(epoch)",
+        "call set_epoch before each epoch:\n"
+        "    for epoch in range(epochs):\n"
+        "        loader.sampler.set_epoch(epoch)",
     )
     SAMPLES_REPEATED = (
         "samples are seen more than once in an epoch",
@@ -52,61 +55,69 @@ class Cause(Enum):
         "the evaluation counts some samples twice",
         "an evaluation counts each sample exactly once",
         "DistributedSampler pads to a multiple of the ranks; give each rank its own part instead,"
-        " and add up sums and counts:\n    part = Subset(dataset, range(rank, len(dataset),"
-        " world_size))\nwith Accelerate: accelerator.gather_for_metrics instead of"
-        " accelerator.gather",
+        " and add up sums and counts:\n"
+        "    part = Subset(dataset, range(rank, len(dataset), world_size))\n"
+        "with Accelerate: accelerator.gather_for_metrics instead of accelerator.gather",
     )
     DATASETS_DIFFER = (
         "each rank has another dataset",
         _ONCE,
         "make it, and split it, with a seed that all ranks share, whatever seed they have"
-        " otherwise:\n    shared = torch.Generator().manual_seed(0)\n    training, held_out ="
-        " random_split(dataset, lengths, generator=shared)\ndata of each rank's own need no"
-        " DistributedSampler: RandomSampler reads all of them",
+        " otherwise:\n"
+        "    shared = torch.Generator().manual_seed(0)\n"
+        "    training, held_out = random_split(dataset, lengths, generator=shared)\n"
+        "data of each rank's own need no DistributedSampler: RandomSampler reads all of them",
     )
     NOT_REDUCED = (
         "gradients are not reduced",
         _EQUIVALENCE,
         "call the DistributedDataParallel object, not its .module; leave no_sync before the last"
-        " microbatch of a step;\na loop of your own must reduce every parameter:\n    for p in"
-        " model.parameters():\n        dist.all_reduce(p.grad)\n        p.grad /="
-        " dist.get_world_size()",
+        " microbatch of a step;\n"
+        "a loop of your own must reduce every parameter:\n"
+        "    for p in model.parameters():\n"
+        "        dist.all_reduce(p.grad)\n"
+        "        p.grad /= dist.get_world_size()",
     )
     WRONG_SCALE = (
         "the gradient has the wrong scale",
         _EQUIVALENCE,
-        "divide a sum over ranks by the number of ranks, and the loss of a microbatch by the number"
-        " of microbatches in a step, once each:\n    (loss / accumulation_steps).backward()\na sum"
-        " over the count of all ranks is multiplied by world_size where DDP divides by it; a loss"
-        " over gathered values needs a\ngather whose backward adds up the gradients of all ranks:\n"
+        "divide a sum over ranks by the number of ranks, and the loss of a microbatch by the"
+        " number of microbatches in a step, once each:\n"
+        "    (loss / accumulation_steps).backward()\n"
+        "a sum over the count of all ranks is multiplied by world_size where DDP divides by it; a"
+        " loss over gathered values needs a\n"
+        "gather whose backward adds up the gradients of all ranks:\n"
         "    torch.cat(torch.distributed.nn.functional.all_gather(features))",
     )
     REDUCED_EVERY_MICROBATCH = (
         "gradients are reduced in every microbatch, not once a step",
         "the result is right; bytes and time are wasted",
         "keep the reduction for the last microbatch:\n"
-        "    with nullcontext() if last else model.no_sync():\n        loss.backward()\n"
+        "    with nullcontext() if last else model.no_sync():\n"
+        "        loss.backward()\n"
         "with Accelerate: with accelerator.accumulate(model)",
     )
     UNUSED_PARAMETER = (
         "a parameter is used on some ranks only",
         _EQUIVALENCE,
         "DistributedDataParallel(model, find_unused_parameters=True); a loop of your own must"
-        " reduce zeros where p.grad is None,\non every rank and in one order",
+        " reduce zeros where p.grad is None,\n"
+        "on every rank and in one order",
     )
     LOCAL_CLIPPING = (
         "gradients are clipped by the norm of a part of them",
         "clipping uses the norm of the whole reduced gradient",
         "clip after the reduction, and over all shards:"
-        " torch.nn.utils.clip_grad_norm_(model.parameters(), ...) under DDP and"
-        " FSDP2,\nmodel.clip_grad_norm_(...) under FSDP1; accelerator.clip_grad_norm_ only if"
+        " torch.nn.utils.clip_grad_norm_(model.parameters(), ...) under DDP and FSDP2,\n"
+        "model.clip_grad_norm_(...) under FSDP1; accelerator.clip_grad_norm_ only if"
         " accelerator.sync_gradients",
     )
     CLIPPED_SCALED = (
         "gradients are clipped while they are multiplied by the loss scale",
         "clipping uses the norm of the whole reduced gradient",
-        "unscale first:\n    scaler.unscale_(optimizer)\n   "
-        " torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+        "unscale first:\n"
+        "    scaler.unscale_(optimizer)\n"
+        "    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
     )
     STALE_GRADIENTS = (
         "gradients of earlier steps are still in the sum",
@@ -124,8 +135,9 @@ class Cause(Enum):
         "ranks begin with different parameters",
         _REPLICAS,
         "wrap the model in DistributedDataParallel, which sends rank 0's values to all, or do so"
-        " yourself:\n    for tensor in model.state_dict().values():\n        dist.broadcast(tensor,"
-        " src=0)",
+        " yourself:\n"
+        "    for tensor in model.state_dict().values():\n"
+        "        dist.broadcast(tensor, src=0)",
     )
     REPLICAS_DRIFT = (
         "the parameters of the ranks drift apart",
@@ -137,8 +149,8 @@ class Cause(Enum):
         "buffers differ from rank to rank",
         _REPLICAS,
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs;"
-        " DistributedDataParallel(model, broadcast_buffers=True);\nor average the running"
-        " statistics over the ranks before each evaluation and save",
+        " DistributedDataParallel(model, broadcast_buffers=True);\n"
+        "or average the running statistics over the ranks before each evaluation and save",
     )
     OPTIMIZER_STATE_DIFFERS = (
         "the state of the optimizer differs from rank to rank",
@@ -160,10 +172,12 @@ class Cause(Enum):
     NOT_FINITE = (
         "the model's parameters are NaN or infinite",
         "a step applies a gradient that is finite, or none",
-        "give every parameter a value: after model.to_empty(...) each module's reset_parameters(),"
-        " that of the layers too;\nskip a step whose gradient is not finite, as"
-        " torch.amp.GradScaler does:\n    norm = torch.nn.utils.clip_grad_norm_(model.parameters(),"
-        " max_norm)\n    if torch.isfinite(norm):\n        optimizer.step()",
+        "give every parameter a value: after model.to_empty(...) each module's"
+        " reset_parameters(), that of the layers too;\n"
+        "skip a step whose gradient is not finite, as torch.amp.GradScaler does:\n"
+        "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
+        "    if torch.isfinite(norm):\n"
+        "        optimizer.step()",
     )
     SAME_RANDOM_NUMBERS = (
         "all ranks draw the same random numbers",
@@ -174,9 +188,11 @@ class Cause(Enum):
     SAME_AUGMENTATION = (
         "augmentation draws the same random numbers for different samples",
         _STREAMS,
-        "do not set one seed in every worker or on every rank:\n    def seed_worker(worker_id):\n  "
-        "      np.random.seed(torch.initial_seed() % 2**32)\nand give each rank's loader a"
-        " generator of its own: generator=torch.Generator().manual_seed(seed + rank)",
+        "do not set one seed in every worker or on every rank:\n"
+        "    def seed_worker(worker_id):\n"
+        "        np.random.seed(torch.initial_seed() % 2**32)\n"
+        "and give each rank's loader a generator of its own:"
+        " generator=torch.Generator().manual_seed(seed + rank)",
     )
     SEED_RESET = (
         "a seed is set again and again",
@@ -187,8 +203,8 @@ class Cause(Enum):
         "the learning rate schedule runs too fast",
         "the learning rate is a function of the optimizer steps",
         "call scheduler.step() once for each optimizer.step(); with Accelerate, a prepared"
-        " scheduler steps once per process:\ncount the training steps before accelerator.prepare,"
-        " or do not prepare the scheduler",
+        " scheduler steps once per process:\n"
+        "count the training steps before accelerator.prepare, or do not prepare the scheduler",
     )
     SCHEDULE_ON_SKIPPED_STEP = (
         "the schedule goes on although the step was skipped",
@@ -229,7 +245,10 @@ class Cause(Enum):
         "the evaluation runs in train mode",
         "dropout and BatchNorm are off in an evaluation",
         "call model.eval() before it, and model.train() after it:\n"
-        "    model.eval()\n    with torch.no_grad():\n        ...\n    model.train()\n"
+        "    model.eval()\n"
+        "    with torch.no_grad():\n"
+        "        ...\n"
+        "    model.train()\n"
         "functions take the mode themselves: F.dropout(x, p, training=self.training)",
     )
     TRAINING_IN_EVAL_MODE = (
@@ -271,6 +290,7 @@ class Cause(Enum):
     DEPENDS_ON_PROCESSES = (
         "what is learned depends on the number of processes",
         _EQUIVALENCE,
-        "mend the other findings first; then look at what the script computes from the rank or the"
-        " number of processes:\nlearning rate, batch, seeds, the order of the data",
+        "mend the other findings first; then look at what the script computes from the rank or"
+        " the number of processes:\n"
+        "learning rate, batch, seeds, the order of the data",
     )
