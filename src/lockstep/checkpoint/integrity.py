@@ -34,8 +34,7 @@ DAMAGE = (
 
 
 def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
-    """Read and verify the manifest. Raises `DamagedError`, `UnknownFormatError`,
-    `UnreachableError`."""
+    """Read and verify the manifest. Raises `UnreadableError`."""
     with _storage_errors(MANIFEST):
         data = folder.read(name, MANIFEST, 0, _HEAD_BYTES)
         if len(data) == _HEAD_BYTES and begins_as_manifest(data):

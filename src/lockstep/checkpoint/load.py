@@ -21,9 +21,7 @@ from lockstep.checkpoint.integrity import read_block, read_manifest
 from lockstep.checkpoint.manifest import (
     BLOCK_BYTES,
     BlockHashes,
-    DamagedError,
-    UnknownFormatError,
-    UnreachableError,
+    UnreadableError,
 )
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
@@ -113,7 +111,7 @@ class _Block:
 
 class CheckpointReader:
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
-        """Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
+        """Raises `UnreadableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
@@ -135,8 +133,7 @@ class CheckpointReader:
         """Load the saved values into this rank's tensors, whose names and shapes are among the
         saved ones. Every rank calls it.
 
-        If any rank raises `DamagedError` or `UnreachableError`, all do; the state is then partly
-        loaded.
+        If any rank raises `UnreadableError`, all do; the state is then partly loaded.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
@@ -255,14 +252,12 @@ def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
     failure: tuple[str, str] | None = None
     try:
         found = read()
-    except (DamagedError, UnknownFormatError, UnreachableError) as error:
+    except UnreadableError as error:
         failure = type(error).__name__, str(error)
     failures = [each for each in world.gather_values(failure) if each is not None]
     if failures:
         kind, text = failures[0]
-        raise {
-            each.__name__: each for each in (DamagedError, UnknownFormatError, UnreachableError)
-        }[kind](text)
+        raise {each.__name__: each for each in UnreadableError.__subclasses__()}[kind](text)
     return found
 
 

@@ -35,15 +35,19 @@ _HASH = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _HEAD = re.compile(rb'\{"format":(\d{1,9}),"blake3":"([0-9a-f]{32})","content":')
 
 
-class DamagedError(LockstepError):
+class UnreadableError(LockstepError):
+    """A checkpoint that cannot be read."""
+
+
+class DamagedError(UnreadableError):
     """A checkpoint whose bytes are not those written. The text says which."""
 
 
-class UnknownFormatError(LockstepError):
+class UnknownFormatError(UnreadableError):
     """A checkpoint of a format that this version does not know."""
 
 
-class UnreachableError(LockstepError):
+class UnreachableError(UnreadableError):
     """A checkpoint that cannot be read now; the text says why."""
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.base.errors import RecipeError
-from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import UnreadableError
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saved_model import StateDictReader, StoredCheckpoint
 from lockstep.checkpoint.storage import CheckpointName
@@ -96,20 +96,20 @@ def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
 
     try:
         model = StoredCheckpoint(open_storage(folder), name).model(0)
-    except (DamagedError, UnknownFormatError, UnreachableError, OSError) as error:
+    except (UnreadableError, OSError) as error:
         raise of_user(error) from error
 
     def read(key: str, box: Box) -> Tensor:
         try:
             return as_tensor(model, key)[box]
-        except (DamagedError, UnreachableError) as error:
+        except UnreadableError as error:
             raise of_user(error) from error
 
     return TensorFiles(model.specs, read, lambda: None)
 
 
 def as_tensor(model: StateDictReader, name: str) -> Tensor:
-    """Read a tensor of a saved model. Raises `DamagedError`, `UnreachableError`."""
+    """Read a tensor of a saved model. Raises `UnreadableError`."""
     dtype, shape = model.specs[name]
     data = model.read(name)
     return (

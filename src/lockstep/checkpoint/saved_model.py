@@ -46,7 +46,7 @@ class StoredCheckpoint:
     """One checkpoint. Every byte read is verified."""
 
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
-        """Raises `DamagedError`, `UnknownFormatError`, `UnreachableError`."""
+        """Raises `UnreadableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)

@@ -18,7 +18,7 @@ from lockstep.base.foreign_files import MOST_BYTES, read_below
 from lockstep.base.foreign_text import show
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.integrity import check, read_manifest
-from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import DamagedError, UnreadableError
 from lockstep.checkpoint.saved_model import (
     CONFIGURATION,
     MODEL,
@@ -120,7 +120,7 @@ def load(source: str, *, best: bool = False, model: int | None = None) -> dict[s
         reader, _ = _chosen(source, module=model, best=best)
         try:
             return {name: as_tensor(reader, name) for name in reader.specs}
-        except (DamagedError, UnreachableError) as error:
+        except UnreadableError as error:
             raise CheckpointError(
                 f"{source} is damaged, or has changed while it was read: {error}; load another"
             ) from error
@@ -199,7 +199,7 @@ def _best(at: Target) -> CheckpointName | None:
         return named and CheckpointName.parse(named)
     scores = {}
     for name in at.names:
-        with suppress(DamagedError, UnknownFormatError, UnreachableError):
+        with suppress(UnreadableError):
             scores[name] = read_manifest(at.storage, name).metadata.get("score")
     if (found := best_of(scores)) is None:
         raise CheckpointError(
@@ -242,7 +242,7 @@ def saved_model(at: Target, module: int | None) -> tuple[StateDictReader, str]:
                 )
         except DamagedError as error:
             damage = [str(error)]
-        except (UnknownFormatError, UnreachableError) as error:
+        except UnreadableError as error:
             raise CheckpointError(f"checkpoint {name}: {error}") from error
         say(f"warning: checkpoint {name} is damaged: {damage[0]}")
     raise CheckpointError(f"{at.run or at.storage} has no checkpoint to export: {at.none_there}")
@@ -281,7 +281,7 @@ def write_model(
         raise CheckpointError(
             f"cannot write {path}: {error.strerror}; make room, or name another place"
         ) from error
-    except (DamagedError, UnreachableError) as error:
+    except UnreadableError as error:
         raise CheckpointError(
             f"the checkpoint is damaged, or has changed while it was read: {error}; export another"
         ) from error

@@ -17,7 +17,12 @@ from lockstep.base.foreign_text import one_line
 from lockstep.base.units import size
 from lockstep.base.urls import without_password
 from lockstep.checkpoint.integrity import check
-from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import (
+    DamagedError,
+    UnknownFormatError,
+    UnreachableError,
+    UnreadableError,
+)
 from lockstep.checkpoint.saved_model import MODEL, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 from lockstep.cli.arguments.outputs import json_option
@@ -140,7 +145,7 @@ def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
             found.fingerprints = {
                 str(index): fingerprint(stored.model(index)) for index in stored.modules
             }
-    except (DamagedError, UnknownFormatError, UnreachableError) as error:
+    except UnreadableError as error:
         found.state, found.reasons = _STATES[type(error)], [str(error)]
     except OSError as error:
         found.state, found.reasons = "unreachable", [error.strerror or str(error)]

@@ -157,11 +157,14 @@ class Fetcher:
             for tensor in self._data.tensors
         ]
 
-    def _many(self, indices: list[int], epoch: int, during: object) -> Any:
+    def _prepare(self, epoch: int, index: int) -> None:
         if self._set_epoch is not None:
             self._set_epoch(epoch)
         if self._seed_of_samples is not None:
-            seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, epoch, indices[0]), CPU)
+            seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, epoch, index), CPU)
+
+    def _many(self, indices: list[int], epoch: int, during: object) -> Any:
+        self._prepare(epoch, indices[0])
         try:
             return self._data.__getitems__(indices)
         except Exception as error:
@@ -172,10 +175,7 @@ class Fetcher:
             raise
 
     def _one(self, index: int, epoch: int, during: object) -> Any:
-        if self._set_epoch is not None:
-            self._set_epoch(epoch)
-        if self._seed_of_samples is not None:
-            seed_generators(key(self._seed_of_samples, RandomStream.SAMPLE, epoch, index), CPU)
+        self._prepare(epoch, index)
         try:
             return self._data[index]
         except Exception as error:

@@ -13,7 +13,7 @@ from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.base.torch_private import accelerator_groups_failed
 from lockstep.checkpoint.emergency_save import StateChangedError
 from lockstep.checkpoint.integrity import read_manifest
-from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import UnreadableError
 from lockstep.checkpoint.storage import Storage
 from lockstep.comm.recovery.regroup import is_aborted
 from lockstep.comm.world import World
@@ -54,7 +54,7 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
     if world.rank == 0:
         with suppress(OSError):  # `restore` reports it
             for name in reversed(folder.names()):
-                with suppress(DamagedError, UnknownFormatError, UnreachableError):
+                with suppress(UnreadableError):
                     found = read_manifest(folder, name).metadata["recipe"] or {}
                     break
     recipe: dict[str, Any] = world.value_of(0, found)

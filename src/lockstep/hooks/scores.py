@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.checkpoint.integrity import read_manifest
-from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import UnreadableError
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.comm.world import World
 from lockstep.saving import Best, Saving
@@ -82,7 +82,7 @@ class Scores:
         found = []
         if world.rank == 0:
             for name in names:
-                with suppress(DamagedError, UnknownFormatError, UnreachableError):
+                with suppress(UnreadableError):
                     score = read_manifest(folder, name).metadata.get("score")
                     if score is not None and score["metric"] == self.saving.best:
                         found.append([name.step, name.attempt, score["value"]])
