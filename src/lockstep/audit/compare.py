@@ -86,5 +86,5 @@ def add_compare(
         return
     reference, *perturbed = [each for each in runs if each is not None]
     seen = {count: each for count, each in others.items() if each is not None}
-    likely = f"; likely: {audit.findings[0].cause.title}" if audit.findings else ""
+    likely = f"; likely: {audit.findings[0].title}" if audit.findings else ""
     add_result(audit, check_compare(reference, perturbed, seen, likely))

@@ -42,14 +42,25 @@ class Finding:
     names: Sequence[str] = ()
     """The parameters, buffers or files concerned."""
 
+    @property
+    def title(self) -> str:
+        return self.cause.title
+
+    @property
+    def law(self) -> str:
+        return self.cause.law
+
+    @property
+    def remedy(self) -> str:
+        return self.cause.remedy
+
     def as_json(self) -> dict[str, Any]:
         row = asdict(self) | {
             "cause": self.cause.name.lower(),
             "area": self.area.value,
             "names": list(self.names),
         }
-        texts = {name: getattr(self.cause, name) for name in ("title", "law", "remedy")}
-        return row | texts
+        return row | {"title": self.title, "law": self.law, "remedy": self.remedy}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -37,7 +37,7 @@ def audit_page(audit: Audit, source: Mapping[str, Sequence[str]]) -> str:
             (
                 [
                     str(number),
-                    element("a", each.cause.title, href=f"#{number}"),
+                    element("a", each.title, href=f"#{number}"),
                     each.line,
                     "" if each.step is None else str(each.step),
                 ]
@@ -63,13 +63,13 @@ def audit_page(audit: Audit, source: Mapping[str, Sequence[str]]) -> str:
 def _finding(number: int, finding: Finding, source: Mapping[str, Sequence[str]]) -> Html:
     return element(
         "section",
-        element("h2", f"{number}. {finding.cause.title}", id=number, kind="bad"),
-        paragraph(f"Law: {finding.cause.law}."),
+        element("h2", f"{number}. {finding.title}", id=number, kind="bad"),
+        paragraph(f"Law: {finding.law}."),
         paragraph(finding.evidence),
         remark(f"Concerned: {', '.join(finding.names)}") if finding.names else None,
         _source(finding.line, source),
         element("h3", "Remedy"),
-        _remedy(finding.cause.remedy),
+        _remedy(finding.remedy),
     )
 
 

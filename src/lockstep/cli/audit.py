@@ -213,7 +213,7 @@ def show(audit: Audit) -> None:
     for number, finding in enumerate(audit.findings, 1):
         console.print(
             Text(
-                f"{number}. {finding.cause.title}{f' ({finding.line})' if finding.line else ''}",
+                f"{number}. {finding.title}{f' ({finding.line})' if finding.line else ''}",
                 style="bold",
             )
         )
@@ -238,18 +238,16 @@ def _table(audit: Audit) -> object:
     for name in ("", "finding", "line", "evidence"):
         table.add_column(name, justify="left" if name else "right", overflow="fold")
     for number, finding in enumerate(audit.findings, 1):
-        table.add_row(
-            *map(Text, (str(number), finding.cause.title, finding.line, finding.evidence))
-        )
+        table.add_row(*map(Text, (str(number), finding.title, finding.line, finding.evidence)))
     return table
 
 
 def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:
     """Yield the law and the remedy of a finding: prose to wrap, and lines of code."""
-    yield f"law: {finding.cause.law}", False
+    yield f"law: {finding.law}", False
     head = "remedy: "
     for is_code, lines in groupby(
-        finding.cause.remedy.splitlines(), key=lambda line: line.startswith("    ")
+        finding.remedy.splitlines(), key=lambda line: line.startswith("    ")
     ):
         for text in lines if is_code else [head + " ".join(lines)]:
             yield text.removeprefix("    ") if is_code else text, is_code
