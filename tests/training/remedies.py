@@ -1107,7 +1107,7 @@ MODELS = {
     ),
     "an observer": Remedy(
         mistake=trains(model=Observed),
-        says="run the model once on an example in the model's factory",
+        says="run the model once on an example in its factory",
         remedy=trains(model=observed_before),
     ),
     "a codebook that grows": Remedy(
@@ -1809,7 +1809,7 @@ PARTS = {
     "a list between stages, joined": on_several(
         PIPELINE,
         staged(model=lambda: nn.Sequential(Lists(True), Last(), nn.Linear(OUTPUTS, OUTPUTS))),
-        "or put the part and the next one into one module",
+        "or put both parts into one module",
         staged(
             model=lambda: nn.Sequential(
                 nn.Sequential(Lists(True), Last()), nn.Linear(OUTPUTS, OUTPUTS)
