@@ -42,8 +42,7 @@ def launch_script(
         from lockstep.launch.agent.run_workers import run_workers
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        rank = environment["LOCAL_RANK"]
-        added = [f"--local_rank={rank}"] if options.local_rank_argument else []
+        added = [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []
         words = line.words[: len(line.words) - len(line.arguments)]
         return subprocess.Popen(
             own_python("-m", "lockstep.launch.worker", *words, *added, *line.arguments),
