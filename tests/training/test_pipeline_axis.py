@@ -468,7 +468,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "pipeline=3",
         {"model": Skips},
         (
-            "RecipeError: the model's forward calls 'blocks.1' with exactly one argument, the "
+            "RecipeError: the model's forward must call 'blocks.1' with exactly one argument, the "
             "output of 'blocks.0'; a pipeline"
         ),
     ),

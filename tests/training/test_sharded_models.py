@@ -334,7 +334,7 @@ def attempts(
 
 DTYPES = (
     r"RecipeError: the parameter '.*' is torch\.\w+ and '.*' is torch\.\w+; .* name modules of one"
-    r" dtype in Recipe\.blocks, "
+    r" dtype in Recipe\.blocks that every forward calls, "
 )
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "two dtypes": ({"model": half_precise}, DTYPES),

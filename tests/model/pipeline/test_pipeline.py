@@ -241,8 +241,8 @@ def only(name: str, schedule: Schedule) -> str:
             "detached",
             "1f1b",
             (
-                "the part '0' of the model hands on float32 [3, 8] without gradient, and parts up"
-                " to it have parameters to train"
+                "the part '0' of the model hands on float32 [3, 8] without gradient, so no"
+                " gradient reaches the trainable parameters up to it"
             ),
         ),
         (
@@ -261,4 +261,4 @@ def test_stages_that_no_gradient_would_reach_are_refused_on_every_rank(
     one, other = pool.run(2, only, name, schedule)
     assert one == other
     assert text in one
-    assert "freeze those (requires_grad_(False)), or" in one
+    assert "freeze them (requires_grad_(False)), or" in one
