@@ -355,7 +355,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weights elsewhere": (
         {"loss": outside},
-        r"PlanError: .*mixed torch\.Tensor and DTensor; outside of the forward .* use replicate$",
+        r"PlanError: .*mixed torch\.Tensor and DTensor; parameters are sharded .* use replicate$",
     ),
     "an input that is changed": (
         {"model": partial(AfterALayer, in_place=True)},

@@ -88,7 +88,7 @@ def drop_from_graph(
     compared: set[str],
 ) -> None:
     """Drop the casts of the weights from the graph between these nodes and the `is_end` nodes.
-    `weights`: the name of each, by its id. `compared`: names of weights whose casts are compared;
+    `weights`: the name of each, by its id. `compared`: names of weights already compared;
     the backward adds to them."""
     seen = set(waiting)
     while waiting:
