@@ -186,7 +186,7 @@ def test_times_of_a_shared_device_are_no_data_sheet(
         options = ["--nproc", "4", "--share-devices", "--write", str(tmp_path / "mine.toml")]
         ended = CliRunner().invoke(doctor.command, options, standalone_mode=False)
     assert (
-        "--write with --nproc 4 on 2 GPUs; each process has a GPU of its own; give --nproc 2"
+        "--write with --nproc 4 on 2 GPUs; each process needs its own GPU; give --nproc 2"
         in str(ended.exception)
     )
 

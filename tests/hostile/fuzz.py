@@ -36,7 +36,7 @@ from lockstep.cli.arguments.target import Target
 from lockstep.cli.export import final_model
 from lockstep.cli.inspect import inspect_all
 from lockstep.report.reader import read_runs
-from lockstep.report.tables import as_json
+from lockstep.report.tables import report_json
 
 MOST_SECONDS = 2.0
 """Largest time of a command, of the processor."""
@@ -101,7 +101,7 @@ class Fuzz:
             assert found_model is not None
             assert _tensors(found_model[0]) == self._tensors, "its bytes differ"
         else:
-            json.dumps(as_json(read_runs([str(self.run)])), allow_nan=False)
+            json.dumps(report_json(read_runs([str(self.run)])), allow_nan=False)
 
     def _commands(self) -> list[Callable[[], Any]]:
         often = [self.inspect] * 4 + [self.export, self.average, self.read] * 2 + [self.resume] * 3
@@ -138,7 +138,7 @@ class Fuzz:
 
     def read(self) -> None:
         """Read the run as a report does, without its page, which takes much longer."""
-        json.dumps(as_json(read_runs([str(self.run), str(self.other)])), allow_nan=False)
+        json.dumps(report_json(read_runs([str(self.run), str(self.other)])), allow_nan=False)
 
     def report(self) -> None:
         self._said("report", self.run)

@@ -370,8 +370,7 @@ def test_a_loss_after_the_training_has_ended_is_no_recovery_in_place(
             """,
             "train(7)\n"
             "rejoin.close(failed=False)\n"
-            "if 'LOCKSTEP_RESTARTED' in os.environ:"
-            " Path(f'why-{rank}').write_text(os.environ['LOCKSTEP_NOT_IN_PLACE'])\n"
+            "if why := restarted('not_in_place'): Path(f'why-{rank}').write_text(why)\n"
             "elif rank == 1: time.sleep(0.3); die()\n"
             "else: time.sleep(60)",
         ),

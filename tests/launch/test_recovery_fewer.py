@@ -32,7 +32,7 @@ def test_those_that_are_left_go_on_with_fewer(
     ending = run(
         script(
             """
-            if os.environ.get("LOCKSTEP_IN_PLACE"):
+            if restarted("in_place"):
                 return Path(f"was-{rank}").write_text(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}")
             wait_until(lambda: all(map(times, range(4))))
             if rank == 1: die()
@@ -55,7 +55,7 @@ def test_the_others_go_on_until_a_process_that_takes_long_joins(
     ending = run(
         script(
             """
-            if os.environ.get("LOCKSTEP_IN_PLACE") and os.environ["WORLD_SIZE"] == "2": return
+            if restarted("in_place") and os.environ["WORLD_SIZE"] == "2": return
             wait_until(lambda: times(0) and times(1))
             if rank == 1: die()
             lose_a_peer()
@@ -79,7 +79,7 @@ def test_without_a_process_that_takes_long_and_fails_the_others_go_on(
     ending = run(
         script(
             """
-            if os.environ.get("LOCKSTEP_IN_PLACE"):
+            if restarted("in_place"):
                 return time.sleep(1.5)
             wait_until(lambda: times(0) and times(1))
             if rank == 1: die()
@@ -101,7 +101,7 @@ def test_where_fewer_do_not_fit_the_lost_one_is_replaced(run: Starter, tmp_path:
     ending = run(
         script(
             """
-            if os.environ.get("LOCKSTEP_IN_PLACE"): return
+            if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1))
             if rank == 1: die()
             lose_a_peer()

@@ -102,7 +102,9 @@ def test_the_norm_is_exchanged_on_the_device_and_clips_on_the_cpu(
     )
     alone = World(0, 1, 0, 2, ELSEWHERE, owns_group=False)
     mesh: Any = SimpleNamespace(
-        torch_mesh=object(), axis=lambda name: GPU if name == "shard" else alone
+        larger=Plan(shard=2).larger,
+        stages=alone,
+        axis=lambda name: GPU if name == "shard" else alone,
     )
     gradients = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
     with SecondDevice():
@@ -173,7 +175,7 @@ def test_the_canonical_sum_goes_from_the_device_to_gradients_on_the_cpu() -> Non
         SimpleNamespace(sharded_param=p, padded_sharded_param_size=s)
         for p, s in zip([first, frozen, second], sizes, strict=True)
     ]
-    mesh: Any = SimpleNamespace(data=GPU, axis=lambda name: GPU)
+    mesh: Any = SimpleNamespace(data=GPU, replicas=GPU, axis=lambda name: GPU)
     scatter = OrderedScatter(mesh, SimpleNamespace(fsdp_params=held))
     there = There(torch.arange(9.0))
     with SecondDevice() as device:

@@ -137,8 +137,8 @@ def command(
     metrics = None
     if line is not None:
         # beside the output, because a model may be too large for /tmp
-        beside: dict[str, Any] = {"dir": path.absolute().parent, "prefix": f".{path.stem}-"}
-        with ended_by_signals(), tempfile.TemporaryDirectory(**beside) as folder:
+        parent, prefix = path.absolute().parent, f".{path.stem}-"
+        with ended_by_signals(), tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
             evaluations = _Evaluations(line, _launch_options(runs, given), Path(folder))
             for run in runs:
                 run.metrics = evaluations.measure(run.name, run.member.model, run.file)

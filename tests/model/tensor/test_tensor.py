@@ -332,7 +332,7 @@ def first_forward(model: nn.Module, styles: dict[str, str], ranks: int) -> None:
         (
             Fused,
             {"*.projection": "rowwise"},
-            r"has the style 'rowwise' and 16 inputs.*was given 16; give it 'rowwise_split'",
+            r"has the style 'rowwise' and 16 inputs.*got 16; give it 'rowwise_split'",
         ),
     ],
     ids=[

@@ -123,7 +123,7 @@ def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
         more, stop = _own(after, place, flags)
         if stop < len(after):
             raise LaunchError(
-                f"{after[stop]!r} is behind --plans and is no plan; a plan is"
+                f"{after[stop]!r} after --plans is no plan; a plan is"
                 " KEY=VALUE[,KEY=VALUE...], and SCRIPT's arguments come before --plans; write for"
                 " example --plans replicate=2 shard=2"
             )

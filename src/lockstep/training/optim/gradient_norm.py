@@ -180,9 +180,12 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return Σ squares of each row by adding halves of the rows element by element: a GPU's
     reduction kernels choose the order of their sums by the number of rows, which a shard has fewer
     of."""
-    device = matrices[0].device
-    zero = torch.zeros((), dtype=accelerator.wide_dtype(device), device=device)
-    sums = [_squares_of_halves(rows.t(), zero) for rows in matrices]
+    wide = accelerator.wide_dtype(matrices[0].device)
+    zeros = {
+        device: torch.zeros((), dtype=wide, device=device)
+        for device in {rows.device for rows in matrices}
+    }
+    sums = [_squares_of_halves(rows.t(), zeros[rows.device]) for rows in matrices]
     while longer := [place for place, each in enumerate(sums) if len(each) > 1]:
         halves = [torch.split(sums[place], -(-len(sums[place]) // 2)) for place in longer]
         torch._foreach_add_(
