@@ -17,7 +17,7 @@ from lockstep.plan import Plan
 from lockstep.planner.trace import TracedStep
 from lockstep.planner.tracing.tracer import TraceOptions, stage_split, trace_step
 
-WIDTH, HIDDEN, HEADS, BLOCKS, WORDS, LENGTH = 16, 48, 2, 4, 40, 6
+WIDTH, HIDDEN, HEADS, BLOCKS, WORDS, LENGTH = 16, 48, 2, 2, 40, 6
 SAMPLES, GLOBAL_BATCH, MICROBATCH = 96, 8, 2
 
 

@@ -43,8 +43,8 @@ def test_microbatches_that_a_run_would_not_split_are_not_split(changes: dict[str
 def test_an_eager_step_of_a_small_model_takes_as_long_as_its_host_launches_it(plan: str) -> None:
     found = predict(recipe(), Plan.parse(plan), MACHINE)
     assert found.limit == "launches"
-    assert found.seconds > host_costs().kernel * 4 * 80, (
-        "each of 4 microbatches has 80 kernels at least"
+    assert found.seconds > host_costs().kernel * 4 * 40, (
+        "each of 4 microbatches has 40 kernels at least"
     )
     assert found.seconds_with_twice["network"] == pytest.approx(found.seconds, rel=0.05)
 
@@ -81,5 +81,5 @@ def test_the_memory_of_a_pipeline_is_that_of_all_microbatches(
     monkeypatch.setattr("lockstep.planner.predict.ROUNDS", 5)
     whole = predict(given, plan, MACHINE)
     assert [each.bytes for each in told.memory] == pytest.approx(
-        [each.bytes for each in whole.memory], rel=0.02
+        [each.bytes for each in whole.memory], rel=0.03
     )

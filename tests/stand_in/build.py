@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import subprocess
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ def environment(devices: int) -> dict[str, str]:
 
 
 def library() -> Path:
-    """Return the extension's file. It is built once for this torch and these sources, in about 30 s
+    """Return the extension's file. It is built once for this torch and these sources, in about 25 s
     on two cores."""
     sources = sorted(SOURCES.glob("*.cpp"))
     digest = hashlib.sha256(torch.__version__.encode() + " ".join(FLAGS).encode())
@@ -41,24 +40,16 @@ def library() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            with ThreadPoolExecutor(2) as pool:
-                objects = list(pool.map(lambda source: _compiled(source, folder), sources))
-            libraries = [f"-L{path}" for path in library_paths()]
+            includes = [*include_paths(), sysconfig.get_paths()["include"], str(SOURCES)]
             linked = folder / "linked.so"
-            names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-            subprocess.run(
-                ["g++", "-shared", *map(str, objects), "-o", str(linked), *libraries, *names],
-                check=True,
-            )
+            command = ["g++", "-shared", *FLAGS, *(f"-I{path}" for path in includes)]
+            command += ["-x", "c++", "-", *(f"-L{path}" for path in library_paths())]
+            command += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-o", str(linked)]
+            # One translation unit: torch's headers take longer to parse than these files.
+            text = "".join(f'#include "{path.name}"\n' for path in sources)
+            subprocess.run(command, input=text.encode(), check=True)
             linked.rename(built)
     return built
-
-
-def _compiled(source: Path, folder: Path) -> Path:
-    made = folder / f"{source.stem}.o"
-    includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
-    subprocess.run(["g++", *FLAGS, *includes, "-c", str(source), "-o", str(made)], check=True)
-    return made
 
 
 if __name__ == "__main__":
