@@ -44,5 +44,6 @@ def devices() -> Iterator[WorkerPool]:
             "lockstep.model.pipeline.stage",
             "torch.distributed.checkpoint",
         ],
+        keep_workers=True,
     ) as pool:
         yield pool
