@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from safetensors import safe_open
@@ -54,6 +55,9 @@ WEIGHTS = {"a": [1.5, -2.0, 3.0, 0.5], "b": [0.5, -2.0, 3.0, 0.75], "far": [1.0,
 
 
 def average(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command: in a fork, if it starts no thread to evaluate."""
+    if "--evaluate" not in arguments:
+        return forked.lockstep("average", *arguments, folder=folder)
     return subprocess.run(
         [LOCKSTEP, "average", *arguments],
         cwd=folder,

@@ -24,18 +24,7 @@ from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.logging.run_directory import RunDirectory, check_tensors, describe_environment
 from lockstep.logging.run_files import default_run_path
 
-HOLDER = """
-import os, sys
-from pathlib import Path
-from lockstep.logging.run_directory import RunDirectory
-
-directory = RunDirectory.create(Path(sys.argv[1]))
-if sys.argv[2] == "forks" and os.fork() == 0:
-    os.write(1, b"child\\n")
-else:
-    os.write(1, b"held\\n")
-sys.stdin.read()
-"""
+HOLDER = Path(__file__).parents[1] / "scripts" / "holder.py"
 
 
 @contextmanager
@@ -43,7 +32,7 @@ def holder(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the run directory `path`, and with "forks" a child of it that
     outlives it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path), how],
+        [sys.executable, str(HOLDER), str(path), how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -83,6 +72,7 @@ def test_the_path_is_absolute_so_that_a_script_may_change_its_working_directory(
         assert directory.path == tmp_path / "here"
 
 
+@pytest.mark.forks
 def test_a_directory_held_by_another_process_is_refused_with_that_process_named(
     tmp_path: Path,
 ) -> None:
@@ -102,6 +92,7 @@ def test_a_directory_held_by_another_process_is_refused_with_that_process_named(
     RunDirectory.create(tmp_path).close()
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("how", ["alone", "forks"])
 def test_the_claim_of_a_killed_process_is_void_at_once_even_where_a_child_of_it_lives_on(
     tmp_path: Path, how: str
