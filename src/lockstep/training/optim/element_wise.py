@@ -21,6 +21,21 @@ TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves, which is
 rounding."""
 
+KNOWN = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+"""torch's optimizers that update each element by itself. Others are tried."""
+
 # groups, and the shapes of the tensors that each is tried on
 _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
@@ -28,6 +43,7 @@ _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
     """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that
     they need whole. Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
+    optimizers = [optimizer for optimizer in optimizers if type(optimizer) not in KNOWN]
     axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
         raise RecipeError(
