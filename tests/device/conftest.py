@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from processes import pools
 from stand_in import build
 
 from lockstep.testing.pool import WorkerPool
@@ -46,4 +47,6 @@ def devices() -> Iterator[WorkerPool]:
         ],
         keep_workers=True,
     ) as pool:
+        pools.append(pool)
         yield pool
+        pools.remove(pool)
