@@ -40,6 +40,18 @@ def test_those_that_are_not_tried_would_pass(kind: Any) -> None:
     assert {parameter: dict(state) for parameter, state in optimizer.state.items()} == before
 
 
+def test_a_known_optimizer_whose_step_has_a_hook_is_tried() -> None:
+    optimizer = torch.optim.SGD(matrix(), lr=0.01)
+
+    def divide_by_the_norm(optimizer: Any, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad /= parameter.grad.norm()
+
+    assert not needing_whole_tensors([optimizer], Plan(shard=2))
+    optimizer.register_step_pre_hook(divide_by_the_norm)
+    assert needing_whole_tensors([optimizer], Plan(shard=2)) == [optimizer]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import disable_current_modes
+from lockstep.base.torch_private import disable_current_modes, has_step_hooks
 from lockstep.plan import Plan
 
 ROWS, COLUMNS, STEPS = 8, 12, 3
@@ -43,7 +43,7 @@ _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
     """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that
     they need whole. Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
-    optimizers = [optimizer for optimizer in optimizers if type(optimizer) not in KNOWN]
+    optimizers = [optimizer for optimizer in optimizers if not _is_known(optimizer)]
     axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
         raise RecipeError(
@@ -74,6 +74,12 @@ def is_element_wise(optimizer: Optimizer) -> bool:
         if dims and _differs(optimizer, group, _shape(dims)):
             return False
     return True
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """True for an optimizer of `KNOWN` whose step nobody has changed."""
+    is_changed = has_step_hooks(optimizer) or "step" in vars(optimizer)
+    return type(optimizer) in KNOWN and not is_changed
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
