@@ -74,6 +74,15 @@ def test_the_norms_and_the_state_are_those_of_one_process_on_every_rank(
     )
 
 
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_with_bitwise_numerics_the_norms_have_the_bits_of_one_process(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    _, norms, _ = ask(str(tmp_path / "alone"), "replicate=1,numerics=bitwise")
+    run_dir, plan = str(tmp_path / "run"), f"{plan},numerics=bitwise"
+    assert [found for _, found, _ in pool.run(2, ask, run_dir, plan)] == [norms, norms]
+
+
 def test_the_norms_are_without_the_loss_scale(tmp_path: Path) -> None:
     _, norms, _ = ask(str(tmp_path / "fp32"), "replicate=1")
     _, scaled, _ = ask(str(tmp_path / "fp16"), "replicate=1", "fp16")

@@ -44,7 +44,8 @@ class GradientNorm:
         """Return the norm. With numerics=bitwise its bits do not depend on the sharding."""
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
-            return self._number(self._sum_of_rows(gradients, parts).sqrt())
+            rows = self._squares_of_all_rows(gradients, parts)
+            return self._number(torch.cat([self._empty(), *rows]).sum().sqrt())
         if not self._in_parts:
             return combined(self._of_each(parts, torch._foreach_norm))
         squares = torch.zeros(
@@ -64,14 +65,21 @@ class GradientNorm:
         return self._number(squares.sqrt())
 
     def of_each(self, gradients: Sequence[Tensor]) -> list[float]:
-        """Return the norm of each gradient. One reduction over each axis, and one wait."""
+        """Return the norm of each gradient, with the bits of `of`. One reduction over each axis,
+        and one wait."""
         if not gradients:
             return []
         wide, device = accelerator.wide_dtype(self._shards.device), self._shards.device
-        norms = torch.stack([to_local(each).to(wide).norm().to(device) for each in gradients])
-        if self._parts:
-            counts = torch.tensor([float(self._counts(each)) for each in gradients], device=device)
-            squares = norms.square() * counts
+        parts = [to_local(each) for each in gradients]
+        if self._bitwise:
+            rows = self._squares_of_all_rows(gradients, parts)
+            norms = torch.stack([squares.sum().sqrt() for squares in rows])
+        else:
+            norms = torch.stack([part.to(wide).norm().to(device) for part in parts])
+        if self._parts and not self._bitwise:
+            counts = torch.tensor([self._counts(each) for each in gradients], device=device)
+            # not a product: the norm may be infinite
+            squares = torch.where(counts, norms.square(), 0.0)
             for axis in self._parts.values():
                 axis.all_reduce(squares)
             norms = squares.sqrt()
@@ -122,30 +130,27 @@ class GradientNorm:
     def _number(self, value: Tensor) -> Tensor | float:
         return value.item() if value.is_cpu else value
 
-    def _sum_of_rows(self, gradients: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        """Return Σ squares in float64: within each row of each gradient (a shard has full rows),
-        then over all rows."""
-        empty = torch.zeros(
-            0, dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device
-        )
+    def _empty(self) -> Tensor:
+        device = self._shards.device
+        return torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)
+
+    def _squares_of_all_rows(
+        self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return Σ squares of each row of each gradient, in float64. A shard has full rows."""
+        device = self._shards.device
         rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
-        squares = self._of_each(parts, squares_of_rows, rows)
-        mine = torch.cat([empty, *[square.to(empty.device) for square in squares]])
+        squares = [each.to(device) for each in self._of_each(parts, squares_of_rows, rows)]
         if self._shards.size == 1:
-            return mine.sum()
+            return squares
         local_rows = [
             [_local_rows(count, rank, self._shards.size) for count in rows]
             for rank in range(self._shards.size)
         ]
+        mine = torch.cat([self._empty(), *squares])
         everyone = self._shards.gather_rows(mine, [sum(counts) for counts in local_rows])
         pieces = torch.split(everyone, [count for counts in local_rows for count in counts])
-        return torch.cat(
-            [
-                pieces[rank * len(rows) + place]
-                for place in range(len(rows))
-                for rank in range(self._shards.size)
-            ]
-        ).sum()
+        return [torch.cat(pieces[place :: len(rows)]) for place in range(len(rows))]
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
