@@ -18,7 +18,7 @@ import hypothesis
 import psutil
 import pytest
 import torch
-from processes import let_signals_end_what_tests_start, pools
+from processes import let_signals_end_what_tests_start
 
 from lockstep.testing import leaks
 from lockstep.testing.pool import WorkerPool
@@ -27,6 +27,7 @@ from lockstep.testing.worker import loopback_store
 PASSED = pytest.StashKey[bool]()
 FOLDER = pytest.StashKey[str]()
 WARM = pytest.StashKey[bool]()
+pools: list[WorkerPool] = []
 PRELOADED = (
     "lockstep.run",
     "lockstep.autotune.autotune",

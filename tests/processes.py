@@ -11,10 +11,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from lockstep.testing.pool import WorkerPool
-
-pools: list[WorkerPool] = []
-"""Pools of the whole session, whose processes and descriptors are no leaks of a test."""
 IGNORED_IN_THE_BACKGROUND = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 """Signals that `nohup`, or a shell that starts a job with `&`, has a process ignore. It passes that
 on to all that it starts."""

@@ -24,8 +24,6 @@ from lockstep.comm.segment import ExchangeError, Unavailable
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
 
-pytestmark = pytest.mark.usefixtures("new_workers")  # they change modules
-
 SIZES = (0, 1, 7, 5000, 300_000)
 
 

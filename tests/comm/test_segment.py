@@ -36,8 +36,6 @@ from lockstep.testing import leaks
 from lockstep.testing.pool import WorkerPool
 from lockstep.testing.worker import loopback_store
 
-pytestmark = pytest.mark.usefixtures("new_workers")  # they change modules
-
 # Small, so that a collective takes many rounds.
 BUFFER_BYTES = 16 << 10
 # A death is told within a second; this is for a machine with more to do.

@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from processes import pools
 from stand_in import build
 
 from lockstep.testing.pool import WorkerPool
@@ -47,6 +46,4 @@ def devices() -> Iterator[WorkerPool]:
         ],
         keep_workers=True,
     ) as pool:
-        pools.append(pool)
         yield pool
-        pools.remove(pool)

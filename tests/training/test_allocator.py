@@ -21,8 +21,6 @@ from lockstep.training.set_up import (
     keep_freed_memory,
 )
 
-pytestmark = pytest.mark.usefixtures("new_workers")  # they change the allocator
-
 CODE = """
 import ctypes, resource, sys, torch
 from lockstep.training.set_up import keep_freed_memory

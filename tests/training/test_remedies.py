@@ -33,8 +33,6 @@ GROUPS = sorted(
     {(section, case.plan) for section, cases in SECTIONS.items() for case in cases.values()}
 )
 
-pytestmark = pytest.mark.usefixtures("new_workers")  # they change modules
-
 
 def follow(folder: str, axes: str, names: list[str]) -> dict[str, Outcome]:
     found = {}

@@ -103,9 +103,9 @@ class WorkerPool:
     run fails. With `check_leaks`, a run fails if a rank leaks a process, a thread, a listening
     port, an open descriptor or an environment variable.
 
-    With `keep_workers`, the workers of a run serve the next one of its size too, if none of them
-    failed, its function is in the same module, and the environment is the same: a short training
-    takes half as long, and what a function leaves in modules stays there.
+    With `keep_workers`, the workers of a run serve the next one too, if none of them failed, its
+    function is in the same module, and the environment is the same: a short training takes half as
+    long, and what a function leaves in modules stays there.
 
     The nursery starts with the pool, and imports in the background. `close`, or leaving the `with`
     block, ends it. Raises `LaunchError` if the platform has no `os.pidfd_open`.
@@ -133,7 +133,7 @@ class WorkerPool:
         self._preload = list(preload)
         self._check_leaks = check_leaks
         self.keep_workers = keep_workers
-        self._kept: dict[int, list[_Worker]] = {}  # by the size of their run
+        self._kept: list[_Worker] = []
         self._kept_for: Any = None
         self._closed = False
         self._start()
@@ -199,7 +199,7 @@ class WorkerPool:
             left = [json.loads(answer) for answer in self._answers(workers, LEAVE_SECONDS)]
         finally:
             if self.keep_workers and left and not any(left):
-                self._kept[world_size] = workers
+                self._kept = [*workers, *self._kept]
             else:
                 self._end(workers)
             del store
@@ -214,7 +214,7 @@ class WorkerPool:
         """End the nursery and, with it, everything that the pool started. May be called again."""
         if not self._closed:
             self._closed = True
-            self._close_kept()
+            _close(self._kept)
             if not self._ready:  # it is still importing, and does not read its socket yet
                 self._nursery.kill()
             self._end_nursery()
@@ -224,8 +224,7 @@ class WorkerPool:
         """The pool's own resources, for `lockstep.testing.leaks` to leave out."""
         kept = [
             descriptor
-            for workers in self._kept.values()
-            for worker in workers
+            for worker in self._kept
             for descriptor in (worker.pipe.fileno(), worker.dump.fileno(), worker.end)
         ]
         return Exempt(processes=(self._nursery.pid,), descriptors=(self._control.fileno(), *kept))
@@ -285,29 +284,35 @@ class WorkerPool:
         return dict(json.loads(answer))
 
     def _replace_nursery(self, timeout_seconds: float = DUMP_SECONDS) -> int:
-        self._close_kept()
+        _close(self._kept)
+        self._kept = []
         status = self._end_nursery(timeout_seconds)
         self._start()
         return status
 
     def _workers(self, world_size: int, task: dict[str, Any]) -> list[_Worker]:
-        """Return the workers that are kept for such a run, or new ones."""
+        """Return the kept workers if they can serve the task, and new ones for what they lack."""
         key = [task[name] for name in ("module", "file", "path")]
         key += [item for item in task["environment"].items() if item[0] not in VOLATILE_VARIABLES]
         if key != self._kept_for or not self.keep_workers:
-            self._kept_for = key
-            while self._kept:
-                self._end(self._kept.popitem()[1])
-        return self._kept.pop(world_size, None) or self._fork(world_size, task)
+            kept, self._kept, self._kept_for = self._kept, [], key
+            self._end(kept)
+        workers, self._kept = self._kept[:world_size], self._kept[world_size:]
+        try:
+            workers += self._fork(world_size - len(workers), task)
+        except BaseException:
+            _close(workers)
+            raise
+        for rank, worker in enumerate(workers):
+            worker.rank = rank
+        return workers
 
-    def _close_kept(self) -> None:
-        while self._kept:
-            _close(self._kept.popitem()[1])
-
-    def _fork(self, world_size: int, task: dict[str, Any]) -> list[_Worker]:
+    def _fork(self, number: int, task: dict[str, Any]) -> list[_Worker]:
+        if not number:
+            return []
         with contextlib.ExitStack() as mine, contextlib.ExitStack() as theirs:
             pipes, dumps, given = [], [], []
-            for _ in range(world_size):
+            for _ in range(number):
                 pipe, their_pipe = socket.socketpair()
                 pipes.append(mine.enter_context(pipe))
                 dumps.append(mine.enter_context(tempfile.TemporaryFile()))
