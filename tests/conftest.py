@@ -88,18 +88,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, preload=PRELOADED, check_leaks=True, keep_workers=True) as pool:
+    with WorkerPool(max_workers=4, preload=PRELOADED, check_leaks=True) as pool:
         pools.append(pool)
         yield pool
         pools.remove(pool)
-
-
-@pytest.fixture(scope="module")
-def new_workers(pool: WorkerPool) -> Iterator[None]:
-    """Each of the module's runs has new workers."""
-    pool.keep_workers = False
-    yield
-    pool.keep_workers = True
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,6 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME",
 )
 FOREVER = 3600.0
-pytestmark = pytest.mark.usefixtures("new_workers")
 
 
 class TwoPartError(UserError):
@@ -509,27 +508,3 @@ def test_a_function_that_is_not_at_module_level_is_refused(pool: WorkerPool) -> 
         LaunchError, match=r"cannot be pickled .* define it at the top level of a module"
     ):
         pool.run(1, lambda: None)
-
-
-def test_kept_workers_serve_the_runs_of_a_module_in_one_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with WorkerPool(max_workers=2, check_leaks=True, keep_workers=True) as pool:
-        first, second = pool.run(2, os.getpid)
-        assert pool.run(1, os.getpid) == [first]
-        assert pool.run(2, os.getpid) == [first, second]
-        assert pool.run(2, sum_of_ranks) == [1.0, 1.0]  # of another module
-        third = pool.run(1, process)
-        assert pool.run(1, process) == third
-        monkeypatch.setenv("SOMETHING", "else")
-        fourth = pool.run(1, process)
-        assert fourth != third
-        with pytest.raises(UserError):
-            pool.run(1, refuse)
-        assert pool.run(1, process) not in (third, fourth)
-        pool.keep_workers = False
-        assert pool.run(1, process) != pool.run(1, process)
-
-
-def process() -> int:
-    return os.getpid()

@@ -44,6 +44,5 @@ def devices() -> Iterator[WorkerPool]:
             "lockstep.model.pipeline.stage",
             "torch.distributed.checkpoint",
         ],
-        keep_workers=True,
     ) as pool:
         yield pool

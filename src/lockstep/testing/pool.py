@@ -39,7 +39,7 @@ from typing import IO, Any
 
 from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.base.processes import own_python
-from lockstep.testing.leaks import VOLATILE_VARIABLES, Exempt
+from lockstep.testing.leaks import Exempt
 from lockstep.testing.worker import (
     DUMP_SIGNAL,
     FAILED,
@@ -103,21 +103,12 @@ class WorkerPool:
     run fails. With `check_leaks`, a run fails if a rank leaks a process, a thread, a listening
     port, an open descriptor or an environment variable.
 
-    With `keep_workers`, the workers of a run serve the next one too, if none of them failed, its
-    function is in the same module, and the environment is the same: a short training takes half as
-    long, and what a function leaves in modules stays there.
-
     The nursery starts with the pool, and imports in the background. `close`, or leaving the `with`
     block, ends it. Raises `LaunchError` if the platform has no `os.pidfd_open`.
     """
 
     def __init__(
-        self,
-        max_workers: int = 4,
-        *,
-        preload: Iterable[str] = (),
-        check_leaks: bool = False,
-        keep_workers: bool = False,
+        self, max_workers: int = 4, *, preload: Iterable[str] = (), check_leaks: bool = False
     ) -> None:
         if not hasattr(os, "pidfd_open"):
             raise LaunchError(
@@ -132,9 +123,6 @@ class WorkerPool:
         self.max_workers = max_workers
         self._preload = list(preload)
         self._check_leaks = check_leaks
-        self.keep_workers = keep_workers
-        self._kept: list[_Worker] = []
-        self._kept_for: Any = None
         self._closed = False
         self._start()
         # libuv keeps a pipe after its first use; use it now, so that it is no leak of a test
@@ -150,12 +138,12 @@ class WorkerPool:
         """Call `function(*args)` on ranks 0 to `world_size` - 1 at the same time. Returns the
         results in rank order.
 
-        Each rank is a new process (or a kept one). It has a default Gloo group over loopback (also
-        at world size 1), this process's working directory, `sys.path` and environment, the
-        variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
-        and MASTER_PORT), no visible GPU, one intra-op thread (OMP_NUM_THREADS=1 unless this process
-        sets it), and fixed seeds of Python, NumPy and torch. The function must be at the top level
-        of a module. It, its arguments and its results are pickled.
+        Each rank is a new process. It has a default Gloo group over loopback (also at world size
+        1), this process's working directory, `sys.path` and environment, the variables that
+        torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT),
+        no visible GPU, one intra-op thread (OMP_NUM_THREADS=1 unless this process sets it), and
+        fixed seeds of Python, NumPy and torch. The function must be at the top level of a module.
+        It, its arguments and its results are pickled.
 
         Raises a rank's own `UserError`, caused by a `WorkerFailed`; `WorkerFailed` for any other
         exception, for a rank that died or leaked a resource, and for ranks that do not answer
@@ -172,8 +160,7 @@ class WorkerPool:
             raise LaunchError(
                 "this WorkerPool is closed; a closed pool cannot run anything; create another"
             )
-        task = _task(function, timeout_seconds)
-        task |= {"check_leaks": self._check_leaks, "keep": self.keep_workers}
+        task = _task(function, timeout_seconds, self._check_leaks)
         try:
             payload = pickle.dumps((function, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -184,9 +171,8 @@ class WorkerPool:
 
         store = loopback_store()
         workers: list[_Worker] = []
-        left: list[list[str]] = []
         try:
-            workers += self._workers(world_size, task)
+            workers += self._fork(world_size, task)
             for worker in workers:
                 header = {**task, "rank": worker.rank, "world_size": world_size, "port": store.port}
                 _send(worker, json.dumps(header).encode(), payload)
@@ -198,10 +184,7 @@ class WorkerPool:
                 _send(worker, b"all have answered")
             left = [json.loads(answer) for answer in self._answers(workers, LEAVE_SECONDS)]
         finally:
-            if self.keep_workers and left and not any(left):
-                self._kept = [*workers, *self._kept]
-            else:
-                self._end(workers)
+            self._end(workers)
             del store
         for rank, found in enumerate(left):
             if found:
@@ -214,7 +197,6 @@ class WorkerPool:
         """End the nursery and, with it, everything that the pool started. May be called again."""
         if not self._closed:
             self._closed = True
-            _close(self._kept)
             if not self._ready:  # it is still importing, and does not read its socket yet
                 self._nursery.kill()
             self._end_nursery()
@@ -222,12 +204,7 @@ class WorkerPool:
     @property
     def exempt(self) -> Exempt:
         """The pool's own resources, for `lockstep.testing.leaks` to leave out."""
-        kept = [
-            descriptor
-            for worker in self._kept
-            for descriptor in (worker.pipe.fileno(), worker.dump.fileno(), worker.end)
-        ]
-        return Exempt(processes=(self._nursery.pid,), descriptors=(self._control.fileno(), *kept))
+        return Exempt(processes=(self._nursery.pid,), descriptors=(self._control.fileno(),))
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -284,35 +261,14 @@ class WorkerPool:
         return dict(json.loads(answer))
 
     def _replace_nursery(self, timeout_seconds: float = DUMP_SECONDS) -> int:
-        _close(self._kept)
-        self._kept = []
         status = self._end_nursery(timeout_seconds)
         self._start()
         return status
 
-    def _workers(self, world_size: int, task: dict[str, Any]) -> list[_Worker]:
-        """Return the kept workers if they can serve the task, and new ones for what they lack."""
-        key = [task[name] for name in ("module", "file", "path")]
-        key += [item for item in task["environment"].items() if item[0] not in VOLATILE_VARIABLES]
-        if key != self._kept_for or not self.keep_workers:
-            kept, self._kept, self._kept_for = self._kept, [], key
-            self._end(kept)
-        workers, self._kept = self._kept[:world_size], self._kept[world_size:]
-        try:
-            workers += self._fork(world_size - len(workers), task)
-        except BaseException:
-            _close(workers)
-            raise
-        for rank, worker in enumerate(workers):
-            worker.rank = rank
-        return workers
-
-    def _fork(self, number: int, task: dict[str, Any]) -> list[_Worker]:
-        if not number:
-            return []
+    def _fork(self, world_size: int, task: dict[str, Any]) -> list[_Worker]:
         with contextlib.ExitStack() as mine, contextlib.ExitStack() as theirs:
             pipes, dumps, given = [], [], []
-            for _ in range(number):
+            for _ in range(world_size):
                 pipe, their_pipe = socket.socketpair()
                 pipes.append(mine.enter_context(pipe))
                 dumps.append(mine.enter_context(tempfile.TemporaryFile()))
@@ -415,17 +371,15 @@ class WorkerPool:
         try:
             self._reap(workers)
         finally:
-            _close(workers)
+            for worker in workers:
+                worker.pipe.close()
+                worker.dump.close()
+                os.close(worker.end)
 
 
-def _close(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.pipe.close()
-        worker.dump.close()
-        os.close(worker.end)
-
-
-def _task(function: Callable[..., Any], timeout_seconds: float) -> dict[str, Any]:
+def _task(
+    function: Callable[..., Any], timeout_seconds: float, check_leaks: bool
+) -> dict[str, Any]:
     inner = getattr(function, "func", function)  # a functools.partial
     module = str(getattr(inner, "__module__", type(inner).__module__))
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -441,6 +395,7 @@ def _task(function: Callable[..., Any], timeout_seconds: float) -> dict[str, Any
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "timeout_seconds": timeout_seconds,
+        "check_leaks": check_leaks,
     }
 
 

@@ -198,21 +198,14 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
 
 
 def _serve(pipe: Connection, dump_descriptor: int) -> None:
-    """Serve a run, and those after it for which the pool keeps this process."""
+    """Join the group, call the function, destroy the group; after each stage answer, and wait for
+    all other ranks."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The signal writes all stacks and then ends the process, by its default action: so its sender
     # knows that the dump is complete.
     faulthandler.enable(file=dump_descriptor)
     faulthandler.register(DUMP_SIGNAL, file=dump_descriptor, all_threads=True, chain=True)
-    while _served(pipe):
-        pass
-    os._exit(0)
-
-
-def _served(pipe: Connection) -> bool:
-    """Join the group, call the function, destroy the group; after each stage answer, and wait for
-    all other ranks. Returns True if another run may follow."""
     task = json.loads(pipe.recv_bytes())
     _set_environment(task)
     try:
@@ -222,20 +215,18 @@ def _served(pipe: Connection) -> bool:
         payload = pickle.dumps(function(*arguments))
     except BaseException as error:
         _answer_failure(pipe, error)
-        return False
+        return
     del function, arguments
     _wait_for_all_ranks(pipe, RESULT + payload)
     try:
         left = leave()
     except BaseException as error:
         _answer_failure(pipe, error)
-        return False
-    if task["keep"]:
-        gc.collect()
+        return
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(LEFT + json.dumps(left).encode())
-    return bool(task["keep"])
+    os._exit(0)
 
 
 def _wait_for_all_ranks(pipe: Connection, answer: bytes) -> None:
