@@ -46,6 +46,7 @@ SETTINGS = (
     *("threads", "workers", "prefetch"),
 )
 """Settings that the text of a plan contains only if they are not the default."""
+TOGETHER = "its ranks compute each microbatch together"
 PACED_BY: dict[Divided, str] = {
     "microbatches": "its ranks compute in rounds of one microbatch each, since each forward gathers"
     " parameters",
@@ -53,7 +54,8 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why ranks cannot each go at their own speed, by what their axis divides."""
+"""The reason why ranks cannot each go at their own speed, by what their axis divides. Others:
+`TOGETHER`."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
@@ -268,7 +270,7 @@ class Plan:
 
     def _check_measured_assignment(self, given: dict[str, Any]) -> None:
         paced = [
-            (axis.name, given.get(axis.name, 1), PACED_BY[axis.divides[0]])
+            (axis.name, given.get(axis.name, 1), PACED_BY.get(axis.divides[0], TOGETHER))
             for axis in self.axes()
             if axis.in_forward
         ]

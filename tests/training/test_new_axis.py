@@ -8,11 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from training.subjects import recipe
 
 import lockstep as ls
+from lockstep.base.errors import PlanError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import join
 from lockstep.plan import Plan, Size, axis
@@ -74,3 +76,16 @@ def test_the_gradient_of_an_expert_is_not_summed_over_the_axis_that_divides_expe
 ) -> None:
     same = {"data": 4, "replicas": 2, "rounds": True, "divided": ["experts=2"], "whole": 6.0}
     assert pool.run(4, answers) == [{**same, "expert": each} for each in (2.0, 4.0, 2.0, 4.0)]
+
+
+def test_a_new_axis_is_checked_like_the_others() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class WithTokens(Plan):
+        tokens: Size | None = field(
+            default=None,
+            metadata=axis("tokens", same_state=True, in_forward=True, sums="all"),
+        )
+
+    assert WithTokens(replicate=2, assignment="measured").replicate == 2
+    with pytest.raises(PlanError, match=r"assignment=measured with tokens=2; its ranks compute"):
+        WithTokens(replicate=1, tokens=2, assignment="measured")
