@@ -279,7 +279,7 @@ def test_if_no_plan_uses_all_devices_those_that_can_be_used_are_planned_for_side
     assert any(each["plan"] == "replicate=2" and each["fits"] for each in few["plans"])
     script.write_text(PLAIN.format(batch=8, size=2), encoding="utf-8")
     shown = plan("--on", "4 x H100", "--price", "2", "--price", "1", str(script), folder=tmp_path)
-    assert (shown.returncode, "--price is given 2 times, and --on 1 times" in shown.stderr) == (
+    assert (shown.returncode, "2 prices for 1 --on" in shown.stderr) == (
         2,
         True,
     )
