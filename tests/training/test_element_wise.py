@@ -52,6 +52,19 @@ def test_a_known_optimizer_whose_step_has_a_hook_is_tried() -> None:
     assert needing_whole_tensors([optimizer], Plan(shard=2)) == [optimizer]
 
 
+def test_a_known_class_whose_step_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.optim.SGD.step
+
+    def by_the_norm(optimizer: Any, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad /= parameter.grad.norm()
+        original(optimizer)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", by_the_norm)
+    optimizer = torch.optim.SGD(matrix(), lr=0.01)
+    assert needing_whole_tensors([optimizer], Plan(shard=2)) == [optimizer]
+
+
 @pytest.mark.parametrize(
     "options",
     [

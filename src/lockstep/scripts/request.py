@@ -90,9 +90,8 @@ def _read(environ: Mapping[str, str]) -> dict[str, Any] | None:
 def _damaged(environ: Mapping[str, str], error: Exception) -> LaunchError:
     why = error.strerror if isinstance(error, OSError) else error
     return LaunchError(
-        f"{REQUEST}={environ[REQUEST]} is no request ({why}); a command of lockstep writes it for "
-        "the script that it "
-        f"starts; start that command again, or unset {REQUEST}"
+        f"{REQUEST}={environ[REQUEST]} is no request ({why}); a command of lockstep writes it for"
+        f" the script that it starts; start that command again, or unset {REQUEST}"
     )
 
 

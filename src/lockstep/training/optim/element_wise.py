@@ -78,8 +78,9 @@ def is_element_wise(optimizer: Optimizer) -> bool:
 
 def _is_known(optimizer: Optimizer) -> bool:
     """True for an optimizer of `KNOWN` whose step nobody has changed."""
+    kind = type(optimizer)
     is_changed = has_step_hooks(optimizer) or "step" in vars(optimizer)
-    return type(optimizer) in KNOWN and not is_changed
+    return kind in KNOWN and not is_changed and kind.step.__module__.startswith("torch.optim.")
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
