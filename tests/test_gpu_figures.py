@@ -33,4 +33,4 @@ def test_a_forecast_is_beside_what_was_measured_only_if_it_is_of_that_device(
         for found in row.get("found", []):
             if found["what"] == "lockstep plan" and "plans" in found:
                 found["device"] = device
-    assert ("foretold: ms" in PAGE["section"](rows)) is is_shown
+    assert ("predicted: ms" in PAGE["section"](rows)) is is_shown

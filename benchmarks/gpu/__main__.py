@@ -171,12 +171,12 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def forecast(rows: list[Row]) -> list[Row]:
-    """Return what was foretold beside what was measured, and `ls.train` beside the loop by hand."""
+    """Return what was predicted beside what was measured, and `ls.train` beside the loop by hand."""
     found = {each["what"]: each for row in rows for each in row.get("found", [])}
     plans = {each["plan"]: each for each in found.get("lockstep plan", {}).get("plans", [])}
     compared: list[Row] = []
     for mode, plan in (("eager", "replicate=1"), ("compile", "replicate=1,compile=yes")):
-        own, hand, foretold = (
+        own, hand, predicted = (
             found.get(f"lockstep {mode}"),
             found.get(f"hand {mode}"),
             plans.get(plan),
@@ -191,13 +191,13 @@ def forecast(rows: list[Row]) -> list[Row]:
                     "short": str(ratio),
                 }
             )
-        if own and foretold and "reserved_gb" in own:
-            time_ratio = round(foretold["seconds"] / own["step_seconds"], 3)
-            gb = (foretold["needed_bytes"] - foretold["overhead_bytes"]) / 1e9
+        if own and predicted and "reserved_gb" in own:
+            time_ratio = round(predicted["seconds"] / own["step_seconds"], 3)
+            gb = (predicted["needed_bytes"] - predicted["overhead_bytes"]) / 1e9
             memory_ratio = round(gb / own["reserved_gb"], 3)
             ratios = {"seconds": time_ratio, "memory": memory_ratio}
             compared.append(
-                {"what": f"{mode}: foretold to measured"}
+                {"what": f"{mode}: predicted to measured"}
                 | ratios
                 | {"ok": abs(time_ratio - 1) <= 0.15 and abs(memory_ratio - 1) <= 0.08}
                 | {"short": f"time {time_ratio}, memory {memory_ratio}"}

@@ -20,8 +20,8 @@ Row = dict[str, Any]
 
 
 def table(found: dict[str, Row]) -> list[str]:
-    """Return the lines of a table: speed and memory. What `lockstep plan` foretold, if of this kind
-    of device."""
+    """Return the lines of a table: speed, memory, and, if `lockstep plan` knows this device, what it
+    predicted."""
     plan = found.get("lockstep plan", {})
     of_this = plan.get("device", "").partition("-")[0] in found["gpu"]["name"].split()
     plans = {each["plan"]: each for each in plan["plans"]} if of_this else {}
@@ -32,7 +32,7 @@ def table(found: dict[str, Row]) -> list[str]:
         "MFU",
         "GB allocated",
         "GB reserved",
-        *(["foretold: ms", "GB"] if plans else []),
+        *(["predicted: ms", "GB"] if plans else []),
     ]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for mode, setting in PLANS.items():
@@ -46,9 +46,9 @@ def table(found: dict[str, Row]) -> list[str]:
                 f"{row['mfu']:.1%}",
             ]
             cells += [f"{row['peak_gb']:.1f}", f"{row['reserved_gb']:.1f}"]
-            if side == "lockstep" and (foretold := plans.get(setting)):
-                gb = (foretold["needed_bytes"] - foretold["overhead_bytes"]) / 1e9
-                cells += [f"{foretold['seconds'] * 1e3:.0f}", f"{gb:.1f}"]
+            if side == "lockstep" and (predicted := plans.get(setting)):
+                gb = (predicted["needed_bytes"] - predicted["overhead_bytes"]) / 1e9
+                cells += [f"{predicted['seconds'] * 1e3:.0f}", f"{gb:.1f}"]
             cells += [""] * (len(heads) - len(cells))
             lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -67,14 +67,13 @@ def section(rows: list[Row]) -> str:
         parts += ["", "| waits of the host in a step | |", "|---|---|"]
         parts += [f"| {name.partition(': ')[2]} | {short} |" for name, short in waits.items()]
     if stall := found.get("checkpoint stall"):
+        stopped = (
+            f"{stall['bytes'] / 1e9:.1f} GB stops training for {stall['stopped_seconds'][-1]:.2f} s"
+        )
         parts += [
             "",
-            (
-                f"A checkpoint of {stall['bytes'] / 1e9:.1f} GB stops training for"
-                f" {stall['stopped_seconds'][-1]:.2f} s,"
-            ),
+            f"A checkpoint of {stopped}, {stall['ratio']} times as long as its bytes need over PCIe.",
         ]
-        parts += [f"{stall['ratio']} times what its bytes take over PCIe."]
     return "\n".join([BEGIN, *parts, END])
 
 
