@@ -171,7 +171,7 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def forecast(rows: list[Row]) -> list[Row]:
-    """Return what was predicted beside what was measured, and `ls.train` beside the loop by hand."""
+    """Compare predictions with measurements, and `ls.train` with the loop by hand."""
     found = {each["what"]: each for row in rows for each in row.get("found", [])}
     plans = {each["plan"]: each for each in found.get("lockstep plan", {}).get("plans", [])}
     compared: list[Row] = []

@@ -20,8 +20,8 @@ Row = dict[str, Any]
 
 
 def table(found: dict[str, Row]) -> list[str]:
-    """Return the lines of a table: speed, memory, and, if `lockstep plan` knows this device, what it
-    predicted."""
+    """Return the lines of a table: speed, memory, and what `lockstep plan` predicted, if it knows
+    this device."""
     plan = found.get("lockstep plan", {})
     of_this = plan.get("device", "").partition("-")[0] in found["gpu"]["name"].split()
     plans = {each["plan"]: each for each in plan["plans"]} if of_this else {}
@@ -67,13 +67,9 @@ def section(rows: list[Row]) -> str:
         parts += ["", "| waits of the host in a step | |", "|---|---|"]
         parts += [f"| {name.partition(': ')[2]} | {short} |" for name, short in waits.items()]
     if stall := found.get("checkpoint stall"):
-        stopped = (
-            f"{stall['bytes'] / 1e9:.1f} GB stops training for {stall['stopped_seconds'][-1]:.2f} s"
-        )
-        parts += [
-            "",
-            f"A checkpoint of {stopped}, {stall['ratio']} times as long as its bytes need over PCIe.",
-        ]
+        size, stopped = stall["bytes"] / 1e9, stall["stopped_seconds"][-1]
+        parts += ["", f"A checkpoint of {size:.1f} GB stops training for {stopped:.2f} s:"]
+        parts += [f"{stall['ratio']} times as long as its bytes need over PCIe."]
     return "\n".join([BEGIN, *parts, END])
 
 
