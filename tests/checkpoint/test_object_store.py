@@ -135,6 +135,14 @@ def test_parts_of_a_file_are_read(storage: Storage) -> None:
         list(storage.read_into(NAME, "b", 3, [memoryview(bytearray(1))]))
 
 
+def test_another_process_opens_it_by_its_name(storage: Storage) -> None:
+    if str(storage).startswith("memory:"):
+        pytest.skip("memory of one process, which open_storage refuses")
+    put(storage, NAME)
+    again = open_storage(str(storage))
+    assert (type(again), again.names()) == (type(storage), [NAME])
+
+
 def test_only_one_claim_succeeds(storage: Storage) -> None:
     storage.begin(NAME)
     assert [storage.claim(NAME, "a"), storage.claim(NAME, "a"), storage.claim(NAME, "b")] == [

@@ -55,6 +55,9 @@ class Storage(Protocol):
     readers: int
     """Threads that read at once."""
 
+    def __str__(self) -> str:
+        """Return the path or URL with which `open_storage` opens it in another process."""
+
     def names(self) -> list[CheckpointName]:
         """Return the complete checkpoints, in order."""
 
