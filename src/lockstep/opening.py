@@ -18,9 +18,9 @@ from lockstep.base.errors import CheckpointError, PlanError, RecipeError
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
-from lockstep.comm.backend import check_carries
+from lockstep.comm.devices import check_carries
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.recovery.regroup import join_over, launcher_store
+from lockstep.comm.regroup import join_over, launcher_store
 from lockstep.comm.world import World, join
 from lockstep.hooks.hang.collective_check import CollectiveCheck
 from lockstep.hooks.out_of_memory import TakenFallbacks, read_fallbacks

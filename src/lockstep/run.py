@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.base.errors import RecipeError
 from lockstep.comm.active_calls import active_calls
-from lockstep.comm.recovery.regroup import abort_collectives
+from lockstep.comm.regroup import abort_collectives
 from lockstep.evaluation import evaluated
 from lockstep.launch.recovery.rejoin import connect
 from lockstep.logging.loggers import Logger

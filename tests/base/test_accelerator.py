@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.base import accelerator
-from lockstep.comm.backend import group_backends
+from lockstep.comm.devices import group_backends
 
 CPU = torch.device("cpu")
 PACKAGE = Path(accelerator.__file__).parents[1]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, PlanError
-from lockstep.comm.backend import check_carries, chosen_backend, group_backends
+from lockstep.comm.devices import check_carries, chosen_backend, group_backends
 from lockstep.comm.world import join
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool

@@ -9,9 +9,8 @@ from tiers import tier
 from torch import Tensor, distributed
 
 from comm.test_hierarchical import on_hosts
-from lockstep.comm.compressed_sum import CompressedAllReduce, Senders
+from lockstep.comm.compressed_sum import CompressedAllReduce, Rounding, Senders
 from lockstep.comm.hierarchical import HierarchicalAllReduce
-from lockstep.comm.quantize import Rounding
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool

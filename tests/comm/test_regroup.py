@@ -27,7 +27,7 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.torch_private import PrefixStore, Store, TCPStore
 from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.recovery.regroup import (
+from lockstep.comm.regroup import (
     CollectivesAborted,
     abort_collectives,
     abortable,

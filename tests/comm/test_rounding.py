@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from lockstep.comm.quantize import BLOCK, Rounding
+from lockstep.comm.compressed_sum import BLOCK, Rounding
 
 NAMES = ("bf16", "fp16", "int8")
 LARGEST = torch.finfo(torch.float32).max

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, distributed
 
-from lockstep.comm import shared_memory as shared, shared_tensors
+from lockstep.comm import shared_memory as shared, shared_rounds
 from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.testing.pool import WorkerPool
@@ -303,21 +303,19 @@ def test_tensors_that_do_not_fit_are_refused_with_what_would(pool: WorkerPool) -
 
 @given(
     length=st.integers(0, 2**39 - 1),
-    collective=st.sampled_from(shared_tensors.NAMES),
-    code=st.integers(0, len(shared_tensors.DTYPES) - 1),
+    collective=st.sampled_from(shared_rounds.NAMES),
+    code=st.integers(0, len(shared_rounds.DTYPES) - 1),
     source=st.integers(0, 2**16 - 1),
 )
 def test_what_is_called_can_be_read_back(
     length: int, collective: str, code: int, source: int
 ) -> None:
-    name, text = shared_tensors.called(
-        shared_tensors.signature_of(collective, code, length, source)
-    )
+    name, text = shared_rounds.called(shared_rounds.signature_of(collective, code, length, source))
     assert name == collective
-    assert text.startswith(str(shared_tensors.DTYPES[code]).removeprefix("torch."))
+    assert text.startswith(str(shared_rounds.DTYPES[code]).removeprefix("torch."))
     assert (f", {length} elements" in text) == (collective != "all_to_all")
     assert (f", from rank {source}" in text) == (collective == "broadcast")
-    assert shared_tensors.signature_of(collective, code, length, source) < 2**63
+    assert shared_rounds.signature_of(collective, code, length, source) < 2**63
 
 
 @given(
@@ -326,5 +324,5 @@ def test_what_is_called_can_be_read_back(
 def test_a_sum_is_added_in_the_order_of_the_ranks(parts: list[list[float]]) -> None:
     tensors = [torch.tensor(part, dtype=torch.float32) for part in parts]
     out = torch.empty(4)
-    shared_tensors.add(tensors, out)
+    shared_rounds.add(tensors, out)
     torch.testing.assert_close(out, total_of(tensors), rtol=0, atol=0, equal_nan=True)

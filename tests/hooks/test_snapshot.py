@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.distributed_c10d as torch_exchanges
 
-from lockstep.comm import wait_times as waits
+from lockstep.comm import torch_collectives as waits
 from lockstep.hooks.hang.snapshot import Frame, call_in_stack, error_with_line
 
 USER = Frame("train.py", 3, "main")

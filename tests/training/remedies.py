@@ -1854,7 +1854,7 @@ REMEDIES = {name: case for section in SECTIONS.values() for name, case in sectio
 """By the name of the mistake."""
 
 PLACES = (
-    "comm/backend.py",
+    "comm/devices.py",
     "plan.py",
     "data/fetch.py",
     "data/loader.py",

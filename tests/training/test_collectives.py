@@ -15,7 +15,7 @@ from training.subjects import recipe, rows
 
 import lockstep as ls
 from lockstep.base.errors import UserError
-from lockstep.comm.no_collectives import CollectiveCalled, CollectivesRefused, as_one_process
+from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused, as_one_process
 from lockstep.testing.pool import WorkerPool
 
 SAMPLES = 20  # five microbatches: ranks have unequally many

@@ -10,9 +10,71 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.hierarchical import HierarchicalAllReduce
-from lockstep.comm.quantize import BLOCK, Rounding, numbers_in
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
+
+BLOCK = 256
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+_LARGEST = {"fp16": 32752.0, "int8": 127.0}
+"""The largest code of a block: for fp16 below its maximum, so that rounding stays in range."""
+_INT8_DIVISOR = 127.0001
+"""Slightly more than 127, so that 127 times the scale of float32's largest number is finite."""
+_LEAST_SCALE = 2.0**-126
+_EXPONENT = 0x7F800000
+_SCALE_BYTES = 4
+
+
+class Rounding:
+    """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers
+    close to float32's largest become infinite. The others have a scale per block of `BLOCK`
+    numbers. `fp16`, with a power of two as scale, has an error of at most 2**-11 of the number or
+    2**-38 of the block's largest, `int8` of 1/254 of the block's largest, or 2**-127. A non-finite
+    number makes its whole block non-finite; with `bf16`, only itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._dtype = _DTYPES[name]
+
+    def bytes(self, numbers: int) -> int:
+        """Return the bytes of an encoded row of `numbers`, a multiple of `BLOCK`."""
+        scales = 0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES
+        return numbers * self._dtype.itemsize + scales
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Return uint8 (rows, `bytes(numbers)`) of float32 (rows, numbers), a multiple of `BLOCK`
+        in each row."""
+        if self.name == "bf16":
+            return rows.to(self._dtype).view(torch.uint8)
+        blocks = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)
+        scales = self._scales(blocks.abs().amax(dim=2, keepdim=True))
+        limit = _LARGEST[self.name]
+        shrunk = (blocks / scales).clamp_(-limit, limit)
+        codes = (shrunk.round_() if self._dtype is torch.int8 else shrunk).to(self._dtype)
+        return torch.cat([part.flatten(1).view(torch.uint8) for part in (scales, codes)], dim=1)
+
+    def decode(self, sent: Tensor) -> Tensor:
+        """Return the numbers that `encode` turned into these rows: float32, (rows, numbers)."""
+        if self.name == "bf16":
+            return _numbers_in(sent, self._dtype).float()
+        blocks = sent.shape[1] // self.bytes(BLOCK)
+        scales, codes = torch.split(
+            sent, [blocks * _SCALE_BYTES, blocks * BLOCK * self._dtype.itemsize], dim=1
+        )
+        numbers = _numbers_in(codes, self._dtype).float().view(len(sent), blocks, BLOCK)
+        return numbers.mul_(_numbers_in(scales, torch.float32).unsqueeze(2)).flatten(1)
+
+    def _scales(self, largest: Tensor) -> Tensor:
+        if self.name == "int8":
+            return (largest / _INT8_DIVISOR).clamp_(min=_LEAST_SCALE)
+        powers = (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
+        return powers.mul_(2.0**-14).clamp_(min=_LEAST_SCALE)
+
+
+def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of bytes, (rows, bytes) in any memory layout, as rows of `dtype`."""
+    flat = torch.empty(sent.numel(), dtype=torch.uint8, device=sent.device)
+    flat.view(sent.shape).copy_(sent)
+    return flat.view(dtype).view(len(sent), sent.shape[1] // dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +97,8 @@ class Senders:
         if hierarchy is None:
             return cls(world.group, world.rank, world.size, world.shared_memory, None)
         group = hierarchy.leader_group
-        return cls(
-            group,
-            0 if group is None else dist.get_rank(group),
-            len(hierarchy.leaders),
-            None,
-            hierarchy,
-        )
+        rank = 0 if group is None else dist.get_rank(group)
+        return cls(group, rank, len(hierarchy.leaders), None, hierarchy)
 
     @property
     def includes_this_rank(self) -> bool:
@@ -64,25 +121,23 @@ class CompressedAllReduce:
         self._rounding = rounding
         self._senders = senders
         self._keeps_residual = keeps_residual
+        self._work: dist.Work | None = None
 
     def start(self, numbers: Tensor, exact: Tensor) -> None:
         """Send both vectors, which are float32 and flat. `exact` is not compressed."""
-        size = self._senders.size
+        size, shared = self._senders.size, self._senders.shared_memory
         rows = _in_rows(numbers, size, BLOCK)
         sent = self._rounding.encode(rows)
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
-            """This sender's rounding errors, (senders, numbers each); after `fold` also those of
-            its slice's sum."""
+            """This sender's rounding errors, (senders, numbers each); after `fold` also the errors
+            of its slice's sum."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)
-        self._work: dist.Work | None = None
-        if self._senders.shared_memory is not None:
+        if shared is not None:
             sizes = [outgoing.shape[1]] * size
-            self._senders.shared_memory.all_to_all(
-                self._received.view(-1), outgoing.view(-1), sizes, sizes
-            )
+            shared.all_to_all(self._received.view(-1), outgoing.view(-1), sizes, sizes)
         else:
             self._work = dist.all_to_all_single(
                 self._received, outgoing, group=self._senders.group, async_op=True
@@ -105,19 +160,16 @@ class CompressedAllReduce:
 
     def finish(self, numbers: Tensor, exact: Tensor) -> None:
         """Wait for the sums and copy them into `numbers` and `exact`."""
-        parts = self._parts()
-        exact.copy_(parts[0].reshape(-1)[: exact.numel()])
-        numbers.copy_(parts[1].reshape(-1)[: numbers.numel()])
+        for target, rows in zip((exact, numbers), self._parts(), strict=True):
+            target.copy_(rows.reshape(-1)[: target.numel()])
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Wait for the received rows, and return the exact and the decompressed numbers of each."""
         if self._work is not None:
             self._work.wait()
-        exact, numbers = (
-            self._received[:, : self._exact_bytes],
-            self._received[:, self._exact_bytes :],
-        )
-        return numbers_in(exact, torch.float32), self._rounding.decode(numbers)
+        size = self._exact_bytes
+        exact, numbers = self._received[:, :size], self._received[:, size:]
+        return _numbers_in(exact, torch.float32), self._rounding.decode(numbers)
 
 
 def _in_rows(numbers: Tensor, rows: int, multiple: int) -> Tensor:

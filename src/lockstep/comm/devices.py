@@ -1,7 +1,8 @@
-"""The device of each process, compared over all ranks before their process group is made. NCCL
-notices two ranks on one GPU only while it connects, and all would wait for a rank with another
-backend. So the ranks exchange their devices first, over the store, and all refuse in the same
-words.
+"""The device and the backend of each process.
+
+NCCL notices two ranks on one GPU only while it connects, and a rank with another backend makes all
+wait. So the ranks compare their devices over the store before they make the process group, and all
+refuse in the same words.
 """
 
 from __future__ import annotations
@@ -9,18 +10,24 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from lockstep.base import accelerator
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, PlanError
 from lockstep.base.torch_private import Store
+from lockstep.options import MPI_SIZES
+from lockstep.plan import Plan
 
+TIMEOUT = timedelta(minutes=10)
+"""Timeout of the collectives of every process group."""
 ONE_HOST_EACH = {
     "NCCL_NET": "Socket",
     "NCCL_IB_DISABLE": "1",
@@ -34,6 +41,7 @@ ONE_HOST_EACH = {
 }
 """Variables with which NCCL exchanges through sockets alone."""
 _SHARE = "--share-devices (LOCKSTEP_SHARE_DEVICES=1)"
+_NOT_FOR_TRAINING = ("undefined", "fake")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,31 +67,26 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
     """Return the accelerator of this process, or the CPU, and its description for the other ranks.
     A process that sees fewer accelerators than local ranks takes one of them: each process may see
     another."""
-    host, visible, hidden = (
-        socket.gethostname(),
-        accelerator.count(),
-        accelerator.hiding(os.environ),
-    )
+    host, cpu = socket.gethostname(), torch.device("cpu")
+    visible, hidden = accelerator.count(), accelerator.hiding(os.environ)
     if not visible:
         unseen = accelerator.unseen(os.environ)
         asked = unseen and os.environ.get("CUDA_VISIBLE_DEVICES")
-        return torch.device("cpu"), RankDevice(
+        return cpu, RankDevice(
             host=host, type="" if asked else "cpu", why=unseen or hidden, shares=shares
         )
     try:
         device = accelerator.device(local_rank % visible)
-        found = f"{host}/{_boot_id()}/{accelerator.identity(device, os.environ)}"
+        identity = f"{host}/{_boot_id()}/{accelerator.identity(device, os.environ)}"
     except RuntimeError as error:
         why = (
             f"it sees {visible} GPU{'s' if visible > 1 else ''}, and its own fails: "
             f"{str(error).strip().partition(chr(10))[0]}; a process needs a working GPU that no "
             "other program holds exclusively; see nvidia-smi"
         )
-        return torch.device("cpu"), RankDevice(
-            host=host, type="", visible=visible, why=why, shares=shares
-        )
+        return cpu, RankDevice(host=host, type="", visible=visible, why=why, shares=shares)
     return device, RankDevice(
-        host=host, type=device.type, id=found, visible=visible, why=hidden, shares=shares
+        host=host, type=device.type, id=identity, visible=visible, why=hidden, shares=shares
     )
 
 
@@ -98,15 +101,15 @@ def _boot_id() -> str:
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
     """Return the device of every rank. Every rank calls it equally often. Rank 0, which may hold
     the store, returns last, because a refusal would end it."""
-    # a script may go on after a refusal, with its own group and store
+    # a script may go on after a refusal, with another group and store
     turn = store.add(f"lockstep/devices/{rank}", 1)
-    place = f"lockstep/devices/{turn}"
-    store.set(f"{place}/{rank}", json.dumps(asdict(mine)))
-    texts = store.multi_get([f"{place}/{each}" for each in range(size)])
-    if store.add(f"{place}/read", 1) == size:
-        store.set(f"{place}/all-read", "")
+    key = f"lockstep/devices/{turn}"
+    store.set(f"{key}/{rank}", json.dumps(asdict(mine)))
+    texts = store.multi_get([f"{key}/{each}" for each in range(size)])
+    if store.add(f"{key}/read", 1) == size:
+        store.set(f"{key}/all-read", "")
     if rank == 0:
-        store.wait([f"{place}/all-read"])
+        store.wait([f"{key}/all-read"])
     return [RankDevice(**json.loads(text)) for text in texts]
 
 
@@ -115,18 +118,18 @@ def check_devices(everyone: Sequence[RankDevice]) -> int:
     Raises `LaunchError` if a device or a backend cannot be used, if only some ranks have a device,
     or if two share one without --share-devices."""
     for rank, each in enumerate(everyone):
+        who = f"rank {rank} on {each.host}"
         if not each.type:
-            raise LaunchError(unusable(each, f"rank {rank} on {each.host}"))
+            raise LaunchError(unusable(each, who))
         if each.refusal:
             alone = any(not other.refusal for other in everyone)
-            raise LaunchError(
-                f"rank {rank} on {each.host}: {each.refusal}" if alone else each.refusal
-            )
+            raise LaunchError(f"{who}: {each.refusal}" if alone else each.refusal)
     first = everyone[0]
     for rank, each in enumerate(everyone):
         if each.type != first.type:
             one, other = (
-                f"{there.type}{f' ({there.why})' if there.why else ''}" for there in (first, each)
+                f"{device.type}{f' ({device.why})' if device.why else ''}"
+                for device in (first, each)
             )
             raise LaunchError(
                 f"rank 0 on {first.host} computes on {one}, and rank {rank} on {each.host} on"
@@ -145,17 +148,17 @@ def check_devices(everyone: Sequence[RankDevice]) -> int:
 
 def _several_on_one(everyone: Sequence[RankDevice], ranks: Sequence[int]) -> str:
     each = everyone[ranks[0]]
-    there = [other for other in everyone if other.host == each.host]
-    gpus = len({other.id for other in there})
-    several = f"ranks {', '.join(map(str, ranks))} have one between them"
+    on_host = [other for other in everyone if other.host == each.host]
+    gpus = len({other.id for other in on_host})
     sees = f"; each process sees {each.visible} ({each.why})" if each.why else ""
     if each.id.endswith(accelerator.MIG):
         sees += " and to NCCL all MIG instances of a machine's GPU are one"
     return (
-        f"{len(there)} processes on {each.host} and {gpus} GPU{'s' if gpus > 1 else ''}:"
-        f" {several}{sees}; each process takes a GPU of its own; start {gpus}"
-        f" process{'es' if gpus > 1 else ''} there, or hide the GPUs ({accelerator.how_to_hide()})"
-        f" to compute on the CPU, or give {_SHARE} to try a plan on fewer GPUs than it needs"
+        f"{len(on_host)} processes on {each.host} and {gpus} GPU{'s' if gpus > 1 else ''}:"
+        f" ranks {', '.join(map(str, ranks))} have one between them{sees}; each process takes a GPU"
+        f" of its own; start {gpus} process{'es' if gpus > 1 else ''} there, or hide the GPUs"
+        f" ({accelerator.how_to_hide()}) to compute on the CPU, or give {_SHARE} to try a plan on"
+        " fewer GPUs than it needs"
     )
 
 
@@ -174,3 +177,105 @@ def be_a_host_of_its_own(everyone: Sequence[RankDevice], environ: MutableMapping
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     for name, value in ONE_HOST_EACH.items():
         environ.setdefault(name, value)
+
+
+def chosen_backend(
+    asked: str | None, device: torch.device, rank: int, size: int, environ: Mapping[str, str]
+) -> str:
+    """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's
+    for the device. `rank`, `size`: this process's, and the processes in the run.
+
+    Raises `LaunchError` for a backend that this torch lacks, that cannot send the device's tensors,
+    or whose processes must be started in another way.
+    """
+    usual = accelerator.process_group_backend(device)
+    known = dist.Backend.backend_capability
+    available = {
+        name: devices
+        for name, devices in known.items()
+        if name not in _NOT_FOR_TRAINING and dist.is_backend_available(name)
+    }
+    if asked is None:
+        if size > 1 and usual in known and usual not in available:
+            raise LaunchError(
+                f"{size} processes on {device.type}, whose collectives are {usual}'s, and this"
+                f" torch ({torch.__version__}) has no {usual}; install one that has it, start one"
+                " process, or give --backend gloo, which is slow, and carries replicate alone"
+            )
+        return usual
+    asked = asked.lower()  # as torch takes it
+    fitting = sorted(name for name, devices in available.items() if device.type in devices)
+    remedy = f"give one of {', '.join(fitting)}, or leave --backend out for {usual}"
+    if asked not in available:
+        raise LaunchError(
+            f"--backend {asked!r}, which this torch ({torch.__version__}) does not have; it has"
+            f" {', '.join(sorted(available))}, and what a package registers when the script imports"
+            f" it; {remedy}"
+        )
+    if asked not in fitting:
+        raise LaunchError(
+            f"--backend {asked!r} on {device.type}; it sends tensors on"
+            f" {', '.join(available[asked])} alone; {remedy}"
+        )
+    if asked == "mpi" and size > 1:
+        variable = next((name for name in MPI_SIZES if name in environ), None)
+        theirs = "mpirun has not started it"
+        if variable is not None:
+            given = environ.get(variable.removesuffix("SIZE") + "RANK"), environ[variable]
+            if given == (str(rank), str(size)):
+                return asked
+            theirs = f"for mpirun it is rank {given[0]} of {given[1]}"
+        raise LaunchError(
+            f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has ranks of its own,"
+            f" of the processes that mpirun has started, which must be the same; {remedy}"
+        )
+    return asked
+
+
+def check_own_group(asked: str | None, device: torch.device) -> None:
+    """Raise `LaunchError` if `--backend` is given although the script has made the process group,
+    or if this group cannot send CPU tensors, which the ranks use to agree."""
+    if asked is not None:
+        raise LaunchError(
+            f"--backend {asked!r}, and the script has made a process group, which lockstep uses as"
+            " it is; make it with that backend and leave --backend out, or leave"
+            " init_process_group to lockstep"
+        )
+    config = dist.get_backend_config()  # DEVICE:BACKEND,...
+    if "cpu" not in [part.partition(":")[0] for part in config.split(",")]:
+        backends = group_backends(accelerator.process_group_backend(device), device)
+        raise LaunchError(
+            f"the script has made a process group of {config!r} alone, and lockstep's ranks also"
+            f" exchange tensors on the CPU; write init_process_group({backends!r}),"
+            " or leave it to lockstep"
+        )
+
+
+def check_carries(plan: Plan, device: torch.device) -> None:
+    """Raise `PlanError` if the process group has Gloo for an accelerator's tensors, and the plan an
+    axis other than `replicate`. Every rank calls it, after the group is made.
+
+    On a GPU, a thread of Gloo's crashed at the end of a run with `shard` (torch 2.11), and torch's
+    documentation lists no send and receive of Gloo's for a GPU's tensors.
+    """
+    beyond = plan.state_divided
+    if not beyond or not accelerator.is_accelerator(device):
+        return
+    config = dist.get_backend_config()
+    if f"{device.type}:gloo" in config.split(","):
+        usual = accelerator.process_group_backend(device)
+        raise PlanError(
+            f"{', '.join(beyond)} through {config!r}; Gloo carries the tensors of {device.type} for"
+            f" replicate alone; leave --backend (LOCKSTEP_BACKEND) out for {usual}, or, where the"
+            " script makes the process group, write"
+            f" init_process_group({group_backends(usual, device)!r}); or use replicate alone"
+        )
+
+
+def group_backends(backend: str, device: torch.device) -> str:
+    """Return the backends of a process group for torch: beside an accelerator's, Gloo carries CPU
+    tensors."""
+    if device.type == "cpu":
+        # torch makes no store for a plain mpi
+        return backend if backend == "gloo" else f"cpu:{backend}"
+    return f"cpu:gloo,{device.type}:{backend}"

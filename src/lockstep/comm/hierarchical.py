@@ -1,9 +1,9 @@
 """Hierarchical all-reduce over several hosts: shared memory inside each host, torch between one
 leader rank per host.
 
-Each host sends as many bytes as one rank would. Alternatively, every rank could exchange a slice
-with its counterparts on the other hosts. That sends as many bytes, was no faster between two
-network namespaces of two ranks, and was slower below 1 MB.
+Each host sends as many bytes as one rank would. Slices, which every rank would exchange with its
+counterparts on the other hosts, send as many, were no faster between two network namespaces of two
+ranks, and slower below 1 MB.
 
 (No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.torch_private import GradBucket
-from lockstep.comm.backend import TIMEOUT
+from lockstep.comm.devices import TIMEOUT
 from lockstep.comm.segment import Unavailable
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
@@ -42,23 +42,18 @@ class HierarchicalAllReduce:
         """Share memory inside each host. Every rank calls it; all get an object, or the same
         `Unavailable`. `hosts`: the number of each rank's host. Every process must call `connect`
         before the first all-reduce."""
-        ranks_by_host = [
-            [rank for rank, each in enumerate(hosts) if each == host]
-            for host in dict.fromkeys(hosts)
-        ]
-        if len(ranks_by_host) == len(hosts):
+        if len(set(hosts)) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
-        mine = next(ranks for ranks in ranks_by_host if dist.get_rank(group) in ranks)
+        host = hosts[dist.get_rank(group)]
+        mine = [rank for rank, each in enumerate(hosts) if each == host]
         shared_memory = SharedMemoryGroup.create(group, among=mine)
         if isinstance(shared_memory, Unavailable):
             return shared_memory
         if len(mine) == 1:
             shared_memory.close()
         global_ranks = dist.get_process_group_ranks(group)
-        return cls(
-            shared_memory if len(mine) > 1 else None,
-            [global_ranks[ranks[0]] for ranks in ranks_by_host],
-        )
+        leaders = [global_ranks[hosts.index(each)] for each in dict.fromkeys(hosts)]
+        return cls(shared_memory if len(mine) > 1 else None, leaders)
 
     @staticmethod
     def connect(

@@ -18,7 +18,7 @@ from lockstep.base.torch_private import (
     set_item_of_distributed,
     to_local as to_local,
 )
-from lockstep.comm.backend import TIMEOUT
+from lockstep.comm.devices import TIMEOUT
 from lockstep.comm.hierarchical import HierarchicalAllReduce, forget_leader_groups
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
@@ -42,12 +42,12 @@ class Mesh:
     without_shared_memory: Mapping[str, str]
     """Data axis -> why some or all of its ranks do not share memory."""
     data: World = field(init=False)
-    """The data ranks: those whose microbatches together are those of a step, with this one's
+    """The data ranks. Together they compute all microbatches of a step; they have this rank's
     position on the other axes."""
     replicas: World = field(init=False)
     """The ranks that hold the same state."""
     stages: World = field(init=False)
-    """The ranks whose layers together are the model's."""
+    """The ranks that together hold the model's layers."""
 
     def __post_init__(self) -> None:
         for name, asked in (("data", _deals), ("replicas", _copies), ("stages", _stacks)):
@@ -141,13 +141,13 @@ class PipelineStateDict(Mapping[str, Tensor]):
     def __init__(self, mine: Mapping[str, Any], pipeline: World) -> None:
         self._mine = mine
         self._pipeline = pipeline
-        mine_described = {
+        described = {
             name: [str(t.dtype).removeprefix("torch."), list(t.shape)]
             for name, t in mine.items()
             if isinstance(t, Tensor)
         }
         self._owners: dict[str, tuple[int, str, list[int]]] = {}
-        for rank, theirs in enumerate(pipeline.gather_values(mine_described)):
+        for rank, theirs in enumerate(pipeline.gather_values(described)):
             for name, (dtype, shape) in theirs.items():
                 self._owners.setdefault(name, (rank, dtype, shape))
 
@@ -180,8 +180,8 @@ def _made(
 ) -> tuple[DeviceMesh, Mapping[tuple[str, ...], Any]]:
     """Return torch's mesh of these axes, and the process groups along the `wanted` ones.
 
-    The groups are made here. A mesh that makes its own splits them from a group that is bound to a
-    device, and gives Gloo the options of NCCL (torch 2.13 to 2.15): its half then has neither the
+    The groups are made here. A mesh that makes groups splits them from one that is bound to a
+    device, and gives Gloo the options of NCCL (torch 2.13 to 2.15): Gloo then has neither the
     timeout nor the network interface.
     """
     from torch.distributed.device_mesh import DeviceMesh
@@ -189,18 +189,14 @@ def _made(
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())
     key = (dist.group.WORLD, sizes, wanted)
     if key not in _meshes:
-        axes = [axis for axis, _ in sizes]
+        axes = tuple(axis for axis, _ in sizes)
         ranks = torch.arange(world.size).view([size for _, size in sizes])
         groups = {
             names: _group(ranks, [axes.index(name) for name in names], "_".join(names))
             for names in wanted
         }
-        mesh = DeviceMesh.from_group(
-            [groups[axis,] for axis in axes],
-            world.device.type,
-            ranks,
-            mesh_dim_names=tuple(axes),
-        )
+        by_axis = [groups[axis,] for axis in axes]
+        mesh = DeviceMesh.from_group(by_axis, world.device.type, ranks, mesh_dim_names=axes)
         _meshes[key] = mesh, groups
     return _meshes[key]
 
@@ -208,9 +204,9 @@ def _made(
 def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
     """Return the process group of this rank along `dims` of the mesh `ranks`. Every rank calls it.
 
-    All ranks make each group, one after another. With `use_local_synchronization` each would make
-    its own alone, and torch would name a group by how many the rank has: members with other
-    numbers, as after groups that a script made of some ranks, would wait for each other in vain.
+    All ranks make each group, one after another. With `use_local_synchronization` only its members
+    would make it, and torch would name it by how many groups the rank has: after groups that a
+    script made of some ranks, members would use different names and wait for ever.
     """
     size = math.prod(ranks.shape[dim] for dim in dims)
     rows = ranks.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
@@ -282,8 +278,7 @@ def _part(world: World, group: Any) -> World:
 
 
 def shard_as(like: Tensor, full: Tensor) -> Tensor:
-    """Return this rank's part of a full tensor that is distributed as `like`, without
-    communication."""
+    """Return this rank's part of `full`, distributed as `like` is, without communication."""
     if not hasattr(like, "full_tensor"):
         return full
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -59,36 +60,29 @@ class OrderedSum:
         world = len(self._tree_nodes.nodes)
         self._chunk = -(-length // world)
         self._length = length
-        bounds = [
-            (min(rank * self._chunk, length), min((rank + 1) * self._chunk, length))
-            for rank in range(world)
-        ]
-        low, high = bounds[self._rank]
-        self._width = high - low
-        sizes = [stop - start for start, stop in bounds]
+        starts = [min(rank * self._chunk, length) for rank in range(world + 1)]
+        bounds = list(pairwise(starts))
+        self._width = starts[self._rank + 1] - starts[self._rank]
         if len(self._nodes) == 1:
-            outgoing = self._nodes[0]
+            self._outgoing = self._nodes[0]
         else:
-            outgoing = torch.cat(
-                [node[start:stop] for start, stop in bounds for node in self._nodes]
-                or [like.new_empty(0)]
-            )
-        incoming_sizes = [len(nodes) * self._width for nodes in self._tree_nodes.nodes]
-        self._incoming = like.new_empty(sum(incoming_sizes))
-        self._outgoing = outgoing
-        outgoing_sizes = [size * len(self._nodes) for size in sizes]
+            parts = [node[start:stop] for start, stop in bounds for node in self._nodes]
+            self._outgoing = torch.cat(parts or [like.new_empty(0)])
+        into = [len(nodes) * self._width for nodes in self._tree_nodes.nodes]
+        outof = [(stop - start) * len(self._nodes) for start, stop in bounds]
+        self._incoming = like.new_empty(sum(into))
         if self._shared_memory is not None:
-            self._shared_memory.all_to_all(self._incoming, outgoing, incoming_sizes, outgoing_sizes)
+            self._shared_memory.all_to_all(self._incoming, self._outgoing, into, outof)
         else:
             self._work = dist.all_to_all_single(
-                self._incoming, outgoing, incoming_sizes, outgoing_sizes, async_op=True
+                self._incoming, self._outgoing, into, outof, async_op=True
             )
 
     def fold(self) -> None:
         """Add this rank's slice in the tree's order and send the sum to all."""
         self._wait()
         spans = [span for nodes in self._tree_nodes.nodes for span in nodes]
-        parts = [self._incoming[i * self._width : (i + 1) * self._width] for i in range(len(spans))]
+        parts: list[Tensor] = list(self._incoming.view(len(spans), self._width))
         total = tree.fold(spans, parts, self._tree_nodes.count, Tensor.add_)
         mine = total.new_zeros(self._chunk)
         mine[: self._width] = total

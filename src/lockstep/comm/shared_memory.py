@@ -1,8 +1,6 @@
 """Collectives on CPU tensors through shared memory of the processes of one host: 0.02 to 0.2 ms,
-where Gloo takes 1 to 2 ms.
-
-See [Note: Rounds] in `lockstep.comm.shared_rounds` for the protocol, and `lockstep.comm.segment`
-for the memory itself.
+where Gloo takes 1 to 2 ms. The protocol is [Note: Rounds] in `lockstep.comm.shared_rounds`, the
+memory is `lockstep.comm.segment`'s.
 """
 
 import functools
@@ -25,8 +23,9 @@ from lockstep.comm.segment import (
     Unavailable,
     open_segment,
 )
-from lockstep.comm.shared_rounds import BufferViews, Rounds
-from lockstep.comm.shared_tensors import (
+from lockstep.comm.shared_rounds import (
+    BufferViews,
+    Rounds,
     add,
     called,
     described,
@@ -72,8 +71,7 @@ class PendingAllGather(dist.Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises an `ExchangeError`. `timeout` is ignored: the group's own applies."""
-        del timeout
+        """Raises an `ExchangeError`. `timeout` is ignored: the group has one."""
         if self._group.pending is self:
             self._group.finish()
         return True
@@ -105,12 +103,12 @@ class SharedMemoryGroup(Closing):
     def active_calls(cls) -> "list[tuple[str, str, int, str]]":
         """Return (collective, group, number, dtype and size) of each call in progress. Any thread
         may call it."""
-        calls = [
-            (group.name, called(group._rounds.signature), group._calls_made)
-            for group in _groups_now()
-            if group._is_called
-        ]
-        return [(name, group, number, what) for group, (name, what), number in calls]
+        calls = []
+        for group in _groups_now():
+            if group._is_called:
+                collective, what = called(group._rounds.signature)
+                calls.append((collective, group.name, group._calls_made, what))
+        return calls
 
     @classmethod
     def create(
@@ -132,10 +130,10 @@ class SharedMemoryGroup(Closing):
         size = dist.get_world_size(group) if among is None else len(among)
         buffer_bytes = round_up(max(buffer_bytes, 2 * size * _MIN_CELL_BYTES), LINE_BYTES)
         segment = open_segment(group, 2 * size * buffer_bytes, timeout, among)
-        name = (
-            "shared memory" if group is dist.group.WORLD else f"shared memory of {group.group_desc}"
-        )
-        return segment if isinstance(segment, Unavailable) else cls(segment, buffer_bytes, name)
+        if isinstance(segment, Unavailable):
+            return segment
+        of = "" if group is dist.group.WORLD else f" of {group.group_desc}"
+        return cls(segment, buffer_bytes, f"shared memory{of}")
 
     @_collective
     def all_reduce(self, tensor: Tensor) -> None:
@@ -162,14 +160,14 @@ class SharedMemoryGroup(Closing):
         views = self._rounds.start("reduce_scatter", into)
         cell = views.sent[0][self._others[0]].numel()
         pieces = [split(chunk, cell) for chunk in chunks.unbind()]
-        for place, total in enumerate(split(into, cell)):
+        for index, total in enumerate(split(into, cell)):
             buffer = self._rounds.buffer
             length = total.numel()
             for peer in self._others:
-                head(views.sent[buffer][peer], length).copy_(pieces[peer][place])
-            self._rounds.meet(first=place == 0)
+                head(views.sent[buffer][peer], length).copy_(pieces[peer][index])
+            self._rounds.meet(first=index == 0)
             parts = [head(part, length) for part in views.received[buffer]]
-            parts[self.rank] = pieces[self.rank][place]
+            parts[self.rank] = pieces[self.rank][index]
             add(parts, total)
 
     @_collective
@@ -232,16 +230,16 @@ class SharedMemoryGroup(Closing):
         if chunks[self.rank].data_ptr() != mine.data_ptr():
             chunks[self.rank].copy_(mine)
         gathered = [split(chunk, capacity) for chunk in chunks.unbind()]
-        for place, piece in enumerate(split(mine, capacity)):
+        for index, piece in enumerate(split(mine, capacity)):
             buffer = self._rounds.buffer
             length = piece.numel()
             head(views.whole[buffer][self.rank], length).copy_(piece)
             self._rounds.announce()
-            if place == 0:
+            if index == 0:
                 yield
-            self._rounds.wait(first=place == 0)
+            self._rounds.wait(first=index == 0)
             for peer in self._others:
-                gathered[peer][place].copy_(head(views.whole[buffer][peer], length))
+                gathered[peer][index].copy_(head(views.whole[buffer][peer], length))
 
     @_collective
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -250,11 +248,11 @@ class SharedMemoryGroup(Closing):
         if not 0 <= source < self.size:
             raise ValueError(f"source={source}; the ranks of this group are 0 to {self.size - 1}")
         views = self._rounds.start("broadcast", numbers, source)
-        for place, piece in enumerate(split(numbers, views.whole[0][0].numel())):
+        for index, piece in enumerate(split(numbers, views.whole[0][0].numel())):
             shown = head(views.whole[self._rounds.buffer][source], piece.numel())
             if source == self.rank:
                 shown.copy_(piece)
-            self._rounds.meet(first=place == 0)
+            self._rounds.meet(first=index == 0)
             if source != self.rank:
                 piece.copy_(shown)
 
@@ -265,39 +263,33 @@ class SharedMemoryGroup(Closing):
         """Send each rank a chunk of `tensor`, with `sizes` elements, and receive chunks of
         `output_sizes` elements in `output`, in rank order. The tensors must not overlap."""
         into, numbers = flat(output), flat(tensor)
-        if (sum(output_sizes), sum(sizes)) != (
-            into.numel(),
-            numbers.numel(),
-        ) or tensor.dtype is not output.dtype:
-            given = (
-                f"{described(tensor)} in chunks of {list(sizes)} into {described(output)} in chunks"
-                f" of {list(output_sizes)}"
-            )
+        fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
+        if not fits or tensor.dtype is not output.dtype:
             raise ValueError(
-                f"all_to_all of {given}; sizes add up to the tensors', which have one dtype"
+                f"all_to_all of {described(tensor)} in chunks of {list(sizes)} into"
+                f" {described(output)} in chunks of {list(output_sizes)}; sizes add up to the"
+                " tensors', which have one dtype"
             )
         refuse_overlap(output, tensor)
         views = self._rounds.start("all_to_all", numbers, sizes=sizes)
-        outgoing, incoming = (
-            numbers.split_with_sizes(list(sizes)),
-            into.split_with_sizes(list(output_sizes)),
-        )
+        outgoing = numbers.split_with_sizes(list(sizes))
+        incoming = into.split_with_sizes(list(output_sizes))
         incoming[self.rank].copy_(outgoing[self.rank])
         cell = views.sent[0][self._others[0]].numel()
-        place, most = 0, 1
-        while place < most:
+        start, most = 0, 1
+        while start < most:
             buffer = self._rounds.buffer
-            stop = place + cell
+            stop = start + cell
             for peer in self._others:
-                part = outgoing[peer][place:stop]
+                part = outgoing[peer][start:stop]
                 head(views.sent[buffer][peer], part.numel()).copy_(part)
-            self._rounds.meet(first=place == 0)
-            if place == 0:
+            self._rounds.meet(first=start == 0)
+            if start == 0:
                 most = self._rounds.most_sent(buffer, output_sizes)
             for peer in self._others:
-                part = incoming[peer][place:stop]
+                part = incoming[peer][start:stop]
                 part.copy_(head(views.received[buffer][peer], part.numel()))
-            place = stop
+            start = stop
 
     def abort(self) -> None:
         """Make collectives on every rank, this one included, raise `PeerStopped`. Any thread may
@@ -330,24 +322,25 @@ class SharedMemoryGroup(Closing):
             group.close()
 
     def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._segment.stop(error)
-            if isinstance(error, ExchangeError):
-                self._failure = functools.partial(type(error), error.ranks, str(error))
-            else:
-                text = (
-                    f"an earlier exchange of rank {self.rank} raised {type(error).__name__}:"
-                    f" {error}; this group cannot be used any more"
-                )
-                self._failure = functools.partial(PeerStopped, (self.rank,), text)
+        if self._failure is not None:
+            return
+        self._segment.stop(error)
+        if isinstance(error, ExchangeError):
+            self._failure = functools.partial(type(error), error.ranks, str(error))
+        else:
+            text = (
+                f"an earlier exchange of rank {self.rank} raised {type(error).__name__}:"
+                f" {error}; this group cannot be used any more"
+            )
+            self._failure = functools.partial(PeerStopped, (self.rank,), text)
 
     def _reduce_directly(self, numbers: Tensor, views: BufferViews) -> None:
         """All-reduce in which every rank adds everything."""
         whole = views.whole
-        for place, piece in enumerate(split(numbers, whole[0][0].numel())):
+        for index, piece in enumerate(split(numbers, whole[0][0].numel())):
             parts = [head(part, len(piece)) for part in whole[self._rounds.buffer]]
             parts[self.rank].copy_(piece)
-            self._rounds.meet(first=place == 0)
+            self._rounds.meet(first=index == 0)
             if self.rank < 2:
                 parts[self.rank] = piece  # the same values, in this processor's cache
             add(parts, piece)
@@ -358,18 +351,17 @@ class SharedMemoryGroup(Closing):
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()
-        for place in range(len(pieces) + 1):
+        for index, piece in enumerate((*pieces, None)):
             buffer = self._rounds.buffer
             slices: tuple[Tensor, ...] = ()
             width = 0
-            if place < len(pieces):
-                piece = pieces[place]
+            if piece is not None:
                 width = round_up(-(-len(piece) // self.size), views.elements_per_line)
                 slices = split(piece, width)
                 for rank, part in enumerate(slices):
                     if rank != self.rank:
                         views.whole[buffer][self.rank][rank * width :][: len(part)].copy_(part)
-            self._rounds.meet(first=place == 0)
+            self._rounds.meet(first=index == 0)
             if self.rank < len(slices):
                 own = slices[self.rank]
                 parts = [whole[self.rank * width :][: len(own)] for whole in views.whole[buffer]]

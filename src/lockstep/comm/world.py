@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate, compress, groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, install_excepthook, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.torch_private import PrefixStore, Store, abort_accelerator_groups, default_store
-from lockstep.comm.backend import TIMEOUT, check_own_group, chosen_backend, group_backends
 from lockstep.comm.devices import (
+    TIMEOUT,
     RankDevice,
     be_a_host_of_its_own,
     check_devices,
+    check_own_group,
+    chosen_backend,
     exchange,
     find_device,
+    group_backends,
     unusable,
 )
 from lockstep.comm.hierarchical import HierarchicalAllReduce
@@ -40,8 +43,8 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 BUCKET_NUMBERS = 2**22
 """Approximate numbers in a bucket of `sum_each`."""
 _HEAD_BYTES = 64
-"""Size of the head of a JSON text, exchanged first: the text's length, and the text if it fits,
-else its digest."""
+"""Size of the head of a JSON text, sent first: the text's length, and the text if it fits, else its
+digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
 """With shared memory, and on accelerators, a tensor of at least this size is summed in place, not
@@ -97,12 +100,8 @@ class World:
             dist.all_gather_single(everyone, padded, group=self.group)
         if min(counts) == len(padded):
             return everyone
-        return torch.cat(
-            [
-                part[:count]
-                for part, count in zip(everyone.view(self.size, *padded.shape), counts, strict=True)
-            ]
-        )
+        parts = everyone.view(self.size, *padded.shape)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, contiguous and of one size on all ranks, by its sum. Every rank calls
@@ -118,22 +117,21 @@ class World:
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, on any device, by its sum over ranks, in buckets by dtype. Every
         rank calls it."""
-        alone = [self._sums_in_place(tensor) for tensor in tensors]
-        pending = [
-            work
-            for tensor in compress(tensors, alone)
-            if (work := self._start_all_reduce(tensor)) is not None
-        ]
-        for bucket in _buckets(
-            [tensor for tensor, summed in zip(tensors, alone, strict=True) if not summed]
-        ):
+        together: list[Tensor] = []
+        pending: list[dist.Work] = []
+        for tensor in tensors:
+            if not self._sums_in_place(tensor):
+                together.append(tensor)
+            elif tensor.is_cpu:
+                self.all_reduce(tensor)
+            else:  # the next one need not wait for it
+                pending.append(dist.all_reduce(tensor, group=self.group, async_op=True))
+        for bucket in _buckets(together):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
             self.all_reduce(flat)
-            summed = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(
-                bucket,
-                [part.view(tensor.shape) for part, tensor in zip(summed, bucket, strict=True)],
-            )
+            sums = torch.split(flat.to(bucket[0].device), [tensor.numel() for tensor in bucket])
+            shaped = [part.view(tensor.shape) for part, tensor in zip(sums, bucket, strict=True)]
+            torch._foreach_copy_(bucket, shaped)
         for work in pending:
             work.wait()
 
@@ -143,21 +141,13 @@ class World:
             return False
         return self.shared_memory is not None if tensor.is_cpu else tensor.device == self.device
 
-    def _start_all_reduce(self, tensor: Tensor) -> dist.Work | None:
-        """Start `all_reduce`. On an accelerator the next one need not wait for it."""
-        if tensor.is_cpu:
-            self.all_reduce(tensor)
-            return None
-        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return work
-
     def any(self, flag: bool) -> bool:
         """Return True on all ranks if `flag` is true on any. Every rank calls it."""
         if self.size == 1:
             return flag
-        found = torch.tensor([float(flag)])
-        self.all_reduce(found)
-        return bool(found.item())
+        count = torch.tensor([float(flag)])
+        self.all_reduce(count)
+        return bool(count.item())
 
     def gather_values(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events.
@@ -166,25 +156,19 @@ class World:
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
-        heads = bytes(self.gather_rows(_tensor(_head(text)), [_HEAD_BYTES] * self.size).numpy())
-        heads_or_texts = [
-            heads[start : start + _HEAD_BYTES] for start in range(0, len(heads), _HEAD_BYTES)
-        ]
-        kinds = set(heads_or_texts)
-        if len(kinds) == 1:
+        rows = self.gather_rows(_tensor(_head(text)), [_HEAD_BYTES] * self.size)
+        heads = [bytes(row.numpy()) for row in rows.view(self.size, _HEAD_BYTES)]
+        if len(set(heads)) == 1:
             return [json.loads(text)] * self.size
-        lengths = {head: _length(head) for head in kinds}
-        if max(lengths.values()) > _IN_HEAD_BYTES:
-            counts = [lengths[head] for head in heads_or_texts]
+        counts = [_length(head) for head in heads]
+        if max(counts) > _IN_HEAD_BYTES:
             everything = bytes(self.gather_rows(_tensor(text), counts).numpy())
-            heads_or_texts = [
-                everything[end - count : end]
-                for count, end in zip(counts, accumulate(counts), strict=True)
-            ]
-            values = {each: json.loads(each) for each in set(heads_or_texts)}
+            ends = zip(counts, accumulate(counts), strict=True)
+            texts = [everything[end - count : end] for count, end in ends]
         else:
-            values = {head: json.loads(_text_in(head)) for head in kinds}
-        return [values[each] for each in heads_or_texts]
+            texts = [_text_in(head) for head in heads]
+        values = {each: json.loads(each) for each in set(texts)}
+        return [values[each] for each in texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
         """Return the JSON value that rank `rank` gives. Every rank calls it; for set-up and rare
@@ -213,18 +197,13 @@ class World:
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
         """All-gather any number of rows (or None) from each rank on the CPU, in rank order. Every
         rank calls it."""
-        kind = (
-            None
-            if rows is None
-            else {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape)}
+        kinds = self.gather_values(
+            None if rows is None else [str(rows.dtype).removeprefix("torch."), *rows.shape]
         )
-        kinds = self.gather_values(kind)
-        known = next(kind for kind in kinds if kind is not None)
         if rows is None:
-            rows = torch.empty((0, *known["shape"][1:]), dtype=getattr(torch, known["dtype"]))
-        return self.gather_rows(
-            rows.cpu(), [0 if kind is None else kind["shape"][0] for kind in kinds]
-        )
+            dtype, _, *shape = next(kind for kind in kinds if kind is not None)
+            rows = torch.empty((0, *shape), dtype=getattr(torch, dtype))
+        return self.gather_rows(rows.cpu(), [0 if kind is None else kind[1] for kind in kinds])
 
 
 _made: weakref.ref[Any] | None = None
@@ -253,38 +232,7 @@ def join(
     MASTER_ADDR:MASTER_PORT. `share_devices`: several processes may compute on one GPU. Raises
     `LaunchError` for fewer GPUs than processes without it, and for an unusable rendezvous address
     or backend."""
-    global _excepthooks
-    before, was_initialized = sys.excepthook, dist.is_initialized()
-    world = _joined(rank, size, local_rank, local_size, backend, timeout, store, share_devices)
-    install_excepthook()
-    if world.owns_group and not was_initialized:
-        _excepthooks = before, sys.excepthook
-    return world
-
-
-def leave() -> None:
-    """Destroy the process group that `join` made, if any: `join` can be called again. The group's
-    sockets and threads go with the last reference to it."""
-    global _made, _excepthooks
-    _take_down()
-    atexit.unregister(_at_exit)
-    # torch prepends another one at each `init_process_group`
-    if sys.excepthook is _excepthooks[1]:
-        sys.excepthook = _excepthooks[0]
-    _made, _excepthooks = None, (None, None)
-
-
-def _joined(
-    rank: int,
-    size: int,
-    local_rank: int,
-    local_size: int,
-    backend: str | None,
-    timeout: timedelta,
-    store: Store | None,
-    share_devices: bool,
-) -> World:
-    global _made, _compared
+    global _made, _compared, _excepthooks
     if local_size > 1 and accelerator.is_for_one_process():
         device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")
         if local_rank == 0:
@@ -302,41 +250,43 @@ def _joined(
             raise
         # tell the other ranks, so that they do not wait for this one
         mine = replace(mine, refusal=str(error))
-    if dist.is_initialized():
+    has_group, before = dist.is_initialized(), sys.excepthook
+    if has_group:
         rank, size = dist.get_rank(), dist.get_world_size()
         if not owns_group():
             check_own_group(backend, device)
+    busiest = 1
     if size == 1:
         if not mine.type:
             raise LaunchError(unusable(mine, "this process"))
-        return World(
-            rank,
-            size,
-            local_rank,
-            local_size,
-            device,
-            owns_group=dist.is_initialized() and owns_group(),
-        )
-    refuse_on_windows(f"a run of {size} processes")
-    if dist.is_initialized() and _compared is not None and _compared[0]() is dist.group.WORLD:
-        busiest = _compared[1]
-    elif dist.is_initialized():
-        busiest = check_devices(exchange(default_store(), rank, size, mine))
     else:
-        meets = _store(rank, size, timeout) if store is None else store
-        everyone = exchange(meets, rank, size, mine)
-        busiest = check_devices(everyone)
-        if busiest > 1:
-            be_a_host_of_its_own(everyone, os.environ)
-        bound_to = accelerator.process_group_device(device, chosen)
-        given: dict[str, Any] = {"store": meets, "rank": rank, "world_size": size}
-        with _network_errors_refused():
-            dist.init_process_group(
-                group_backends(chosen, device), timeout=timeout, device_id=bound_to, **given
-            )
-        _made = weakref.ref(dist.group.WORLD)
-        atexit.register(_at_exit)
-    _compared = weakref.ref(dist.group.WORLD), busiest
+        refuse_on_windows(f"a run of {size} processes")
+        if has_group and _compared is not None and _compared[0]() is dist.group.WORLD:
+            busiest = _compared[1]
+        elif has_group:
+            busiest = check_devices(exchange(default_store(), rank, size, mine))
+        else:
+            with _network_errors_refused():
+                meets = _store(rank, size, timeout) if store is None else store
+            everyone = exchange(meets, rank, size, mine)
+            busiest = check_devices(everyone)
+            if busiest > 1:
+                be_a_host_of_its_own(everyone, os.environ)
+            with _network_errors_refused():
+                dist.init_process_group(
+                    group_backends(chosen, device),
+                    timeout=timeout,
+                    store=meets,
+                    rank=rank,
+                    world_size=size,
+                    device_id=accelerator.process_group_device(device, chosen),
+                )
+            _made = weakref.ref(dist.group.WORLD)
+            atexit.register(_at_exit)
+        _compared = weakref.ref(dist.group.WORLD), busiest
+    install_excepthook()
+    if not has_group and owns_group():
+        _excepthooks = before, sys.excepthook
     return World(
         rank,
         size,
@@ -348,22 +298,29 @@ def _joined(
     )
 
 
+def leave() -> None:
+    """Destroy the process group that `join` made, if any: `join` can be called again. The group's
+    sockets and threads go with the last reference to it."""
+    global _made, _excepthooks
+    if owns_group():
+        dist.destroy_process_group()
+    atexit.unregister(_at_exit)
+    # torch prepends another one at each `init_process_group`
+    if sys.excepthook is _excepthooks[1]:
+        sys.excepthook = _excepthooks[0]
+    _made, _excepthooks = None, (None, None)
+
+
 def _store(rank: int, size: int, timeout: timedelta) -> Store:
     """Return the store at MASTER_ADDR:MASTER_PORT, as in `init_process_group`."""
-    with _network_errors_refused():
-        made, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    made, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
     made.set_timeout(timeout)
     return PrefixStore("default_pg", made)
 
 
 def owns_group() -> bool:
-    """True if `join` made the default process group."""
-    return _made is not None and _made() is dist.group.WORLD
-
-
-def _take_down() -> None:
-    if dist.is_initialized() and owns_group():
-        dist.destroy_process_group()
+    """True if `join` made the default process group, and it still exists."""
+    return dist.is_initialized() and _made is not None and _made() is dist.group.WORLD
 
 
 def _at_exit() -> None:
@@ -371,8 +328,8 @@ def _at_exit() -> None:
     machine, which may wait in a collective for this one; so a failed process aborts instead."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-    if not (has_failed and dist.is_initialized() and owns_group() and abort_accelerator_groups()):
-        _take_down()
+    if owns_group() and not (has_failed and abort_accelerator_groups()):
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -380,22 +337,15 @@ def _network_errors_refused() -> Iterator[None]:
     try:
         yield
     except dist.DistNetworkError as error:
-        raise LaunchError(_network_error(error)) from error
-
-
-def _network_error(error: Exception) -> str:
-    address = (
-        f"{os.environ.get('MASTER_ADDR', '(unset)')}:{os.environ.get('MASTER_PORT', '(unset)')}"
-    )
-    if "EADDRINUSE" in str(error):
-        return (
-            f"the rendezvous port {address} (MASTER_ADDR:MASTER_PORT) is in use by another program;"
-            " give another, or let lockstep run choose"
-        )
-    return (
-        f"cannot meet the other processes at {address} (MASTER_ADDR:MASTER_PORT): {error}; every "
-        "process must reach rank 0 there: check the address, and that rank 0 runs"
-    )
+        host, port = (os.environ.get(f"MASTER_{part}", "(unset)") for part in ("ADDR", "PORT"))
+        address = f"{host}:{port} (MASTER_ADDR:MASTER_PORT)"
+        raise LaunchError(
+            f"the rendezvous port {address} is in use by another program; give another, or let"
+            " lockstep run choose"
+            if "EADDRINUSE" in str(error)
+            else f"cannot meet the other processes at {address}: {error}; every process must reach"
+            " rank 0 there: check the address, and that rank 0 runs"
+        ) from error
 
 
 def _head(text: bytes) -> bytes:
@@ -421,13 +371,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors in buckets of one dtype."""
-    for _, alike in groupby(
-        sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype
-    ):
+    by_dtype = sorted(tensors, key=lambda tensor: str(tensor.dtype))
+    for _, alike in groupby(by_dtype, key=lambda tensor: tensor.dtype):
         bucket: list[Tensor] = []
         for tensor in alike:
             bucket.append(tensor)
-            if sum(each.numel() for each in bucket) >= BUCKET_NUMBERS:
+            if sum(map(Tensor.numel, bucket)) >= BUCKET_NUMBERS:
                 yield bucket
                 bucket = []
         if bucket:

@@ -15,7 +15,7 @@ from lockstep.checkpoint.emergency_save import StateChangedError
 from lockstep.checkpoint.integrity import read_manifest
 from lockstep.checkpoint.manifest import UnreadableError
 from lockstep.checkpoint.storage import Storage
-from lockstep.comm.recovery.regroup import is_aborted
+from lockstep.comm.regroup import is_aborted
 from lockstep.comm.world import World
 from lockstep.hooks.checkpointer import Checkpointer
 from lockstep.hooks.metrics import check_metric

@@ -17,7 +17,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import LossError, PlanError, RecipeError
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, own_buffers, tree_leaves, version
 from lockstep.comm.mesh import to_local
-from lockstep.comm.no_collectives import CollectiveCalled, CollectivesRefused
+from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.data.device import map_tensors
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lockstep.base import accelerator
 from lockstep.base.system import peak_memory_bytes
-from lockstep.comm.wait_times import count_torch_waits
+from lockstep.comm.torch_collectives import count_torch_waits
 from lockstep.logging.metrics import drop_rows_after
 from lockstep.logging.phases import StreamTimes
 from lockstep.training.hook import ControlHook

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.comm.wait_times import waits
+from lockstep.comm.torch_collectives import waits
 
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"

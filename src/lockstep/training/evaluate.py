@@ -19,7 +19,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LossError
 from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.no_collectives import CollectiveCalled, as_one_process
+from lockstep.comm.torch_collectives import CollectiveCalled, as_one_process
 from lockstep.comm.world import exact_sum
 from lockstep.data.loader import Loader, Microbatch, Span
 from lockstep.keys import RandomStream

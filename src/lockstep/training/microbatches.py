@@ -18,7 +18,7 @@ from lockstep.assignment import MicrobatchAssignment, stream_shard
 from lockstep.base.errors import CheckpointError, LossError
 from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh
-from lockstep.comm.no_collectives import CollectiveCalled, CollectivesRefused
+from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
 from lockstep.data.fetch import ShardPosition

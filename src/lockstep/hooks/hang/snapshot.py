@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from lockstep.comm import wait_times
+from lockstep.comm import torch_collectives
 from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
 
@@ -194,7 +194,7 @@ def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
     """Return the collective that a stack is in, where torch's flight recorder has none, as for send
     and recv."""
     # it wraps torch's waits
-    frames = [frame for frame in stack if frame.file != wait_times.__file__]
+    frames = [frame for frame in stack if frame.file != torch_collectives.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
     if not inside or inside[-1] is not frames[-1]:
         return None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.base.container import process_id_space
 from lockstep.base.torch_private import clone_store
-from lockstep.comm.recovery import sockets
+from lockstep.comm import gloo_sockets
 from lockstep.hooks.hang.report import Hang, diagnose
 from lockstep.hooks.hang.snapshot import (
     StackSnapshot,
@@ -53,7 +53,7 @@ class Mailbox:
         # Of its own, so that it need not wait until other threads' requests are answered, and can
         # be ended.
         connection, self._socket = (
-            sockets.with_own_connection(store)
+            gloo_sockets.with_own_connection(store)
             if sys.platform == "linux"
             else (clone_store(store), None)
         )
@@ -63,7 +63,7 @@ class Mailbox:
     def close(self) -> None:
         """End another thread's request: the store's host may be gone."""
         if self._socket is not None:
-            sockets.shut_down(self._socket)
+            gloo_sockets.shut_down(self._socket)
 
     def put(self, key: str, text: str) -> None:
         self._store.set(key, text)

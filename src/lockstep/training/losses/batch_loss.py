@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import LossError
-from lockstep.comm.no_collectives import CollectiveCalled, as_one_process
+from lockstep.comm.torch_collectives import CollectiveCalled, as_one_process
 from lockstep.comm.world import World
 from lockstep.data.device import map_tensors
 from lockstep.data.loader import Microbatch

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lockstep.base.errors import LockstepError, PlanError, UserError
 from lockstep.checkpoint.images.reader import open_images
-from lockstep.comm.recovery.regroup import leave_groups
+from lockstep.comm.regroup import leave_groups
 from lockstep.comm.world import World
 from lockstep.launch.failures import FailureRecord
 from lockstep.launch.recovery.rejoin import Rejoin, session_was_opened

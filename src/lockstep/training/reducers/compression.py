@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import GradBucket
-from lockstep.comm.compressed_sum import CompressedAllReduce, Senders
-from lockstep.comm.quantize import Rounding
-from lockstep.comm.wait_times import waits
+from lockstep.comm.compressed_sum import CompressedAllReduce, Rounding, Senders
+from lockstep.comm.torch_collectives import waits
 from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 

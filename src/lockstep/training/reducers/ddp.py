@@ -33,7 +33,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import GradBucket
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
-from lockstep.comm.wait_times import waits
+from lockstep.comm.torch_collectives import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
 from lockstep.training.reducers.step_stats import (
     READY_TWICE,

@@ -48,9 +48,9 @@ from lockstep.base.torch_private import (
     number_process_groups_from,
     process_group_count,
 )
-from lockstep.comm.backend import TIMEOUT
+from lockstep.comm import gloo_sockets
+from lockstep.comm.devices import TIMEOUT
 from lockstep.comm.mesh import forget_meshes
-from lockstep.comm.recovery import sockets
 from lockstep.comm.segment import ExchangeError
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World, join, leave, owns_group
@@ -178,18 +178,18 @@ def leave_groups(*, collect: bool = True) -> int:
     with _lock:  # the abort began before its error was seen; let it finish
         _abort.end()
     # a group waits for its pending collectives when it is freed
-    while not sockets.shut_down_gloo_sockets():
+    while not gloo_sockets.shut_down_gloo_sockets():
         pass
     SharedMemoryGroup.close_all()
     forget_meshes()
     forget_distributed_operations()
     _names_used = max(_names_used, process_group_count())
     leave()
-    if collect and sockets.gloo_threads():
+    if collect and gloo_sockets.gloo_threads():
         gc.collect()
     with _lock:
         _abort, _store_connection = _Abort(), None
-    return len(sockets.gloo_threads())
+    return len(gloo_sockets.gloo_threads())
 
 
 def join_over(
@@ -213,7 +213,7 @@ def join_over(
     """
     global _store_connection
     with abortable():
-        own, connection = sockets.with_own_connection(store)
+        own, connection = gloo_sockets.with_own_connection(store)
         with _lock:
             _store_connection = connection
         if is_aborted():  # it may have come before there was a connection to end
@@ -245,6 +245,6 @@ def launcher_store(environ: Mapping[str, str]) -> Store:
 def _abort_once() -> None:
     connection = _store_connection
     if connection is not None:
-        sockets.shut_down(connection)
+        gloo_sockets.shut_down(connection)
     SharedMemoryGroup.abort_all()
-    sockets.shut_down_gloo_sockets()
+    gloo_sockets.shut_down_gloo_sockets()

@@ -1,0 +1,78 @@
+"""Contexts around torch's collectives: count the time they wait, hide them, or refuse them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.base.torch_private import TorchDispatchMode
+
+
+class Waits:
+    """The time that a process has waited for other ranks in collectives."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+waits = Waits()
+"""The waits of this process. Waits inside torch's C++ code, as in a tensor-parallel layer, are not
+counted."""
+
+
+@contextmanager
+def count_torch_waits() -> Iterator[None]:
+    """Count the waits for torch's collectives in `waits` while the body runs."""
+    if not dist.is_available():
+        yield
+        return
+    original = dist.Work.wait
+
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            waits.seconds += time.perf_counter() - began
+
+    setattr(dist.Work, "wait", wait)  # noqa: B010  # type checkers see a method of a C++ class
+    try:
+        yield
+    finally:
+        setattr(dist.Work, "wait", original)  # noqa: B010
+
+
+class CollectiveCalled(Exception):
+    """A function called a collective. The text is the collective's name."""
+
+
+@contextmanager
+def as_one_process(*, watched: bool = True) -> Iterator[None]:
+    """Make `torch.distributed.is_initialized()` False while the body runs, so that torchmetrics and
+    similar code synchronise nothing. For functions of the user that each rank calls separately.
+    `watched`: also refuse collectives, which would count twice or wait for ever."""
+    is_initialized = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        with CollectivesRefused() if watched else nullcontext():
+            yield
+    finally:
+        dist.is_initialized = is_initialized
+
+
+class CollectivesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises `CollectiveCalled` for each collective called in the body. Slows each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise CollectiveCalled(
+                str(func.overloadpacket).rpartition(".")[2].strip("_").removesuffix("_base")
+            )
+        return func(*args, **(kwargs or {}))
