@@ -66,7 +66,7 @@ def measure(plan: str, layers: int, width: int) -> dict[str, Any]:
         session.prepare(
             lambda: gpt.GPT(layers=1, width=32, heads=1, context=CONTEXT, dropout=0.0), optimizer
         )
-        session.run.modules.clear()
+        session.run.training.modules.clear()
         gc.collect()
         reset()
         before = resident("VmRSS")

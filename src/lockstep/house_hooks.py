@@ -131,5 +131,5 @@ class HouseHooks:
                 )
             return
         run.event("run-failed", **error_details(error))
-        run.hooks.call_every("on_error", run, error)
+        run.training.hooks.call_every("on_error", run, error)
         self.out_of_memory.advise(run, error, saved=self.checkpointing.rescued)

@@ -127,7 +127,7 @@ class RecipeSession(Session):
                 " the last stage"
             )
         run, self.recipe = self.run, recipe
-        run.recipe, run.code = recipe, self.code
+        run.recipe, run.training.code = recipe, self.code
         self.prepare(
             recipe.model,
             recipe.optimizer,
@@ -137,14 +137,14 @@ class RecipeSession(Session):
             stages=recipe.stages,
             weights=recipe.weights,
         )
-        metric = run.modules[0].schedule.metric
+        metric = run.training.modules[0].schedule.metric
         if metric is not None and all(each.every is None for each in recipe.evaluations.values()):
             raise RecipeError(
                 f"a ReduceLROnPlateau follows the evaluations' {metric!r}, and Recipe.evaluation"
                 " has none, or every=None; give ls.Evaluation(every=...), or another schedule"
             )
         pipeline, check = (
-            run.modules[0].parallel.pipeline,
+            run.training.modules[0].parallel.pipeline,
             partial(check_tensors, run.model.state_dict()),
         )
         if pipeline is None:
@@ -159,11 +159,11 @@ class RecipeSession(Session):
     def result(self, seconds: float, *, is_trained: bool) -> Result:
         """Write the final weights, unless the run was only evaluated, and the result."""
         run, recorder = self.run, self.context.recorder
-        state = run.modules[0].model_state()
+        state = run.training.modules[0].model_state()
         if is_trained:
             recorder.save_tensors("model.safetensors", state)
-            run.hooks.call("on_save", run)
-        run.end()
+            run.training.hooks.call("on_save", run)
+        run.training.end()
         result = Result(
             steps=run.step,
             loss=run.loss if is_trained else math.nan,

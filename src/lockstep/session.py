@@ -35,9 +35,9 @@ from lockstep.training.deterministic import error_of_determinism
 from lockstep.training.hook import Hook, check_hooks
 from lockstep.training.prepare import ModelOptions, prepare
 from lockstep.training.recovery.recovery import Recovery
-from lockstep.training.run import Run
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
+from lockstep.training.training import Training
 
 
 class Session:
@@ -119,12 +119,10 @@ class Session:
                 recovery=self._recovery,
             )
             stack.callback(self.house.hang.close)
-            self.run = Run(
-                self._resolve(opened),
-                self.house.in_order,
-            )
-            self.run.include_hooks(self.hooks)
-            stack.callback(self.run.close)
+            self.training = Training(self._resolve(opened), self.house.in_order)
+            self.run = self.training.run
+            self.training.include_hooks(self.hooks)
+            stack.callback(self.training.close)
             self.house.hang.watch(self.run)
             self.house.out_of_memory.report_change(self.run)
             self._stack = stack.pop_all()
@@ -165,19 +163,18 @@ class Session:
             self.world.leave()
 
     def _end(self, error: BaseException | None) -> None:
-        run = self.run
         if error is not None:
-            self.house.end_with(run, error)
-        elif run.loop.loops:
+            self.house.end_with(self.run, error)
+        elif self.training.loop.loops:
             try:
                 self.finish()
                 self.house.checkpointing.wait()
-                run.end()
+                self.training.end()
             except BaseException as failure:
                 self._end(failure)
                 raise
             self.context.recorder.end(
-                {"steps": run.step, "plan": str(self.context.plan), "world_size": self.world_size}
+                {"steps": self.run.step, "plan": str(self.plan), "world_size": self.world_size}
             )
 
     def finish(self) -> None:
@@ -185,9 +182,9 @@ class Session:
         Every rank calls it. Without it, that is done on leaving the `with`."""
         if not self._finished:
             self._finished = True
-            for module in self.run.modules:
+            for module in self.training.modules:
                 module.modes.evaluate()
-            self.run.hooks.call("on_finish", self.run)
+            self.training.hooks.call("on_finish", self.run)
 
     @property
     def context(self) -> Context:
@@ -234,7 +231,7 @@ class Session:
     @property
     def stopping(self) -> str | None:
         """Why no further step is taken, once `stop` has taken effect."""
-        return self.run.stopping
+        return self.training.stopping
 
     def prepare(
         self,
@@ -254,7 +251,7 @@ class Session:
         pipeline. Raises `RecipeError`."""
         how = ModelOptions(blocks=blocks, tensor=tensor, stages=stages)
         module = prepare(
-            self.run,
+            self.training,
             build_model,
             build_optimizer,
             how,
@@ -284,33 +281,36 @@ class Session:
         global batch, the same in every step (the environments of reinforcement learning). A
         DataLoader with `sampler` or `batch_sampler`: its dataset and collate_fn. In each step all
         models must be committed. Raises `DataError`, `RecipeError`, `LossError`."""
-        run = self.run
+        training, run = self.training, self.run
         sizes = (global_batch, microbatch, steps, epochs, drop_last)
         options = loop.LoopOptions(data, *sizes, collate, weight, sampler, batch_sampler)
-        batching = loop.lay_out_loop(run, options)
+        batching = loop.lay_out_loop(training, options)
         self.house.out_of_memory.begin_loop(
-            run, [module.model for module in run.modules], options.data, largest=batching.largest
+            run,
+            [module.model for module in training.modules],
+            options.data,
+            largest=batching.largest,
         )
-        if not run.loop.loops:
-            run.start()
-            loop.report_layout(run, options, batching)
+        if not training.loop.loops:
+            training.start()
+            loop.report_layout(training, options, batching)
             if not self.context.overrides.bare:
                 self.house.checkpointing.resume(run, self._recovery, options.data)
-        first = run.loop.begin_loop(run.step)
-        batches = loop.sources(run, options, batching, first, self._stack.callback)
-        return loop.steps(run, batches, total=batching.steps, weight=weight)
+        first = training.loop.begin_loop(run.step)
+        batches = loop.sources(training, options, batching, first, self._stack.callback)
+        return loop.steps(training, batches, total=batching.steps, weight=weight)
 
     def include(self, name: str, state: Stateful) -> None:
         """Save `state` with the run, and load it when the run is resumed. Every rank calls it,
         before `steps`. `state`: has `state_dict` and `load_state_dict`, the same on every rank.
         Raises `CheckpointError`."""
-        if self.run.loop.loops:
+        if self.training.loop.loops:
             raise CheckpointError(
                 f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it"
                 " before"
             )
         self.run.include(name, state)
-        self.run.is_consistent_in_steps = False
+        self.training.is_consistent_in_steps = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context manager for forwards in the session's precision. Backwards and commits stay

@@ -135,7 +135,7 @@ def test_a_forgotten_eval_is_set_back_and_told(tmp_path: Path) -> None:
 ADDED = """
 class Grows(ls.Hook):
     def on_start(self, run):
-        self.optimizer = run.modules[0].optimizers[0]
+        self.optimizer = run.optimizers[0]
     def after_step(self, run):
         if run.step == 2:
             self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -153,7 +153,7 @@ ls.train(recipe(), hooks=[Swaps()])
 RATE = """
 class Halves(ls.Hook):
     def after_step(self, run):
-        for group in run.modules[0].optimizers[0].param_groups:
+        for group in run.optimizers[0].param_groups:
             group["lr"] *= 0.5
 
 ls.train(recipe(schedule=lambda step: 1.0), hooks=[Halves()])

@@ -223,7 +223,7 @@ class Summed(ls.Hook):
         World.sum_each = noting  # type: ignore[method-assign]
 
     def after_backward(self, run: Any, model: nn.Module) -> None:
-        scatters = getattr(run.modules[0].reducer, "_scatters", [])
+        scatters = getattr(run.training.modules[0].reducer, "_scatters", [])
         self.during = sum(len(scatter.summed) for scatter in scatters)
 
     def on_end(self, run: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.run import Run
+from lockstep.training.training import Training
 
 COOKBOOK = Path(__file__).resolve().parents[2] / "examples" / "cookbook"
 NAMES = sorted(path.stem for path in COOKBOOK.glob("*.py"))
@@ -36,21 +36,21 @@ def module(name: str) -> Any:
 
 
 def train(name: str, run_dir: str, plan: str, fails: bool = False) -> str:
-    example, begin = module(name), Run.begin_step
+    example, begin = module(name), Training.begin_step
     options: dict[str, Any] = {
         "run_dir": run_dir,
         "plan": f"{plan},numerics=bitwise",
         "saving": ls.Saving(every=4),
     }
 
-    def begin_or_fail(run: Run, source: Any) -> None:
-        if run.step == FAIL_AFTER:
+    def begin_or_fail(training: Training, source: Any) -> None:
+        if training.run.step == FAIL_AFTER:
             raise RuntimeError("lost")
-        begin(run, source)
+        begin(training, source)
 
     if fails:
         with (
-            patch.object(Run, "begin_step", begin_or_fail),
+            patch.object(Training, "begin_step", begin_or_fail),
             pytest.raises(RuntimeError, match="lost"),
         ):
             example.train(**options)

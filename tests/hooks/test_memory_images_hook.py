@@ -27,14 +27,12 @@ def a_run(step: int, recovered_from: str | None) -> Any:
     context = SimpleNamespace(
         world=alone(), recorder=recorder, phases=phases, recovered_from=recovered_from
     )
-    return SimpleNamespace(
-        step=step,
-        context=context,
-        modules=[],
-        stateful={},
-        code=None,
-        loop=SimpleNamespace(values=dict),
+    run = SimpleNamespace(step=step, context=context)
+    loop = SimpleNamespace(values=dict)
+    run.training = SimpleNamespace(
+        run=run, context=context, modules=[], stateful={}, code=None, loop=loop
     )
+    return run
 
 
 @pytest.mark.parametrize("recovered_from", [None, "rank 1 was killed"])
@@ -94,7 +92,9 @@ def test_a_run_recovers_in_place_only_if_all_of_its_ranks_can(
     world = SimpleNamespace(size=2, owns_group=True, gather_values=lambda mine: [mine, other])
     context = SimpleNamespace(plan=Plan(), world=world, device=torch.device(device))
     recovery = Recovery(rejoin)
-    recovery.announce(SimpleNamespace(context=context, hooks=SimpleNamespace(all=[])), None)  # type: ignore[arg-type]
+    training = SimpleNamespace(hooks=SimpleNamespace(all=[]), modules=[])
+    run: Any = SimpleNamespace(context=context, training=training)
+    recovery.announce(run, None)
     mine = None if device == "cpu" else "on the device cuda it has never been tried"
     assert said == [mine or other]
     assert recovery.can_replace == (mine is None and other is None)

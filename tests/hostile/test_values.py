@@ -65,7 +65,11 @@ def test_any_values_are_restored_or_damage(tmp_path: Path) -> None:
         for step in session.steps(TensorDataset(torch.ones(4, 2)), global_batch=4, steps=1):
             step.compute(lambda batch: batch[0], lambda output, batch: output.mean())
             step.commit()
-        modules, others, mesh = session.run.modules, {"kept": Kept()}, session.run.context.mesh
+        modules, others, mesh = (
+            session.run.training.modules,
+            {"kept": Kept()},
+            session.run.context.mesh,
+        )
         state = state_of(modules, others)
         text, chance, counts = json.dumps(state.values), random.Random(0), Counter[str]()
         for _ in range(1500):

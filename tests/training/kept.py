@@ -73,7 +73,7 @@ class Asked(ls.Hook):
 
 def of_all(run: Any) -> str:
     """The fingerprint of all that is saved of models and optimizers."""
-    return ls.fingerprint(run.context.mesh.union(state_of(run.modules, {}).tensors))
+    return ls.fingerprint(run.context.mesh.union(state_of(run.training.modules, {}).tensors))
 
 
 def run(plan: str, run_dir: str, at: int | None, given: Mapping[str, Any]) -> tuple[str, str]:
@@ -94,7 +94,10 @@ def restored(plan: str, run_dir: str) -> str:
     """The state's fingerprint, as a session takes it up."""
     given = recipe()
     with ls.Session(plan=plan, run_dir=run_dir, resume="must", recipe=given.describe()) as session:
-        session.run.stateful |= {"run": Anything(), "1-ExponentialMovingAverage": Anything()}
+        session.run.training.stateful |= {
+            "run": Anything(),
+            "1-ExponentialMovingAverage": Anything(),
+        }
         session.prepare(given.model, given.optimizer, stages=given.stages, tensor=given.tensor)
         steps = session.steps(
             given.data, global_batch=28, microbatch=4, steps=STEPS, weight=given.weight

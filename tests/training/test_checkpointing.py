@@ -67,7 +67,9 @@ def stopped(run_dir: Path, **changes: Any) -> None:
 
 
 def checkpointer(run: Any) -> Any:
-    return next(hook for hook in run.hooks.all if isinstance(hook, Checkpointing))._checkpointer
+    return next(
+        hook for hook in run.training.hooks.all if isinstance(hook, Checkpointing)
+    )._checkpointer
 
 
 def settled(run: Any) -> None:

@@ -19,7 +19,7 @@ from lockstep.base.errors import LossError, RecipeError
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim.closure import check_closures, needs_closure
-from lockstep.training.run import Run
+from lockstep.training.training import Training
 
 
 class Sam(torch.optim.SGD):
@@ -169,14 +169,17 @@ def test_a_commit_without_a_closure_is_refused(tmp_path: Path) -> None:
 
 
 def lost_and_resumed(name: str, run_dir: str) -> str:
-    begin = Run.begin_step
+    begin = Training.begin_step
 
-    def begin_or_fail(run: Run, source: Any) -> None:
-        if run.step == 3:
+    def begin_or_fail(training: Training, source: Any) -> None:
+        if training.run.step == 3:
             raise RuntimeError("lost")
-        begin(run, source)
+        begin(training, source)
 
-    with patch.object(Run, "begin_step", begin_or_fail), pytest.raises(RuntimeError, match="lost"):
+    with (
+        patch.object(Training, "begin_step", begin_or_fail),
+        pytest.raises(RuntimeError, match="lost"),
+    ):
         train(name, run_dir, "replicate=2", saving=ls.Saving(every=2))
     return train(name, run_dir, "replicate=2", saving=ls.Saving(every=2))
 

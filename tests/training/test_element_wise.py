@@ -24,7 +24,7 @@ from lockstep.training.optim.element_wise import (
     mixes_tensors,
     needing_whole_tensors,
 )
-from lockstep.training.run import Run
+from lockstep.training.training import Training
 
 
 def matrix() -> list[nn.Parameter]:
@@ -248,14 +248,17 @@ def test_each_tensor_is_updated_as_a_whole(
 
 
 def lose_a_worker(run_dir: str, plan: str) -> None:
-    begin = Run.begin_step
+    begin = Training.begin_step
 
-    def begin_or_fail(run: Run, source: Any) -> None:
-        if run.step == FAIL_AFTER:
+    def begin_or_fail(training: Training, source: Any) -> None:
+        if training.run.step == FAIL_AFTER:
             raise RuntimeError("lost")
-        begin(run, source)
+        begin(training, source)
 
-    with patch.object(Run, "begin_step", begin_or_fail), pytest.raises(RuntimeError, match="lost"):
+    with (
+        patch.object(Training, "begin_step", begin_or_fail),
+        pytest.raises(RuntimeError, match="lost"),
+    ):
         train("both", run_dir, plan, saving=ls.Saving(every=2))
 
 

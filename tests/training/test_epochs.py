@@ -28,7 +28,7 @@ class Epochs(ls.Hook):
         self.evaluated: list[int] = []
 
     def before_step(self, run: Any) -> None:
-        next(each for each in run.hooks.all if isinstance(each, Checkpointing)).wait()
+        next(each for each in run.training.hooks.all if isinstance(each, Checkpointing)).wait()
         self.before.append(run.epoch)
 
     def after_step(self, run: Any) -> None:

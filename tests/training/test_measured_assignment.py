@@ -77,7 +77,7 @@ class Noted(ls.Hook):
         (run.dir / f"evaluated-{run.rank}.json").write_text(json.dumps(self.evaluated))
 
     def before_step(self, run: ls.Run) -> None:
-        source = run.source
+        source = run.training.source
         assert source is not None
         self.mine.append(list(source.layout.mine()))
         assert len(self.mine[-1]) == source.mine

@@ -51,14 +51,16 @@ class KeepsImages(ls.Hook):
         self.state = ""
 
     def after_step(self, run: Any) -> None:
-        state, world = state_of(run.modules, {"noted": Noted(run.step)}), run.context.world
+        state, world = state_of(run.training.modules, {"noted": Noted(run.step)}), run.context.world
         if self.writer is None:
             self.writer = ImageWriter(world, ATTEMPT, {"rank": world.rank})
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as toward:
                 toward.connect(self.address)
                 socket.send_fds(toward, [str(world.rank).encode()], self.writer.descriptors)
         self.writer.write(
-            run.step, state.tensors, {**state.values, **run.loop.values(), "step": run.step}
+            run.step,
+            state.tensors,
+            {**state.values, **run.training.loop.values(), "step": run.step},
         )
         if run.step == STEPS:
             self.state = of_all(run)
@@ -100,7 +102,7 @@ def _restored(run: Any, paths: Sequence[str]) -> str:
     assert images.newest == CheckpointName(STEPS, ATTEMPT)
     for name in images.names:
         reader = images.reader(name)
-        restore(reader, run.modules, {"noted": noted}, run.context.mesh)
+        restore(reader, run.training.modules, {"noted": noted}, run.context.mesh)
         assert (
             reader.manifest.step
             == reader.manifest.values["step"]

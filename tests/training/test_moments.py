@@ -16,7 +16,7 @@ import lockstep as ls
 from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.hook import ControlHook
-from lockstep.training.run import Hooks
+from lockstep.training.training import Hooks
 
 CLIP_NORM = 1e-3
 TOLD = ("gradient-reducer", "run-failed", "run-ended", "preempted")

@@ -60,7 +60,7 @@ class Scales(ls.Hook):
         self.seen: list[tuple[float, float, bool]] = []
 
     def after_step(self, run: Any) -> None:
-        (pair,) = run.modules
+        (pair,) = run.training.modules
         finite = all(bool(torch.isfinite(gradient).all()) for gradient in pair.gradients())
         self.seen.append((run.loss, pair.loss_scale.value, finite))
 

@@ -65,7 +65,7 @@ class Seen(ls.Hook):
         self._fail_at = fail_at
 
     def before_step(self, run: Any) -> None:
-        layout = run.source.layout
+        layout = run.training.source.layout
         self.steps.append([layout.samples_of(place) for place in range(len(layout.spans))])
         if run.step == self._fail_at:
             raise RuntimeError("lost")

@@ -128,4 +128,4 @@ def test_the_loss_is_that_of_the_latest_step_that_was_not_skipped(tmp_path: Path
             step.commit()
             loss = session.run.loss
         assert session.run.loss == loss
-        assert session.run.results == {}
+        assert session.run.training.results == {}

@@ -305,7 +305,7 @@ class Gradients(ls.Hook):
         self.seen: list[tuple[float, bool]] = []
 
     def after_step(self, run: Any) -> None:
-        (pair,) = run.modules
+        (pair,) = run.training.modules
         self.seen.append(
             (
                 pair.loss_scale.value,

@@ -240,7 +240,7 @@ def weightless(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
 
 class Scale(Standing):
     def now(self) -> dict[str, Any]:
-        (pair,) = self.run.modules
+        (pair,) = self.run.training.modules
         return {**super().now(), "scale": pair.loss_scale.value}
 
 

@@ -216,7 +216,7 @@ def test_a_session_without_a_request_has_no_probe(tmp_path: Path) -> None:
     assert "LOCKSTEP_REQUEST" not in os.environ
     with ls.Session(run_dir=str(tmp_path / "run")) as session:
         assert session.context.overrides == Overrides()
-        assert not any(isinstance(hook, TraceHook) for hook in session.run.hooks.all)
+        assert not any(isinstance(hook, TraceHook) for hook in session.run.training.hooks.all)
 
 
 def log_in_a_loop(plan: str, folder: str, counts_dummies: bool) -> None:

@@ -61,15 +61,16 @@ class CarriedState(ControlHook):
         if run.context.recovered_from is not None and run.step > 0:
             return  # the same script has passed it
         if not run.context.plan.compile and not any(
-            is_compiled(module.model) for module in run.modules
+            is_compiled(module.model) for module in run.training.modules
         ):
             held = {
                 id(tensor)
-                for module in run.modules
+                for module in run.training.modules
                 for tensor in (*module.model.parameters(), *module.model.buffers())
             }
             self._watches = [
-                _Watch(module.model, held, lambda: run.microbatches) for module in run.modules
+                _Watch(module.model, held, lambda: run.training.microbatches)
+                for module in run.training.modules
             ]
 
     def after_step(self, run: Run) -> None:

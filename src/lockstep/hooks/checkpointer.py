@@ -133,7 +133,7 @@ class Checkpointer:
         in the first steps. Every rank calls it."""
         failure = None
         try:
-            state_of(self.run.modules, self.run.stateful)
+            state_of(self.run.training.modules, self.run.training.stateful)
         except CheckpointError as error:
             failure = str(error)
         if failure := next(
@@ -178,14 +178,14 @@ class Checkpointer:
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         metadata = {**self._metadata(), "score": None, "rescued": True}
         with suppress(Exception):  # it may be the dataset that has failed
-            self.run.loop.refresh_data()
+            self.run.training.loop.refresh_data()
         with self._state(ended) as state:
             if not on_host and any(to_local(tensor).is_cpu for tensor in state.tensors.values()):
                 raise CheckpointError(
                     f"the device has done {step} steps, and a part of the state is on the CPU,"
                     " which has done more"
                 )
-            loop = self.run.loop.values() if ended is None else ended.loop
+            loop = self.run.training.loop.values() if ended is None else ended.loop
             done = emergency_save(
                 self.folder,
                 name,
@@ -196,8 +196,8 @@ class Checkpointer:
                 metadata=metadata,
                 is_unchanged=lambda: (
                     ended is None
-                    or self.run.progress is None
-                    or self.run.progress.is_certain(ended)
+                    or self.run.training.progress is None
+                    or self.run.training.progress.is_certain(ended)
                 ),
             )
         return str(name) if done else None
@@ -208,14 +208,16 @@ class Checkpointer:
         `CheckpointError`; `RecipeError` if the model or an optimizer has parts that it was not
         prepared with, with which no run could be resumed."""
         with ExitStack() as stack:
-            for module in self.run.modules:
+            for module in self.run.training.modules:
                 module.snapshot.check_parts()
                 stack.enter_context(module.modes.evaluating())
             if ended is None:
-                yield state_of(self.run.modules, self.run.stateful)
+                yield state_of(self.run.training.modules, self.run.training.stateful)
             else:
                 yield state_of(
-                    self.run.modules, {**self.run.stateful, "run": ended}, host=ended.modules
+                    self.run.training.modules,
+                    {**self.run.training.stateful, "run": ended},
+                    host=ended.modules,
                 )
 
     def has_saved(self, step: int) -> bool:
@@ -262,9 +264,14 @@ class Checkpointer:
                     reader.load_into({}, self.world)
                 with damage_in("the manifest's values"):
                     LoopState.check(reader.manifest.values, reader.manifest.step)
-                restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
+                restore(
+                    reader,
+                    self.run.training.modules,
+                    self.run.training.stateful,
+                    self.run.context.mesh,
+                )
                 for theirs, module in zip(
-                    reader.manifest.metadata["optimizers"], self.run.modules, strict=False
+                    reader.manifest.metadata["optimizers"], self.run.training.modules, strict=False
                 ):
                     module.keep_changed_settings(theirs)
             except DamagedError as error:
@@ -314,7 +321,9 @@ class Checkpointer:
                 "the recipe is not the one by which the state in memory was trained:"
                 f" {'; '.join(found)}"
             )
-        restore(reader, self.run.modules, self.run.stateful, self.run.context.mesh)
+        restore(
+            reader, self.run.training.modules, self.run.training.stateful, self.run.context.mesh
+        )
         names = self._names()
         self.scores.read(self.folder, names, self.world)
         return names[-1].step if names else 0
@@ -333,7 +342,7 @@ class Checkpointer:
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
         """Return which settings of optimizers, and which functions of the recipe, have changed.
         Every rank calls it, and gets those of rank 0."""
-        pairs = zip(saved["optimizers"], self.run.modules, strict=False)
+        pairs = zip(saved["optimizers"], self.run.training.modules, strict=False)
         found = [
             line for theirs, module in pairs for line in settings.described(theirs, module.settings)
         ]
@@ -348,7 +357,7 @@ class Checkpointer:
 
     def _edited_code(self, saved: Mapping[str, str] | None) -> list[str]:
         """Return which functions of the recipe have changed."""
-        now = self.run.code or {}
+        now = self.run.training.code or {}
         edited = [name for name, digest in (saved or {}).items() if now.get(name, digest) != digest]
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
@@ -388,9 +397,9 @@ class Checkpointer:
             "scores": scores,
         }
         metadata = {**self._metadata(), "score": score}
-        self.run.loop.refresh_data()
+        self.run.training.loop.refresh_data()
         with self._state() as state:
-            values = {**state.values, **self.run.loop.values(), "step": step}
+            values = {**state.values, **self.run.training.loop.values(), "step": step}
             self._saver.save(step, state.tensors, values=values, metadata=metadata, keep=keep)
         if (reason := self._saver.not_registered) is not None and not self._has_told:
             self._has_told = True
@@ -399,10 +408,10 @@ class Checkpointer:
         self._stopped_seconds = self._since - began
 
     def _metadata(self) -> dict[str, Any]:
-        optimizers = [module.settings for module in self.run.modules]
+        optimizers = [module.settings for module in self.run.training.modules]
         return {
             **self.run.context.recorder.summary,
-            "code": self.run.code,
+            "code": self.run.training.code,
             "optimizers": optimizers,
             "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
         }

@@ -84,7 +84,7 @@ class Checkpointing(ControlHook):
 
     def _load(self, run: Run, recovery: Recovery | None) -> None:
         context = run.context
-        for module in run.modules:
+        for module in run.training.modules:
             module.left_out = LeftOut(module.model, module.held)
         checkpointer = self._checkpointer = Checkpointer(
             run, self.folder, self.saving, compare=partial(self.audit.compare, run)
@@ -102,7 +102,7 @@ class Checkpointing(ControlHook):
             )
             context.recorder.resume(step, None)
             checkpointer.begin(saved, again=True)
-            run.loop.resumed = reader.manifest.values
+            run.training.loop.resumed = reader.manifest.values
             run.event(
                 "recovered",
                 step,
@@ -123,7 +123,7 @@ class Checkpointing(ControlHook):
             recovery.restored(step)
         if found is None:
             return
-        run.loop.resumed = {
+        run.training.loop.resumed = {
             **found.manifest.values,
             "step": step,
             **({"data": {}} if "data" in self.allow_change else {}),
@@ -171,9 +171,9 @@ class Checkpointing(ControlHook):
 
     def on_finish(self, run: Run) -> None:
         # with a recipe, `ls.train` writes the final model
-        if self._checkpointer is not None and run.recipe is None and run.is_committed:
-            assert run.source is not None, "a step was committed"
-            run.end_step(run.source)
+        if self._checkpointer is not None and run.recipe is None and run.training.is_committed:
+            assert run.training.source is not None, "a step was committed"
+            run.training.end_step(run.training.source)
             self._checkpointer.save_now(run.step)
 
     def wait(self) -> None:
@@ -190,7 +190,7 @@ class Checkpointing(ControlHook):
         )
 
     def on_error(self, run: Run, error: BaseException) -> None:
-        for module in run.modules:
+        for module in run.training.modules:
             with suppress(RuntimeError):  # of a collective in flight, whose peer is lost
                 reset_after_error(module.model)  # a failed forward leaves gathered parameters in it
         if not self.rescue(run, error) and self._checkpointer is not None:
@@ -200,11 +200,11 @@ class Checkpointing(ControlHook):
         """Save this rank's state without the others, if it is a complete step's. Returns True if
         saved."""
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        on_device = run.progress is not None and not run.progress.is_at_start
+        on_device = run.training.progress is not None and not run.training.progress.is_at_start
         is_possible = (
-            run.source is not None
-            and run.is_consistent_in_steps
-            and (run.is_consistent or on_device)
+            run.training.source is not None
+            and run.training.is_consistent_in_steps
+            and (run.training.is_consistent or on_device)
         )
         if (
             self._checkpointer is None
@@ -214,15 +214,15 @@ class Checkpointing(ControlHook):
         ):
             return False
         if (
-            run.source is not None
-            and run.source.positions is not None
+            run.training.source is not None
+            and run.training.source.positions is not None
             and run.context.mesh.replicas.size > 1
         ):
             return False  # only the other replicas have the positions of their shards of the stream
         try:
             with defer_kill():
-                if on_device and run.progress is not None:
-                    step, name = self._rescue_from_device(run, run.progress)
+                if on_device and run.training.progress is not None:
+                    step, name = self._rescue_from_device(run, run.training.progress)
                 else:
                     step, name = run.step, self._checkpointer.rescue(run.step)
         except Exception as failure:  # it must not hide the error that ended the run
@@ -249,7 +249,7 @@ class Checkpointing(ControlHook):
             if ended is None:
                 break
             is_now = progress.is_latest(ended)
-            if len(run.stateful) > 1 and not (is_now and run.is_consistent):
+            if len(run.training.stateful) > 1 and not (is_now and run.training.is_consistent):
                 raise CheckpointError(
                     f"the device has done {ended.step} steps, and the hooks, which have a state,"
                     " have seen more: no state is that of one step"

@@ -61,7 +61,7 @@ class EarlyStopping(Hook):
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
         if self.metric not in metrics:
-            run.metric(self.metric, f"EarlyStopping watches {self.metric!r}")
+            run.training.metric(self.metric, f"EarlyStopping watches {self.metric!r}")
             return
         value = metrics[self.metric]
         if not math.isnan(value) and (

@@ -32,7 +32,8 @@ class EvaluationHook(ControlHook):
         """Build the evaluators of the first model. Raises `RecipeError` without the average to
         evaluate."""
         self._average = next(
-            (hook for hook in run.hooks.all if isinstance(hook, ExponentialMovingAverage)), None
+            (hook for hook in run.training.hooks.all if isinstance(hook, ExponentialMovingAverage)),
+            None,
         )
         for prefix, evaluation in self.evaluations.items():
             if evaluation.weights == "average" and self._average is None:
@@ -41,17 +42,19 @@ class EvaluationHook(ControlHook):
                     " ls.ExponentialMovingAverage does; give"
                     " hooks=[ls.ExponentialMovingAverage(decay=0.999)]"
                 )
-            self._evaluators[prefix] = Evaluator.of(recipe, evaluation, run.context, run.modules[0])
-        run.measure = lambda: self.measure(run)
+            self._evaluators[prefix] = Evaluator.of(
+                recipe, evaluation, run.context, run.training.modules[0]
+            )
+        run.training.measure = lambda: self.measure(run)
 
     def on_start(self, run: Run) -> None:
-        for module in run.modules:
+        for module in run.training.modules:
             if module.schedule.metric is not None:
                 check_metric(
                     run, module.schedule.metric, f"the schedule follows {module.schedule.metric!r}"
                 )
         for prefix, evaluator in self._evaluators.items():
-            compare_data(run, f"{_name(prefix)}.data", evaluator.loader.digests())
+            compare_data(run.training, f"{_name(prefix)}.data", evaluator.loader.digests())
 
     def before_steps(self, run: Run) -> None:
         for prefix, evaluation in self.evaluations.items():
@@ -65,7 +68,7 @@ class EvaluationHook(ControlHook):
         due = [prefix for prefix, each in self.evaluations.items() if _is_due(each, run)]
         if due:
             self.measure(run, due)
-            run.agree_to_stop()
+            run.training.agree_to_stop()
 
     def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
         """Measure the evaluations that were not measured after this step. Every rank calls it.
@@ -75,7 +78,7 @@ class EvaluationHook(ControlHook):
         if not self._evaluators or not due or self._is_measuring:
             return
         self._is_measuring = True
-        run.hooks.call("before_evaluation", run)
+        run.training.hooks.call("before_evaluation", run)
         before = run.context.phases.enter("evaluation")
         started = time.perf_counter()
         found = {
@@ -83,28 +86,28 @@ class EvaluationHook(ControlHook):
             for prefix in due
             for name, value in self._measured(run, prefix).items()
         }
-        run.note_metrics(found)
+        run.training.note_metrics(found)
         run.context.recorder.evaluation(run.step, found)
         self.metrics.throughput.exclude(time.perf_counter() - started)
         run.context.phases.enter("hooks")
-        run.hooks.call("after_evaluation", run, found)
-        run.note_metrics(found)  # with those that hooks have added
-        for module in run.modules:
+        run.training.hooks.call("after_evaluation", run, found)
+        run.training.note_metrics(found)  # with those that hooks have added
+        for module in run.training.modules:
             metric = module.schedule.metric
             if metric in found:
                 module.schedule.after_evaluation(found[metric])
             elif metric is not None:
-                run.metric(metric, f"the schedule follows {metric!r}")
+                run.training.metric(metric, f"the schedule follows {metric!r}")
         run.context.phases.enter(before)
         self._is_measuring = False
 
     def _measured(self, run: Run, prefix: str) -> dict[str, float]:
         average = self._average if self.evaluations[prefix].weights == "average" else None
         with (
-            run.modules[0].modes.evaluating(),
+            run.training.modules[0].modes.evaluating(),
             nullcontext() if average is None else average.applied(run),
         ):
-            return self._evaluators[prefix].measure(run.step, run.speeds)
+            return self._evaluators[prefix].measure(run.step, run.training.speeds)
 
     def on_end(self, run: Run) -> None:
         for evaluator in self._evaluators.values():

@@ -99,14 +99,14 @@ class LossCheck(ControlHook):
             return  # the same script has passed it, and a recovery is waited for
         with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
             if not _takes_outputs(run):
-                item = run.source.peek() if run.source is not None else None
+                item = run.training.source.peek() if run.training.source is not None else None
                 _tell(run, NOTHING if item is None else _tried_alone(run, run.recipe, item))
                 return
             if _may_fail(run) and _tell(run, _tried_twice(run, run.recipe)):
                 return
         if run.recipe.inputs is not None:
-            assert run.source is not None, "a step begins"
-            self._is_watching, self._item = True, run.source.peek()
+            assert run.training.source is not None, "a step begins"
+            self._is_watching, self._item = True, run.training.source.peek()
         else:
             run.event(
                 "loss-not-checked",
@@ -155,7 +155,9 @@ def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 def _takes_outputs(run: Run) -> bool:
     in_forward = any(axis.in_forward for axis in run.context.plan.larger)
-    in_slices = run.source is not None and bool(run.source.layout.assignment.slices)
+    in_slices = run.training.source is not None and bool(
+        run.training.source.layout.assignment.slices
+    )
     return in_forward or in_slices or _is_compiled(run)
 
 
@@ -188,7 +190,7 @@ def _tell(run: Run, found: Found) -> bool:
     if kept is not None:
         tell_kept(run, f"{kept}, with the same random numbers")
     elif cut is not None:
-        run.remark(
+        run.training.remark(
             Remark(
                 "loss-depends-on-microbatches",
                 {"reason": cut},
@@ -216,7 +218,7 @@ def tell_kept(run: Run, kept: str) -> None:
     )
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
-    run.remark(Remark("loss-keeps-state", {"reason": kept}, f"warning: {text}"))
+    run.training.remark(Remark("loss-keeps-state", {"reason": kept}, f"warning: {text}"))
 
 
 def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Found:
@@ -233,8 +235,8 @@ def _tried_twice(run: Run, recipe: Recipe) -> Found:
     """Try this rank's first microbatch twice in each mode. Every rank calls it. Unless all ranks'
     have one size nothing is tried: a forward that fails for one size would leave others waiting in
     its collectives."""
-    assert run.source is not None, "a step begins"
-    item = run.source.peek()
+    assert run.training.source is not None, "a step begins"
+    item = run.training.source.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     if item is None or len(sizes) > 1:
         return Found(
@@ -364,7 +366,7 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
             torch.no_grad(),
         ):
             found = list(
-                run.modules[0].executor.evaluate(
+                run.training.modules[0].executor.evaluate(
                     iter([piece]), position, recipe.inputs, loss, score
                 )
             )
@@ -390,7 +392,7 @@ def _buffers_restored(run: Run) -> Iterator[None]:
     """Restore buffers: the step finds a change, or `self_updating_buffers` allows it."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
-    for statistics in run.modules[0].statistics:
+    for statistics in run.training.modules[0].statistics:
         statistics.discard()
 
 

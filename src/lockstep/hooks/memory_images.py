@@ -62,11 +62,13 @@ class MemoryImages(ControlHook):
         run.context.phases.enter("saving")
         if self._writer is None:
             self._writer = ImageWriter(run.context.world, run.context.recorder.attempt, {})
-            self._writer.prepare(state_of(run.modules, run.stateful, self._known).tensors)
+            self._writer.prepare(
+                state_of(run.training.modules, run.training.stateful, self._known).tensors
+            )
         began = time.thread_time()
         step_seconds = (time.perf_counter() - self._since) / max(1, run.step - self._written)
-        state = state_of(run.modules, run.stateful, self._known)
-        values = values_to_hold(run, state.values)
+        state = state_of(run.training.modules, run.training.stateful, self._known)
+        values = values_to_hold(run.training, state.values)
         copy, step = self._writer.write(run.step, state.tensors, values, [self._cost, step_seconds])
         self._since, self._cost = (
             time.perf_counter(),

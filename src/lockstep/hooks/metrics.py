@@ -30,10 +30,10 @@ class Metrics(ControlHook):
         self.throughput = Throughput()
 
     def between_steps(self, run: Run) -> None:
-        assert run.source is not None, "a step has begun"
-        self.throughput.count(run.source.samples, run.source.weights)
-        self._unread += run.results.values()
-        if run.is_logging_step or run.stopping is not None:
+        assert run.training.source is not None, "a step has begun"
+        self.throughput.count(run.training.source.samples, run.training.source.weights)
+        self._unread += run.training.results.values()
+        if run.is_logging_step or run.training.stopping is not None:
             self._read(run)
         if run.is_logging_step:
             self._write(run)
@@ -43,7 +43,7 @@ class Metrics(ControlHook):
             self._read(run)
 
     def after_steps(self, run: Run) -> None:
-        for module in run.modules:
+        for module in run.training.modules:
             if module.overflows and module.overflows == run.step:
                 raise LossError(
                     f"none of the {run.step} steps was applied: the fp16 gradient overflowed in"
@@ -64,7 +64,7 @@ class Metrics(ControlHook):
                     result.layout.step,
                     reason="the scaled gradient overflowed; the loss scale was halved",
                 )
-        for module in run.modules:
+        for module in run.training.modules:
             if module.overflows >= _OVERFLOWS_TO_REPORT and module not in self._reported:
                 self._reported.append(module)
                 run.context.recorder.message(
@@ -75,16 +75,16 @@ class Metrics(ControlHook):
 
     def _write(self, run: Run) -> None:
         """Write the latest step's line. Every rank calls it."""
-        assert run.source is not None, "a step has begun"
-        result, speed = run.latest, self.throughput.restart()
-        module, world_size = run.modules[0], run.context.world.size
+        assert run.training.source is not None, "a step has begun"
+        result, speed = run.training.latest, self.throughput.restart()
+        module, world_size = run.training.modules[0], run.context.world.size
         norm = math.nan if result is None else float(result.norm)
         values = {
             "loss": run.loss,
             **module.schedule.rates(),
             "gradient_norm": norm,
             **speed,
-            **run.measured,
+            **run.training.measured,
         }
         if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
             values["mfu"] = mfu
@@ -93,7 +93,9 @@ class Metrics(ControlHook):
             if result is None
             else {f"loss/{name}": value for name, value in result.term_losses().items()}
         )
-        run.context.recorder.step(run.source.step + 1, values, {**terms, **run.logged})
+        run.context.recorder.step(
+            run.training.source.step + 1, values, {**terms, **run.training.logged}
+        )
 
 
 def check_metric(run: Run, name: str, of: str) -> None:
@@ -110,7 +112,7 @@ def check_metric(run: Run, name: str, of: str) -> None:
         not measured
         or name in measured
         or name.startswith(terms)
-        or any(map(_may_add, run.hooks.all))
+        or any(map(_may_add, run.training.hooks.all))
     ):
         return
     raise RecipeError(

@@ -49,7 +49,7 @@ class ExponentialMovingAverage(Hook):
     def on_finish(self, run: Run) -> None:
         with self.applied(run):
             run.context.recorder.save_tensors(
-                "model_average.safetensors", run.modules[0].model_state()
+                "model_average.safetensors", run.training.modules[0].model_state()
             )
 
     @contextmanager

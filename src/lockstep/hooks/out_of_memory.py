@@ -211,7 +211,7 @@ def _can_offload(run: Run) -> bool:
     if plan.offload or not plan.divides("parameters"):
         return False
     try:
-        for module in run.modules:
+        for module in run.training.modules:
             needing_whole_tensors(module.optimizers, replace(plan, offload=True))
     except (PlanError, RecipeError):
         return False
@@ -287,7 +287,7 @@ class OutOfMemory(ControlHook):
     def on_error(self, run: Run, error: BaseException) -> None:
         context = run.context
         if isinstance(error, Exception) and out_of_memory(error):
-            largest = self._largest if run.source is not None else None
+            largest = self._largest if run.training.source is not None else None
             device, why, offloadable = context.device.type, self._unsplittable, _can_offload(run)
             found = next_plan(
                 context.plan,

@@ -50,7 +50,7 @@ class ReplicaAudit(ControlHook):
         `DivergenceError` if replicas differ, `CheckpointError` if a hook's state does."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
-        for module in run.modules:
+        for module in run.training.modules:
             if module.left_out is not None:
                 module.left_out.agree(mesh.world)
         replicas = mesh.replicas
@@ -60,7 +60,7 @@ class ReplicaAudit(ControlHook):
         if replicas.size == 1:
             self._agreed = run.step
             return
-        state = state_of(run.modules, {}).tensors
+        state = state_of(run.training.modules, {}).tensors
         sums = _checksums([to_local(tensor) for tensor in state.values()])
         everyone = replicas.gather_rows(mixed(sums).reshape(1), [1] * replicas.size)
         differs = bool((everyone != everyone[0]).any())
@@ -102,9 +102,11 @@ def _checksums(tensors: Sequence[Tensor]) -> Tensor:
 def _compare_hooks(run: Run) -> None:
     """Compare the states of users' hooks, included objects and modules' extra states."""
     others: dict[str, Callable[[], Any]] = {
-        name: other.state_dict for name, other in run.stateful.items() if other is not run
+        name: other.state_dict
+        for name, other in run.training.stateful.items()
+        if other is not run.training
     }
-    for number, module in enumerate(run.modules):
+    for number, module in enumerate(run.training.modules):
         others[f"get_extra_state of model {number}"] = partial(extra_state, module.model)
     if run.context.world.size == 1:
         return
@@ -212,7 +214,7 @@ class UnsavedState:
                     " state_dict: they are not saved, and a resumed run would begin with others;"
                     " give it state_dict and load_state_dict"
                 )
-                run.remark(
+                run.training.remark(
                     Remark("hook-state-not-saved", {"hook": kind, "attributes": changed}, line)
                 )
         found = [
@@ -227,7 +229,7 @@ class UnsavedState:
                 " step sets them anew, a resumed run goes on with others; keep them in buffers, in"
                 " get_extra_state and set_extra_state, or in the optimizer's state"
             )
-            run.remark(Remark("attributes-not-saved", {"attributes": found}, line))
+            run.training.remark(Remark("attributes-not-saved", {"attributes": found}, line))
         self._at_start = {}
 
     def _changed(self, owner: object, now: Versions) -> list[str]:
@@ -245,7 +247,7 @@ class UnsavedState:
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
     """Yield, by name, modules whose extra state is not saved, and optimizers without their own
     pair."""
-    for module in run.modules:
+    for module in run.training.modules:
         for name, part in module.model.named_modules():
             if type(part).get_extra_state is nn.Module.get_extra_state:
                 yield name or type(part).__name__, part
@@ -286,7 +288,7 @@ def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
 
 
 def _ids_of(run: Run) -> set[int]:
-    return {id(tensor) for module in run.modules for tensor in _tensors_of(module.model)}
+    return {id(tensor) for module in run.training.modules for tensor in _tensors_of(module.model)}
 
 
 def _tensors_of(value: object) -> list[Tensor]:

@@ -29,7 +29,7 @@ class Scores:
         return (
             None
             if metric is None or not run.metrics
-            else run.metric(metric, f"Saving(best={metric!r})")
+            else run.training.metric(metric, f"Saving(best={metric!r})")
         )
 
     def improves(self, value: float) -> bool:

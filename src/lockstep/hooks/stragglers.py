@@ -92,16 +92,16 @@ class Stragglers(ControlHook):
         self._restart()
 
     def between_steps(self, run: Run) -> None:
-        assert run.source is not None, "a step has begun"
-        self._microbatches += run.source.mine
+        assert run.training.source is not None, "a step has begun"
+        self._microbatches += run.training.source.mine
         self._steps += 1
         if run.context.plan.assignment == "measured" and self._phases.stream is None:
-            self._pace.add(self._own(*_OF_MICROBATCHES), run.source.mine)
+            self._pace.add(self._own(*_OF_MICROBATCHES), run.training.source.mine)
         if run.is_logging_step:
             self._remaining -= 1
             if not self._remaining:
                 self._exchange(run)
-            run.measured["memory_bytes"] = self._memory_bytes
+            run.training.measured["memory_bytes"] = self._memory_bytes
 
     def on_end(self, run: Run) -> None:
         self._stack.close()
@@ -117,7 +117,7 @@ class Stragglers(ControlHook):
 
     def _exchange(self, run: Run) -> None:
         """Gather the ranks' times. Every rank calls it."""
-        world, source = run.context.world, run.source
+        world, source = run.context.world, run.training.source
         assert source is not None, "a step has begun"
         if self._phases.stream is not None:
             self._pace.add(self._own(*_OF_MICROBATCHES), self._microbatches)
@@ -238,7 +238,7 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
     batching.reassign(found, first=first, done=source.step)
     run.event(
         "assignment-changed",
-        first_step=run.loop.steps_before + first,
+        first_step=run.training.loop.steps_before + first,
         microbatches=[len(share) for share in found.indices_by_rank(count)],
         milliseconds=[round(1e3 * each, 3) for each in seconds],
     )

@@ -90,8 +90,9 @@ def check_hooks(hooks: Any) -> None:
             raise RecipeError(
                 f"hooks has {hook!r}; a hook is an object of a subclass of ls.Hook; make it one"
             )
+        kind = ControlHook if isinstance(hook, ControlHook) else Hook
         for name in dir(type(hook)):
-            if name.startswith(("on_", "before_", "after_")) and not hasattr(ControlHook, name):
+            if name.startswith(("on_", "before_", "after_")) and not hasattr(kind, name):
                 moments = ", ".join(each for each in vars(Hook) if not each.startswith("_"))
                 raise RecipeError(
                     f"{type(hook).__name__}.{name} would never be called; the methods of an ls.Hook"

@@ -30,7 +30,6 @@ from lockstep.training.microbatches import (
     positions_in,
     total_steps,
 )
-from lockstep.training.run import Run
 from lockstep.training.set_up import (
     Remark,
     batchnorm,
@@ -42,6 +41,7 @@ from lockstep.training.set_up import (
     refuse_single_samples,
 )
 from lockstep.training.step import Step
+from lockstep.training.training import Training
 
 NUMBERS = ("global_batch", "microbatch", "steps", "epochs", "drop_last")
 """The arguments of `Session.steps` that must be the same when the run is resumed."""
@@ -74,10 +74,14 @@ class LoopOptions:
             self.data = self.data.dataset
 
 
-def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
+def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
     """Check the options, assign microbatches to ranks, build the reducers. Every rank calls it.
     Raises `UserError`s."""
-    plan, data, models = run.context.plan, options.data, [module.model for module in run.modules]
+    plan, data, models = (
+        training.context.plan,
+        options.data,
+        [module.model for module in training.modules],
+    )
     check_no_auto(plan, options.microbatch)
     check_samplers(
         options.sampler, options.batch_sampler, data, options.global_batch, options.microbatch
@@ -95,12 +99,12 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
             microbatch=options.microbatch,
             epochs=options.epochs,
         )
-    if not run.modules:
+    if not training.modules:
         raise RecipeError(
             "session.steps before session.prepare; a step needs a model and an optimizer; call"
             " prepare first"
         )
-    microbatch, order = _microbatch(run, options), _order(run, options)
+    microbatch, order = _microbatch(training, options), _order(training, options)
     samples = 0 if data is None or isinstance(data, Stream) else _length(order, data)
     if options.global_batch is not None:
         check_drop_last(options.drop_last, options.epochs, samples, options.global_batch)
@@ -110,7 +114,7 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         if isinstance(order, BatchOrder)
         else microbatch or options.global_batch or 0
     )
-    mesh = run.context.mesh
+    mesh = training.context.mesh
     equal = MicrobatchAssignment(plan.data_ranks, plan.has_rounds)
     assignment = split_microbatches(models, mesh, plan, equal, microbatch=largest)
     microbatch_is_fixed = microbatch is not None or isinstance(order, BatchOrder)
@@ -120,15 +124,15 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         is_stream=isinstance(data, Stream),
         microbatch_is_fixed=microbatch_is_fixed,
     )
-    assignment = replace(assignment, speeds=run.speeds)
-    run.exchange.world = mesh.data if assignment.slices else None
+    assignment = replace(assignment, speeds=training.speeds)
+    training.exchange.world = mesh.data if assignment.slices else None
     if isinstance(data, Stream) and assignment.slices:
         raise RecipeError(
             f"SyncBatchNorm on {mesh.data.size} data ranks with an ls.Stream; it splits each"
             " microbatch over the ranks, and only one of them reads its shard; use plain"
             " BatchNorm, with statistics of one microbatch, or a map-style dataset"
         )
-    run.global_batch, run.microbatch = options.global_batch or 0, microbatch
+    training.run.global_batch, training.run.microbatch = options.global_batch or 0, microbatch
     batching = Batching(
         samples=samples or options.global_batch or 0,
         global_batch=options.global_batch,
@@ -141,24 +145,24 @@ def lay_out_loop(run: Run, options: LoopOptions) -> Batching:
         microbatch_splits=plan.microbatch_splits,
         order=order,
     )
-    run.epoch_of = None if data is None or isinstance(data, Stream) else batching.epoch
-    run.total_steps = batching.steps
-    if (pipeline := run.modules[0].parallel.pipeline) is not None:
-        pipeline.exchange = run.exchange if assignment.slices else None
+    training.epoch_of = None if data is None or isinstance(data, Stream) else batching.epoch
+    training.run.total_steps = batching.steps
+    if (pipeline := training.modules[0].parallel.pipeline) is not None:
+        pipeline.exchange = training.exchange if assignment.slices else None
         rounds = [
             len(assignment.with_dummies(batching.max_microbatches, rank))
             for rank in range(assignment.ranks)
         ]
         check_microbatches(min(rounds), pipeline.stages)
-    for module in run.modules:
+    for module in training.modules:
         module.begin_loop(batching.max_microbatches)
     return batching
 
 
-def _describe(run: Run, options: LoopOptions) -> None:
+def _describe(training: Training, options: LoopOptions) -> None:
     """Record what a script's own loop learns, as far as it is numbers; it is compared when the run
     is resumed."""
-    context = run.context
+    context = training.context
     settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
     settings |= {
         "seed": context.seed,
@@ -170,22 +174,22 @@ def _describe(run: Run, options: LoopOptions) -> None:
     )
 
 
-def report_layout(run: Run, options: LoopOptions, batching: Batching) -> None:
+def report_layout(training: Training, options: LoopOptions, batching: Batching) -> None:
     """Record each model's reducer, what BatchNorm's statistics cover, and idle ranks, in the first
     loop of steps."""
-    if run.recipe is None:
-        _describe(run, options)
-    models = [module.model for module in run.modules]
+    if training.run.recipe is None:
+        _describe(training, options)
+    models = [module.model for module in training.modules]
     refuse_single_samples(models, batching)
     for remark in (
         batchnorm(models, batching),
         idle_ranks(batching),
-        fixed_assignment(run.context.plan, batching),
+        fixed_assignment(training.context.plan, batching),
     ):
         if remark is not None:
-            run.remark(remark)
-    for number, module in enumerate(run.modules):
-        run.event(
+            training.remark(remark)
+    for number, module in enumerate(training.modules):
+        training.run.event(
             "gradient-reducer",
             model=number,
             reducer=module.choice.reducer.__name__,
@@ -193,16 +197,19 @@ def report_layout(run: Run, options: LoopOptions, batching: Batching) -> None:
         )
 
 
-def _order(run: Run, options: LoopOptions) -> SampleOrder | None:
+def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
     """The order of the sampler. Every rank calls it. Raises `DataError` on all ranks if it differs
     between ranks."""
     if options.sampler is None and options.batch_sampler is None:
         return None
     order = order_of(
-        options.sampler, options.batch_sampler, seed=run.context.seed, samples=len(options.data)
+        options.sampler,
+        options.batch_sampler,
+        seed=training.context.seed,
+        samples=len(options.data),
     )
     assert order is not None, "one of the two is given"
-    first, *others = run.context.world.gather_values(order.digest)
+    first, *others = training.context.world.gather_values(order.digest)
     for rank, other in enumerate(others, start=1):
         if other != first:
             raise DataError(
@@ -259,8 +266,8 @@ def _length(order: SampleOrder | None, data: Any) -> int:
     return order.length if isinstance(order, SampledOrder) else len(data)
 
 
-def _microbatch(run: Run, options: LoopOptions) -> int | None:
-    override = run.context.overrides.microbatch
+def _microbatch(training: Training, options: LoopOptions) -> int | None:
+    override = training.context.overrides.microbatch
     if override is None or override == options.microbatch:
         return options.microbatch
     if options.batch_sampler is not None:
@@ -278,7 +285,7 @@ def _microbatch(run: Run, options: LoopOptions) -> int | None:
 
 
 def sources(
-    run: Run,
+    training: Training,
     options: LoopOptions,
     batching: Batching,
     first: int,
@@ -286,7 +293,7 @@ def sources(
 ) -> Iterator[Microbatches]:
     """Each step's microbatches on this rank, from step `first` on. `close` is called with the
     loader's `close` method, to register it."""
-    context, data = run.context, options.data
+    context, data = training.context, options.data
     if data is None:
         return from_indices(batching, seed=context.seed, first=first)
     how: dict[str, Any] = {
@@ -297,63 +304,73 @@ def sources(
     if isinstance(data, Stream):
         streamed = StreamLoader(data, **how)
         close(streamed.close)
-        compare_data(run, "data", streamed.digests(), is_trained_on=True)
+        compare_data(training, "data", streamed.digests(), is_trained_on=True)
         positions = (
-            positions_in(run.loop.resumed, data.shards)
-            if run.loop.resumed is not None and first
+            positions_in(training.loop.resumed, data.shards)
+            if training.loop.resumed is not None and first
             else {}
         )
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
     # what is requested is settled: a change of the assignment comes after it
     if context.plan.assignment == "measured":
-        how["ahead"] = max(1, run.global_batch // context.mesh.data.size)
+        how["ahead"] = max(1, training.run.global_batch // context.mesh.data.size)
     loader = Loader(data, order=batching.order, **how)
     close(loader.close)
-    compare_data(run, "data", loader.digests(), is_trained_on=True)
-    run.loop.digest = None if how["workers"] else partial(loader.digests, again=False)
+    compare_data(training, "data", loader.digests(), is_trained_on=True)
+    training.loop.digest = None if how["workers"] else partial(loader.digests, again=False)
     return from_data(loader, batching, seed=context.seed, first=first)
 
 
-def compare_data(run: Run, name: str, digests: Digests, *, is_trained_on: bool = False) -> None:
+def compare_data(
+    training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
+) -> None:
     """Compare this rank's samples of the dataset `name` with those of the other ranks, and, of data
     that is trained on, with those that a resumed run had. Every rank calls it.
 
     Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample
     changes from one fetch to the next, which is otherwise a warning.
     """
-    everyone = [Digests(**found) for found in run.context.world.gather_values(asdict(digests))]
+    everyone = [Digests(**found) for found in training.context.world.gather_values(asdict(digests))]
     reason = changing(name, everyone)
     check_same(name, everyone, lengths_only=reason is not None)
     if (unread := not_compared(name, everyone)) is not None:
-        run.event("data-not-compared", parts=unread)
+        training.run.event("data-not-compared", parts=unread)
     if reason is None:
         if is_trained_on:
-            now = run.loop.data[str(run.loop.loops)] = next(
+            now = training.loop.data[str(training.loop.loops)] = next(
                 (dict(found.samples) for found in everyone if found.samples), {}
             )
-            if run.loop.resumed is not None:
-                check_unchanged(name, run.loop.resumed["data"].get(str(run.loop.loops), {}), now)
-    elif run.context.bitwise:
+            if training.loop.resumed is not None:
+                check_unchanged(
+                    name, training.loop.resumed["data"].get(str(training.loop.loops), {}), now
+                )
+    elif training.context.bitwise:
         raise DataError(f"{reason}; draw from these generators, or drop numerics=bitwise")
     else:
-        run.remark(Remark("data-not-reproducible", {"reason": reason}, f"warning: {reason}"))
+        training.remark(Remark("data-not-reproducible", {"reason": reason}, f"warning: {reason}"))
 
 
 def steps(
-    run: Run, batches: Iterator[Microbatches], *, total: int, weight: Callable[[Any], Any] | None
+    training: Training,
+    batches: Iterator[Microbatches],
+    *,
+    total: int,
+    weight: Callable[[Any], Any] | None,
 ) -> Iterator[Step]:
     """Yield each of `total` steps to the script, which computes and commits it; then call the hooks
     and do what the ranks agree on."""
-    context, terms = run.context, None
+    context, terms = training.context, None
     context.recorder.show(total)
-    run.hooks.call("before_steps", run)
-    for module in run.modules:
-        module.snapshot.begin_loop(run.context.world)
-        module.gradient_hooks.begin_loop(run.context.world)
-    keeps = len(run.modules) > 1 or any(module.needs_closure for module in run.modules)
-    run.statistics = [statistics for module in run.modules for statistics in module.statistics]
-    streams = [(number, module.parallel.streams) for number, module in enumerate(run.modules)]
-    run.streams = [(number, each) for number, each in streams if each is not None]
+    training.hooks.call("before_steps", training.run)
+    for module in training.modules:
+        module.snapshot.begin_loop(training.context.world)
+        module.gradient_hooks.begin_loop(training.context.world)
+    keeps = len(training.modules) > 1 or any(module.needs_closure for module in training.modules)
+    training.statistics = [
+        statistics for module in training.modules for statistics in module.statistics
+    ]
+    streams = [(number, module.parallel.streams) for number, module in enumerate(training.modules)]
+    training.streams = [(number, each) for number, each in streams if each is not None]
     for source in batches:  # each is fetched in the phase "data" of `Step.batches`
         context.phases.step = source.step
         if weight is not None:
@@ -362,32 +379,34 @@ def steps(
             context.phases.enter(before)
             for name, divisor in (source.weights or {}).items():
                 if not divisor:
-                    run.event("term-without-weight", source.step, term=name)
+                    training.run.event("term-without-weight", source.step, term=name)
         if keeps:
             source.keep()
-        run.is_logging_step = (source.step + 1) % context.log_every == 0 or source.step + 1 == total
-        run.begin_step(source)
-        step = Step(source, run)
+        training.run.is_logging_step = (
+            source.step + 1
+        ) % context.log_every == 0 or source.step + 1 == total
+        training.begin_step(source)
+        step = Step(source, training)
         context.phases.enter("compute")
         yield step
         if not step.is_complete:
             raise LossError(
                 f"after step {step.index}: the step ended with {len(step.committed)} of"
-                f" {len(run.modules)} prepared models committed; call step.commit(optimizer) for"
-                " each on every rank, in every step, or step.skip(optimizer) for one that is not"
-                " to change"
+                f" {len(training.modules)} prepared models committed; call step.commit(optimizer)"
+                " for each on every rank, in every step, or step.skip(optimizer) for one that is"
+                " not to change"
             )
         context.phases.enter("hooks")
-        run.hooks.call("after_step", run)
+        training.hooks.call("after_step", training.run)
         context.phases.enter("between steps")
-        run.end_step(source)
+        training.end_step(source)
         # the hooks read what the step computes
-        if run.is_logging_step and accelerator.has_streams(context.device):
+        if training.run.is_logging_step and accelerator.has_streams(context.device):
             with context.phases.waiting_for_device():
                 accelerator.current_stream(context.device).synchronize()
-        run.hooks.call("between_steps", run)
-        run.agree()
-        if run.stopping is not None:
-            run.event("stopped", reason=run.stopping)
+        training.hooks.call("between_steps", training.run)
+        training.agree()
+        if training.stopping is not None:
+            training.run.event("stopped", reason=training.stopping)
             break
-    run.hooks.call("after_steps", run)
+    training.hooks.call("after_steps", training.run)

@@ -26,8 +26,8 @@ from lockstep.training.optim.modes import has_modes
 from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.reducers.gradient_hooks import carried_over
-from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
+from lockstep.training.training import Training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ def build_model(
 
 
 def prepare(
-    run: Run,
+    training: Training,
     factory: Callable[[], Any],
     build_optimizer: Callable[[Any], Any],
     options: ModelOptions,
@@ -110,20 +110,25 @@ def prepare(
     )
     remedy = "session.prepare(..., lambda model: torch.optim.AdamW(model.parameters()))"
     check_factory("session.prepare(build_optimizer)", build_optimizer, remedy=remedy)
-    context = run.context
-    if run.modules and context.plan.divides("layers"):
+    context = training.context
+    if training.modules and context.plan.divides("layers"):
         raise RecipeError(
             f"a second session.prepare with pipeline={context.plan.pipeline}; a pipeline computes"
             " one model's stages; use another plan, or make the two one model"
         )
     made = build_model(
-        context, factory, options, number=len(run.modules), exchange=run.exchange, weights=weights
+        context,
+        factory,
+        options,
+        number=len(training.modules),
+        exchange=training.exchange,
+        weights=weights,
     )
     model, parallel = made.built.module, made.parallel
     if made.built.reason is not None:
-        run.event("model-built-whole", reason=made.built.reason)
+        training.run.event("model-built-whole", reason=made.built.reason)
     if made.pretrained is not None:
-        run.event("weights-loaded", **made.pretrained.fill(model, context.world))
+        training.run.event("weights-loaded", **made.pretrained.fill(model, context.world))
         if context.overrides.change_loaded is not None:
             context.overrides.change_loaded(model)
 
@@ -145,13 +150,13 @@ def prepare(
         build() if parallel.pipeline is None else parallel.pipeline.raise_on_all_ranks(build)
     )
     for optimizer in whole:
-        run.event(
+        training.run.event(
             "optimizer-on-whole-tensors",
             optimizer=type(optimizer).__name__,
             reason="it is not element-wise, and tensors are sharded",
         )
     if context.bitwise and optim.unfuse(optimizers):
-        run.event(
+        training.run.event(
             "optimizer-not-fused",
             reason="a fused kernel rounds differently on a shard than on the full tensor",
         )
@@ -171,5 +176,5 @@ def prepare(
         schedule=schedule,
         steppers=steppers,
     )
-    run.modules.append(module)
+    training.modules.append(module)
     return module

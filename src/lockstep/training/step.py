@@ -26,10 +26,10 @@ from lockstep.training.losses.batch_loss import BatchLoss
 from lockstep.training.losses.loss import SINGLE, Contribution, LossKind, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
-from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 from lockstep.training.step_result import StepResult, numbers_of
 from lockstep.training.train_module import TrainModule
+from lockstep.training.training import Training
 
 
 class Step:
@@ -39,7 +39,7 @@ class Step:
     commit.
     """
 
-    def __init__(self, source: Microbatches, run: Run) -> None:
+    def __init__(self, source: Microbatches, training: Training) -> None:
         self.index = source.step
         """From 0, in each loop."""
         self.samples = source.samples
@@ -53,20 +53,20 @@ class Step:
         self.committed: dict[int, StepResult] = {}
         """Keys: the models' numbers in the session."""
         self.skipped: set[int] = set()
-        self._run = run
-        self._modules = run.modules
-        self._statistics = run.statistics
-        self._polls = run.context.device.type == "cpu"
-        self._compares = run.is_logging_step or self.index == 0
-        self._phases = run.context.phases
-        self._probe = run.context.overrides.probe
+        self._training, self._run = training, training.run
+        self._modules = training.modules
+        self._statistics = training.statistics
+        self._polls = training.context.device.type == "cpu"
+        self._compares = self._run.is_logging_step or self.index == 0
+        self._phases = training.context.phases
+        self._probe = training.context.overrides.probe
         self._computed: tuple[Any, Any] | None = None
         """The `inputs` and `loss` of `compute`."""
         self._is_repeated = False
         """True while an optimizer has the gradient computed again."""
         # a second model's backward may reach the first one
-        alone = self._compares and len(run.modules) == 1
-        self._gradients = run.modules[0].reducer.gradient_versions() if alone else None
+        alone = self._compares and len(training.modules) == 1
+        self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
         """The gradients as the last backward of the step, or of the step before, has left them.
         None: not compared."""
         self._current: Microbatch | None = None
@@ -253,7 +253,7 @@ class Step:
             )
         self._check_complete()
         self._phases.enter("exchange")
-        flag = self._run.consensus.flag(may_stop=self._run.is_logging_step)
+        flag = self._training.consensus.flag(may_stop=self._run.is_logging_step)
         with module.gradient_hooks:
             stats = module.reducer.reduce(self._values, self._weights_of_forward, flag=flag)
         module.gradient_hooks.check()
@@ -274,10 +274,10 @@ class Step:
         # The gradient may be finite all the same: torch.where can mask the loss.
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
             result.check()
-        self._run.begin_change()
+        self._training.begin_change()
         module.divide_by_weight(stats.weights, stats.values)
         self._call_gradient_hooks(number)
-        self._run.hooks.call("after_backward", self._run, module.model)
+        self._training.hooks.call("after_backward", self._run, module.model)
         result.applied, result.terms = None, self._terms
         again = self._again(number, result, closure) if module.needs_closure else None
         result.norm, result.applied = module.apply(
@@ -321,7 +321,7 @@ class Step:
         return again
 
     def _call_gradient_hooks(self, number: int) -> None:
-        module, context = self._modules[number], self._run.context
+        module, context = self._modules[number], self._training.context
         if module.gradient_hooks:
             seed = key(context.seed, RandomStream.GRADIENT_HOOK, self._run.step, number)
             seed_generators(seed, context.device)
@@ -352,13 +352,13 @@ class Step:
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
             self._current = current
-            self._run.microbatches += 1
-            self._run.exchange.is_dummy = current.is_dummy
+            self._training.microbatches += 1
+            self._training.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
                 # the updates by forwards without a backward, and by recomputation
                 statistics.discard()
             position = self.source.position(current, passes)
-            for number, streams in self._run.streams:
+            for number, streams in self._training.streams:
                 streams.set_position((*position, number) if number else position)
             if self._probe is None or self._is_repeated:
                 yield current, self._changed(current, batch)
@@ -391,7 +391,7 @@ class Step:
         layout = self.source.layout
         found = BatchLoss(loss, layout.spans, lambda: self.current, watched=self.index == 0)
         found.collect(
-            self._run.context.mesh.data,
+            self._training.context.mesh.data,
             layout.assignment,
             self.batches(),
             partial(call_model, inputs, module.model),
@@ -411,7 +411,7 @@ class Step:
         return self._current
 
     def _changed(self, current: Microbatch, batch: Any) -> Any:
-        change = self._run.context.overrides.change_batch
+        change = self._training.context.overrides.change_batch
         return batch if change is None else change(current, batch)
 
     def _refuse_dummies(self) -> None:
@@ -424,7 +424,7 @@ class Step:
             return
         parts, plan = (
             "slices of microbatches" if assigned.slices else "microbatches",
-            self._run.context.plan,
+            self._training.context.plan,
         )
         ranks = str(assigned.ranks)
         number = (
@@ -445,13 +445,15 @@ class Step:
         for module in self._modules:
             if changed := module.snapshot.check():
                 line = remark_on_modes(changed, self.index)
-                self._run.remark(Remark("modes-restored", {"modules": changed}, f"warning: {line}"))
+                self._training.remark(
+                    Remark("modes-restored", {"modules": changed}, f"warning: {line}")
+                )
         for statistics in self._statistics:
             statistics.begin(compare=self._compares)
 
     def _end_commit(self, number: int, result: StepResult) -> None:
         self.committed[number] = result
-        self._current = self._computed = self._run.exchange.is_dummy = None
+        self._current = self._computed = self._training.exchange.is_dummy = None
         self._is_repeated = self._has_begun = False
         self._end()
         if self._polls:
@@ -461,7 +463,7 @@ class Step:
     def _end(self) -> None:
         """End the step if all models have committed or skipped it."""
         if self.is_complete:
-            self._run.end_updates(self.committed)
+            self._training.end_updates(self.committed)
 
     @property
     def is_complete(self) -> bool:

@@ -100,11 +100,11 @@ class TraceHook(ControlHook):
             gradient_compression=run.context.requested_compression,
             batchnorm=any(
                 isinstance(part, BatchNormBase)
-                for module in run.modules
+                for module in run.training.modules
                 for part in module.model.modules()
             ),
         )
-        for index, module in enumerate(run.modules):
+        for index, module in enumerate(run.training.modules):
             if index not in self._steps:
                 self._begin(index, module)
 
@@ -153,7 +153,7 @@ class TraceHook(ControlHook):
     ) -> None:
         """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a
         slice of it."""
-        each, gradients = self.run.modules[module], None
+        each, gradients = self.run.training.modules[module], None
         if self._is_whole and not self._slices:
             found = torch.autograd.grad(
                 total, each.parameters, grad_output, retain_graph=True, allow_unused=True
@@ -168,27 +168,31 @@ class TraceHook(ControlHook):
     @property
     def _slices(self) -> int:
         """The slices into which SyncBatchNorm splits each microbatch; 0 if it does not."""
-        assert self.run.source is not None, "a step has begun"
-        return self.run.source.layout.assignment.slices
+        assert self.run.training.source is not None, "a step has begun"
+        return self.run.training.source.layout.assignment.slices
 
     def _note_microbatch(
         self, module: int, microbatch: int, gradients: NamedTensors | None
     ) -> None:
-        assert self.run.source is not None, "a step has begun"
-        index, samples = self.run.source.layout.full_microbatch(microbatch)
+        assert self.run.training.source is not None, "a step has begun"
+        index, samples = self.run.training.source.layout.full_microbatch(microbatch)
         batch = {} if self._slices else self._batches[microbatch]
         self.tracer.microbatch(module, self._steps[module], index, samples, batch, gradients)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        number = next(number for number, each in enumerate(run.modules) if each.model is model)
-        module = run.modules[number]
+        number = next(
+            number for number, each in enumerate(run.training.modules) if each.model is model
+        )
+        module = run.training.modules[number]
         gradients = _full(_unscaled(module, (parameter.grad for parameter in module.parameters)))
         self.tracer.gradients(number, self._steps[number], gradients, gain=float(module.gain))
 
     def after_step(self, run: Run) -> None:
-        weights = None if run.source is None else run.source.weights
+        weights = None if run.training.source is None else run.training.source.weights
         weight = sum(weights.values()) if weights else None
-        ended = [self._note(number, module, weight) for number, module in enumerate(run.modules)]
+        ended = [
+            self._note(number, module, weight) for number, module in enumerate(run.training.modules)
+        ]
         self._has_ended = all(ended)
         if self._request.float64:  # an evaluation, whose data is not float64, would fail
             self._end_if_last(run)
@@ -201,7 +205,7 @@ class TraceHook(ControlHook):
             for name, value in run.metrics.items()
             if run.metrics_at.get(name) == run.step
         }
-        self.tracer.logged(self._logged_steps, {**self._results, **now, **run.logged})
+        self.tracer.logged(self._logged_steps, {**self._results, **now, **run.training.logged})
         self._results = {}
         self._logged_steps += 1
         self._end_if_last(run)
@@ -215,7 +219,7 @@ class TraceHook(ControlHook):
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
         """Write a train module's update. `weight`: from `Recipe.weight`. Returns True after the
         last requested step."""
-        result = self.run.results.get(number)
+        result = self.run.training.results.get(number)
         if result is None:  # skipped
             return self._request.steps is not None and self._steps[number] >= self._request.steps
         if result.weights is not None:

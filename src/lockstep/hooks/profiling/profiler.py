@@ -61,7 +61,7 @@ class Profiler(ControlHook):
         )
 
     def before_step(self, run: Run) -> None:
-        if run.source is not None and run.source.step == self._steps.start:
+        if run.training.source is not None and run.training.source.step == self._steps.start:
             self._begin(run)
 
     def after_step(self, run: Run) -> None:
@@ -71,7 +71,7 @@ class Profiler(ControlHook):
     def _begin(self, run: Run) -> None:
         self._world.gather_values(None)
         accelerator.reset_peak_bytes(self._world.device)
-        self._notes = MemoryNotes(run.modules, self._world.device)
+        self._notes = MemoryNotes(run.training.modules, self._world.device)
         self._profiler = profile(
             activities=accelerator.profiled(self._world.device), profile_memory=True
         )
@@ -83,8 +83,8 @@ class Profiler(ControlHook):
     def between_steps(self, run: Run) -> None:
         if (
             self._profiler is not None
-            and run.source is not None
-            and run.source.step == self._steps.stop - 1
+            and run.training.source is not None
+            and run.training.source.step == self._steps.stop - 1
         ):
             self._finish(run, self._profiler, time.time())
 

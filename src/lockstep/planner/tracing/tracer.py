@@ -96,7 +96,7 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
     ranks = int(plan.pipeline or 1)
 
     def watch(run: Run) -> None:
-        model = run.modules[0].model
+        model = run.training.modules[0].model
         split = Stages.split(
             model, recipe.stages, ranks=ranks, per_rank=STAGES_PER_RANK[plan.schedule]
         )
@@ -295,13 +295,13 @@ class StepTraceHook(ControlHook):
         """Record the second step: the first checks and allocates once."""
         if run.step < 1:
             return
-        for module in run.modules:
+        for module in run.training.modules:
             for parameter in module.parameters:
                 note = partial(self._note_gradient, is_reduced=_reduces_in_buckets(module))
                 parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
         self._records = True
         self._stack.enter_context(self.recorder.recording())
-        for module in run.modules:
+        for module in run.training.modules:
             self.recorder.label([*module.model.parameters(), *module.model.buffers()], "parameters")
             self.recorder.label(
                 [
@@ -345,7 +345,7 @@ class StepTraceHook(ControlHook):
 
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
         """Note what holds the sums: DDP's lasting buckets, or this step's gradients."""
-        for module in run.modules:
+        for module in run.training.modules:
             cause: Cause = "communication" if _reduces_in_buckets(module) else "gradients"
             self.recorder.label([each.grad for each in module.parameters], cause)
         if self._records:
@@ -357,8 +357,10 @@ class StepTraceHook(ControlHook):
         if not self._records:
             return
         self.recorder.mark("end")
-        if run.source is not None and run.source.weights:
-            self._tokens_per_sample = sum(run.source.weights.values()) / run.source.samples
+        if run.training.source is not None and run.training.source.weights:
+            self._tokens_per_sample = (
+                sum(run.training.source.weights.values()) / run.training.source.samples
+            )
         self.end_recording()
         raise _Traced
 

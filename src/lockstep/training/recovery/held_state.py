@@ -13,8 +13,8 @@ from torch import Tensor
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
-from lockstep.training.run import Run
 from lockstep.training.state import state_of
+from lockstep.training.training import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,17 @@ class HeldState:
     """JSON, such as a checkpoint's manifest has."""
 
     @classmethod
-    def of(cls, run: Run) -> HeldState:
+    def of(cls, training: Training) -> HeldState:
         """The state of this process; it must be that of a complete step."""
-        state = state_of(run.modules, run.stateful)
-        return cls(run.step, state.tensors, values_to_hold(run, state.values))
+        state = state_of(training.modules, training.stateful)
+        return cls(training.run.step, state.tensors, values_to_hold(training, state.values))
 
 
-def values_to_hold(run: Run, values: Mapping[str, Any]) -> dict[str, Any]:
+def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is held in memory beside tensors, with the recipe by which it was trained.
     `values`: of the state."""
-    learned = {"recipe": run.context.recorder.summary.get("recipe"), "code": run.code}
-    return {**values, **run.loop.values(), **learned, "step": run.step}
+    learned = {"recipe": training.context.recorder.summary.get("recipe"), "code": training.code}
+    return {**values, **training.loop.values(), **learned, "step": training.run.step}
 
 
 class ReplicaReader:

@@ -10,8 +10,8 @@ from typing import Any
 from lockstep.base.contents import CodeReader, Part, digest_parts
 from lockstep.base.errors import first_few
 from lockstep.base.torch_private import version
-from lockstep.training.run import Run
 from lockstep.training.state import Stateful
+from lockstep.training.training import Training
 
 MOST_BYTES = 2**26
 """The largest tensor or array that is read. Of a larger tensor, torch's count of changes is
@@ -29,16 +29,18 @@ class HookState:
     """The paths of what cannot be read, and so cannot be compared."""
 
 
-def hook_states(run: Run) -> dict[str, HookState]:
+def hook_states(training: Training) -> dict[str, HookState]:
     """Return the state of each hook of the user without a state_dict, by the hook's place and
     name."""
     hooks = [
         hook
-        for hook in run.hooks.all
+        for hook in training.hooks.all
         if not type(hook).__module__.startswith("lockstep.") and not isinstance(hook, Stateful)
     ]
     return {
-        f"{place} {type(hook).__name__}": HookState(*digest_parts(_HookReader(run).parts(hook)))
+        f"{place} {type(hook).__name__}": HookState(
+            *digest_parts(_HookReader(training).parts(hook))
+        )
         for place, hook in enumerate(hooks)
     }
 
@@ -67,9 +69,9 @@ def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookStat
 
 
 class _HookReader(CodeReader):
-    def __init__(self, run: Run) -> None:
+    def __init__(self, training: Training) -> None:
         super().__init__()
-        models = [module.model for module in run.modules]
+        models = [module.model for module in training.modules]
         parts = (
             part
             for model in models
@@ -79,7 +81,7 @@ class _HookReader(CodeReader):
             id(each)
             for each in (
                 *parts,
-                *(optimizer for module in run.modules for optimizer in module.optimizers),
+                *(optimizer for module in training.modules for optimizer in module.optimizers),
             )
         }
 

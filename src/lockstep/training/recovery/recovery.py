@@ -117,7 +117,7 @@ class Recovery:
         processes can. Every rank calls it. `data`: that of the loop."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
-        self._hooks_before = hook_states(run)
+        self._hooks_before = hook_states(run.training)
         mine = (
             self._too_late
             or why_not(run)
@@ -207,11 +207,12 @@ class Recovery:
         if there is none, and the images count; in words, why those do not do."""
         if run is not None:
             self._reached = max(self._reached, run.step)
-        if run is not None and self._is_restored and run.is_consistent and self.is_replica:
-            self._held = HeldState.of(run)
+        if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:
+            self._held = HeldState.of(run.training)
         if (
             run is not None
-            and (reason := why_not_set_back(self._hooks_before, hook_states(run))) is not None
+            and (reason := why_not_set_back(self._hooks_before, hook_states(run.training)))
+            is not None
         ):
             return reason
         return -1 if self._held is None else self._held.step

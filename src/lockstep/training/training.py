@@ -1,0 +1,277 @@
+"""The private side of a run: its models, the step under way, and what all ranks do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep.base import accelerator
+from lockstep.base.errors import RecipeError
+from lockstep.comm.mesh import to_local
+from lockstep.data.generators import seed_generators
+from lockstep.keys import RandomStream, key
+from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.running_statistics import RunningStatistics
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
+from lockstep.training.consensus import NOTHING, Consensus, Request, merge
+from lockstep.training.context import Context
+from lockstep.training.device_progress import DeviceProgress, EndedStep
+from lockstep.training.hook import ControlHook, Hook
+from lockstep.training.loop_state import LoopState
+from lockstep.training.microbatches import Microbatches
+from lockstep.training.run import Run
+from lockstep.training.set_up import Remark
+from lockstep.training.state import Stateful
+from lockstep.training.step_result import StepResult
+from lockstep.training.train_module import TrainModule
+
+
+class Hooks:
+    """A list of hooks. Each moment calls only the hooks that override it, and the user's with
+    seeded generators."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self.all = list(hooks)
+        self.requesting = [
+            hook.request
+            for hook in hooks
+            if isinstance(hook, ControlHook) and type(hook).request is not ControlHook.request
+        ]
+        self._at = {
+            moment: [
+                self._method(hook, moment)
+                for hook in hooks
+                if (isinstance(hook, ControlHook) or hasattr(Hook, moment))
+                and getattr(type(hook), moment) is not default
+            ]
+            for moment, default in {**vars(Hook), **vars(ControlHook)}.items()
+            if not moment.startswith("_")
+        }
+
+    def call(self, moment: str, *arguments: Any) -> None:
+        """Call method `moment` of all hooks, in order."""
+        for method in self._at[moment]:
+            method(*arguments)
+
+    def _method(self, hook: Hook, moment: str) -> Callable[..., None]:
+        method: Callable[..., None] = getattr(hook, moment)
+        if moment == "on_event" or type(hook).__module__.startswith("lockstep."):
+            return method  # an event may be recorded amid a microbatch
+        place = self.all.index(hook), [*vars(Hook), *vars(ControlHook)].index(moment)
+        return partial(_call_seeded, method, place)
+
+    def call_every(self, moment: str, *arguments: Any) -> None:
+        """Call method `moment` of all hooks even if one raises, then raise the first error."""
+        failure: BaseException | None = None
+        for hook in self.all:
+            try:
+                getattr(hook, moment)(*arguments)
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+def _call_seeded(
+    method: Callable[..., None], place: tuple[int, int], run: Run, *arguments: Any
+) -> None:
+    context = run.context
+    seed_generators(key(context.seed, RandomStream.HOOK, run.step, *place), context.device)
+    method(run, *arguments)
+
+
+class Training:
+    """The private side of a `Run`. The loop tells it where the step is; lockstep's own hooks read
+    it, and with the other ranks it decides whether to stop, save or end."""
+
+    def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
+        self.context = context
+        self.run = Run(context, self)
+        self.hooks = Hooks(hooks)
+        self.code: Mapping[str, str] | None = None
+        """Digests of the recipe's functions. None without `ls.train`."""
+        self.modules: list[TrainModule] = []
+        self.statistics: list[RunningStatistics] = []
+        """Running statistics of all models, in the current loop."""
+        self.streams: list[tuple[int, ModuleRandomStreams]] = []
+        """(model's number, its random streams) in the current loop, for models that have some."""
+        self.stateful: dict[str, Stateful] = {"run": self}
+        """Further objects whose state is saved in checkpoints, by name."""
+        self.results: dict[int, StepResult] = {}
+        """Results of the latest step, by the model's number; none for a model that skipped it."""
+        self.latest: StepResult | None = None
+        """The first model's result in the latest step that it has not skipped."""
+        self.measure: Callable[[], None] | None = None
+        """Measures the recipe's evaluations. None if it has none."""
+        self.logged: dict[str, float] = {}
+        """The script's numbers for this step's line of metrics.jsonl."""
+        self.measured: dict[str, float] = {}
+        """The numbers of lockstep's own hooks for this step's line."""
+        self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
+        """The progress of the device, if the host may be ahead of it."""
+        self.is_consistent = True
+        """False from the first change of a model in a step until the script's part has ended."""
+        self.is_consistent_in_steps = True
+        """False if the script itself may change the saved state during a step."""
+        self.stopping: str | None = None
+        """The reason, once all ranks have agreed to stop."""
+        self.is_committed = False
+        """True from the commit of all models in a step until the next step begins."""
+        self.loop = LoopState()
+        self.source: Microbatches | None = None
+        """The microbatches of the current step on this rank."""
+        self.epoch_of: Callable[[int], int] | None = None
+        """(step of the current loop) -> its epoch. None if the data has no length."""
+        self.microbatches = 0
+        """Microbatches that this rank has begun in loops over them, in all steps."""
+        self.exchange = SyncBatchNormExchange()
+        self.consensus = Consensus(context.mesh, context.phases, self._request)
+        self.has_started = False
+        self.stop: str | None = None
+        """Why this rank asks to stop."""
+        self._devices_of: dict[int, list[torch.device]] = {}
+        """The number of models -> `_devices`."""
+        self._has_ended = False
+        self._saved_loss = math.nan
+
+    @property
+    def loss(self) -> float:
+        """`Run.loss`."""
+        return self._saved_loss if self.latest is None else self.latest.loss()
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """The measured speeds of the data ranks in the latest step; empty if all count as equal."""
+        return () if self.source is None else self.source.layout.assignment.speeds
+
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Note what was measured after the latest step."""
+        self.run.metrics |= metrics
+        self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
+
+    def metric(self, name: str, of: str) -> float | None:
+        """Return a metric if it was measured after the latest step, else None. `of`: who asks, for
+        the `RecipeError` if no evaluation has this metric."""
+        run = self.run
+        if name in run.metrics:
+            return run.metrics[name] if run.metrics_at[name] == run.step else None
+        evaluations = () if run.recipe is None else run.recipe.evaluations
+        if any(f"{prefix}loss" not in run.metrics for prefix in evaluations):
+            return None
+        raise RecipeError(
+            f"{of}, which is not measured; measured are {', '.join(run.metrics)}; choose one of"
+            " these"
+        )
+
+    def remark(self, remark: Remark) -> None:
+        """Record an event, and show its line to the user if it has one."""
+        self.run.event(remark.event, **remark.details)
+        if remark.line is not None:
+            self.context.recorder.message(remark.line)
+
+    def include_hooks(self, hooks: Sequence[Hook]) -> None:
+        """Save the state of each of the user's hooks that has one with the run."""
+        for place, hook in enumerate(hooks):
+            if isinstance(hook, Stateful):
+                self.run.include(f"{place}-{type(hook).__qualname__}", hook)
+
+    def start(self) -> None:
+        """Call the hooks' `on_start`, and their `on_event` from now on."""
+        self.has_started = True
+        self.hooks.call("on_start", self.run)
+
+    def begin_step(self, source: Microbatches) -> None:
+        self.source, self.logged, self.is_committed = source, {}, False
+        self.hooks.call("before_step", self.run)
+
+    def begin_change(self) -> None:
+        """Called before the first change of a model in a step."""
+        self.is_consistent = False
+        if self.progress is not None:
+            self.progress.begin_change()
+
+    def end_updates(self, results: dict[int, StepResult]) -> None:
+        """Called when all models have committed or skipped the step."""
+        self.results, self.latest = results, results.get(0, self.latest)
+        self.run.step += 1
+        self.is_committed = True
+
+    def end_step(self, source: Microbatches) -> None:
+        """Called when the script's part of the step has ended: the saved state is consistent
+        again."""
+        self.is_consistent = True
+        self.loop.shards = {str(shard): at for shard, at in (source.positions or {}).items()}
+        if self.progress is not None:
+            run = self.run
+            ended = EndedStep(
+                run.step,
+                dict(run.metrics),
+                dict(run.metrics_at),
+                self.latest,
+                self._saved_loss,
+                self.loop.values(),
+                [module.host_values() for module in self.modules],
+            )
+            self.progress.end_step(ended, self._devices())
+
+    def _devices(self) -> list[torch.device]:
+        """The accelerators that hold a part of the state, or compute it."""
+        devices = self._devices_of.get(len(self.modules))
+        if devices is None:
+            parameters = [p for module in self.modules for p in module.held.values()]
+            found = {self.context.device, *(to_local(parameter).device for parameter in parameters)}
+            devices = sorted(filter(accelerator.has_streams, found), key=str)
+            self._devices_of = {len(self.modules): devices}
+        return devices
+
+    def agree(self) -> None:
+        """Do what the ranks agree on after a step. Every rank calls it."""
+        agreed = self.consensus.agree(
+            list(self.results.values()), may_stop=self.run.is_logging_step
+        )
+        self.stopping = self.stopping or agreed.stop
+        self.hooks.call("on_agreement", self.run, agreed)
+
+    def agree_to_stop(self) -> None:
+        """Let a request to stop take effect now. Every rank calls it."""
+        self.stopping = self.consensus.agree_to_stop()
+
+    def _request(self) -> Request:
+        requests = [] if self.stop is None else [Request(stop=self.stop)]
+        for ask in self.hooks.requesting:
+            if (request := ask(self.run)) is not NOTHING:
+                requests.append(request)
+        return merge(requests)
+
+    def end(self) -> None:
+        """Record, once, that the run has ended as it should."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.run.event("run-ended")
+
+    def close(self) -> None:
+        """Called at the end of the run, even after an error."""
+        try:
+            self.hooks.call_every("on_end", self.run)
+        finally:
+            for module in self.modules:
+                module.close()
+            self.exchange.world = None
+
+    def state_dict(self) -> dict[str, Any]:
+        run = self.run
+        return {
+            "step": run.step,
+            "metrics": run.metrics,
+            "metrics_at": run.metrics_at,
+            "loss": self.loss,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        run = self.run
+        run.step, run.metrics, run.metrics_at = state["step"], state["metrics"], state["metrics_at"]
+        self._saved_loss = state["loss"]
