@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Cause, Finding
+from lockstep.audit.finding import AreaResult, Cause, Finding
 from lockstep.audit.records import Rank, Records
 from lockstep.evidence.rows import Row
 from lockstep.evidence.sketch import sketch

@@ -23,7 +23,6 @@ from audit.given_records import (
     trained,
 )
 
-from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.collectives import check_collectives, check_files
 from lockstep.audit.checks.gradients import check_applied_gradients
 from lockstep.audit.checks.losses import check_losses
@@ -31,6 +30,7 @@ from lockstep.audit.checks.randomness import check_modes, check_randomness
 from lockstep.audit.checks.replicas import check_replicas
 from lockstep.audit.checks.samples import check_samples
 from lockstep.audit.checks.schedules import check_schedules
+from lockstep.audit.finding import AreaResult
 from lockstep.audit.records import Records
 from lockstep.evidence.rows import Row
 

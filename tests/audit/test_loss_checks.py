@@ -25,9 +25,8 @@ from audit.given_records import (
 )
 from hypothesis import assume, given as drawn, settings, strategies as st
 
-from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.losses import LEAST_ERROR, check_losses
-from lockstep.audit.finding import Cause
+from lockstep.audit.finding import AreaResult, Cause
 from lockstep.evidence.rows import Row
 
 counts = st.lists(st.lists(st.integers(1, 50), min_size=4, max_size=4), min_size=4, max_size=4)

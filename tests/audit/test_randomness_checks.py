@@ -8,9 +8,8 @@ from typing import Any
 
 from audit.given_records import backward, causes, given, modes, only, row, step
 
-from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.randomness import check_modes, check_randomness
-from lockstep.audit.finding import Cause
+from lockstep.audit.finding import AreaResult, Cause
 from lockstep.evidence.rows import Row
 
 

@@ -11,10 +11,8 @@ import pytest
 from audit.given_records import backward, causes, given, only, passes, row, sketched, step
 from hypothesis import given as drawn, settings, strategies as st
 
-from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.checks.compare import check_compare
-from lockstep.audit.checks.resume import check_resumed
-from lockstep.audit.finding import Cause
+from lockstep.audit.checks.reruns import check_compare, check_resumed
+from lockstep.audit.finding import AreaResult, Cause
 from lockstep.audit.records import Records
 from lockstep.evidence.rows import Row
 

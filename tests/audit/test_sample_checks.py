@@ -21,9 +21,8 @@ from audit.given_records import (
 )
 from hypothesis import given as drawn, settings, strategies as st
 
-from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.samples import check_samples, loader_passes
-from lockstep.audit.finding import Cause
+from lockstep.audit.finding import AreaResult, Cause
 from lockstep.audit.records import number_loaders
 from lockstep.evidence.rows import Row
 

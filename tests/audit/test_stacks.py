@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.audit.stacks import waiting_lines
+from lockstep.audit.runner import waiting_lines
 
 DUMP = """Thread 0x00007f1 (most recent call first):
   File "ROOT/background.py", line 1 in log

@@ -3,16 +3,20 @@ Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from lockstep.audit.remedies import Cause
+from lockstep.audit.remedies import Cause as Cause
+from lockstep.evidence.rows import Row
+
+_NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class Area(Enum):
-    """The things that an audit looks at: a row of the report each, also where all is right."""
+    """The subjects of an audit: each has a row in the report, also where all is right."""
 
     SAMPLES = "samples"
     GRADIENTS = "gradients"
@@ -55,12 +59,63 @@ class Finding:
         return self.cause.remedy
 
     def as_json(self) -> dict[str, Any]:
-        row = asdict(self) | {
+        return asdict(self) | {
             "cause": self.cause.name.lower(),
             "area": self.area.value,
             "names": list(self.names),
+            "title": self.title,
+            "law": self.law,
+            "remedy": self.remedy,
         }
-        return row | {"title": self.title, "law": self.law, "remedy": self.remedy}
+
+
+@dataclass(slots=True)
+class AreaResult:
+    """The result of one check."""
+
+    area: Area
+    findings: list[Finding] = field(default_factory=list)
+    right: str = ""
+    """The facts that were seen and are right. Empty if nothing was seen."""
+    unseen: list[str] = field(default_factory=list)
+    """Reasons why something could not be seen."""
+    _badness: dict[Cause, float] = field(default_factory=dict)
+
+    def find(
+        self,
+        cause: Cause,
+        evidence: str,
+        at: Row | None = None,
+        *,
+        line: str = "",
+        step: int | None = None,
+        names: Sequence[str] = (),
+        badness: float = 0.0,
+    ) -> None:
+        """Add a finding. Of each cause the worst is kept, or the earliest if they are equally bad.
+
+        `at`: the record of the optimizer step, which gives the step, and the line if there is none.
+        """
+        known = next((each for each in self.findings if each.cause is cause), None)
+        if known is not None:
+            if badness <= self._badness[cause]:
+                return
+            self.findings.remove(known)
+        if at is not None:
+            step, line = at["index"], line or at["line"]
+            evidence = f"step {step}: {evidence}"
+        self._badness[cause] = badness
+        self.findings.append(
+            Finding(
+                cause=cause, area=self.area, evidence=evidence, line=line, step=step, names=names
+            )
+        )
+
+    def miss(self, reason: str) -> None:
+        """Add a reason why something was not seen, unless one that differs only in numbers is
+        known."""
+        if all(_NUMBER.sub("", each) != _NUMBER.sub("", reason) for each in self.unseen):
+            self.unseen.append(reason)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,9 +128,9 @@ class Audit:
     """Optimizer steps that every rank took."""
     findings: list[Finding] = field(default_factory=list)
     right: dict[Area, str] = field(default_factory=dict)
-    """Areas in which all that was seen is right, and what was seen."""
+    """Facts that were seen, by area, where all of them are right."""
     unseen: dict[Area, list[str]] = field(default_factory=dict)
-    """Areas of which something could not be seen, and why."""
+    """Reasons why something could not be seen, by area."""
     notes: list[str] = field(default_factory=list)
     error: str = ""
     """Last lines of a script that failed; empty if it did not."""
@@ -90,14 +145,12 @@ class Audit:
     @property
     def extent(self) -> str:
         """The processes and steps that were looked at."""
-        processes = _count(self.processes, "process", "processes")
-        return f"{processes}, {_count(self.steps, 'step', 'steps')}"
+        return f"{_count(self.processes, 'process', 'es')}, {_count(self.steps, 'step')}"
 
     @property
     def verdict(self) -> str:
         """The result in a few words."""
-        count = len(self.findings)
-        found = _count(count, "finding", "findings") if count else "nothing found"
+        found = _count(len(self.findings), "finding") if self.findings else "nothing found"
         return f"{found}; the script failed" if self.error else found
 
     def as_json(self) -> dict[str, Any]:
@@ -116,5 +169,5 @@ class Audit:
         }
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _count(number: int, word: str, ending: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else ending}"

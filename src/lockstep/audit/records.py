@@ -1,9 +1,10 @@
-"""Reads the records that the probes wrote. Pure but for the reading; needs no torch."""
+"""Reads the records that the probes wrote. Needs no torch."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,9 +39,10 @@ class Records:
     """The records of a run."""
 
     ranks: list[Rank] = field(default_factory=list)
-    """In the order of ranks: those that took a step or belong to the process group."""
+    """The processes that took a step or belong to the process group, in the order of ranks."""
     fetches: list[Row] = field(default_factory=list)
-    """Reads of a dataset that drew random numbers, with `rank`, in loader workers and in ranks."""
+    """Reads of a dataset that drew random numbers, in loader workers and in ranks, with their
+    `rank` and `pid`."""
     problems: list[str] = field(default_factory=list)
     """Errors of the probes themselves."""
 
@@ -51,18 +53,15 @@ class Records:
     @property
     def steps(self) -> int:
         """The optimizer steps that were taken by every rank that has an optimizer."""
-        return min(
-            (max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps),
-            default=0,
-        )
+        taken = [max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps]
+        return min(taken, default=0)
 
     @property
     def joined_at(self) -> float:
-        """The place from which `Join` lets ranks take different numbers of steps; infinite if there
-        is none."""
+        """The place from which `Join` lets ranks take different numbers of steps; infinite without
+        `Join`."""
         return min(
-            (float(row["place"]) for rank in self.ranks for row in rank.of("join")),
-            default=float("inf"),
+            (row["place"] for rank in self.ranks for row in rank.of("join")), default=math.inf
         )
 
     def together(self) -> Iterator[list[Row]]:
@@ -76,6 +75,11 @@ class Records:
                 yield [rows[key] for rows in by_rank]
 
 
+def first_line(rows: Iterable[Row], name: str = "line") -> str:
+    """The user's line in the first of the rows; empty without rows."""
+    return next((str(row[name]) for row in rows), "")
+
+
 def read_records(folder: Path) -> Records:
     """Read all processes' files. The process of a rank is the one that took steps, or joined the
     process group."""
@@ -86,8 +90,8 @@ def read_records(folder: Path) -> Records:
     by_pid: dict[int, int] = {}
     others = []
     for rows in files:
-        joined = next((row["rank"] for row in rows if row["kind"] == "rank"), None)
-        number = joined if joined is not None else rows[0].get("rank")
+        joined = (row["rank"] for row in rows if row["kind"] == "rank")
+        number = next(joined, rows[0].get("rank"))
         if number is not None and any(row["kind"] in ("rank", "step", "backward") for row in rows):
             kept = ranks.setdefault(int(number), Rank(int(number)))
             if len(rows) > len(kept.rows):
@@ -95,23 +99,19 @@ def read_records(folder: Path) -> Records:
             by_pid[rows[0]["pid"]] = int(number)
         else:
             others.append(rows)
-    for rank in ranks.values():
+    records = Records([ranks[number] for number in sorted(ranks)])
+    for rank in records.ranks:
         for place, row in enumerate(rank.rows):
             row["place"] = place
-    records = Records([ranks[number] for number in sorted(ranks)])
     number_loaders(records.ranks)
-    for rank in records.ranks:
-        records.fetches += [
-            row | {"rank": rank.rank, "pid": rank.rows[0]["pid"]} for row in rank.of("fetch")
-        ]
-    for rows in others:
-        owner = by_pid.get(rows[0]["parent"], rows[0].get("rank"))
-        if owner is not None:
-            records.fetches += [
-                row | {"rank": int(owner), "pid": rows[0]["pid"]}
-                for row in rows
-                if row["kind"] == "fetch"
-            ]
+    owned: list[tuple[int | None, list[Row]]] = [(each.rank, each.rows) for each in records.ranks]
+    owned += [(by_pid.get(rows[0]["parent"], rows[0].get("rank")), rows) for rows in others]
+    records.fetches = [
+        row | {"rank": int(owner), "pid": rows[0]["pid"]}
+        for owner, rows in owned
+        for row in rows
+        if owner is not None and row["kind"] == "fetch"
+    ]
     records.problems = [
         f"{row['where']}: {row['text']}"
         for rows in files
@@ -130,20 +130,18 @@ def number_loaders(ranks: Sequence[Rank]) -> None:
         own: dict[int, int] = {}
         for row in rank.of("pass"):
             if row["loader"] not in own:
-                place = (str(row["line"]), made[row["line"]])
+                key = (row["line"], made[row["line"]])
                 made[row["line"]] += 1
-                own[row["loader"]] = numbers.setdefault(place, len(numbers))
+                own[row["loader"]] = numbers.setdefault(key, len(numbers))
         for row in rank.rows:
             if row.get("loader") is not None:
                 row["loader"] = own.get(row["loader"], UNKNOWN)
             if "passes" in row:
-                row["passes"] = [
-                    (own.get(loader, UNKNOWN), number) for loader, number in row["passes"]
-                ]
+                row["passes"] = [(own.get(loader, UNKNOWN), each) for loader, each in row["passes"]]
 
 
 def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """The loaders and passes that backwards are of: that of the last batch before one, and those
+    """The loaders and passes that backwards are of: each one's last batch before it, and passes
     that gave a batch for several (of `zip(labelled, unlabelled)`; one batch alone may be a look at
     other data)."""
     backwards = [row for row in rows if row["kind"] == "backward"]

@@ -41,6 +41,8 @@ _AGENT_TRACEBACK = re.compile(
 )
 _THREADS_BANNER = re.compile(r"^\*+\nSetting OMP_NUM_THREADS.*\n\*+\n", re.MULTILINE)
 _RANK_LINE = re.compile(r'"kind":\s*"rank"')
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,3 +237,20 @@ def _dump_stacks(folder: Path) -> dict[int, str]:
         for pid, path in files.items()
         if path.exists()
     }
+
+
+def waiting_lines(stacks: Mapping[int, str], root: str) -> dict[int, str]:
+    """Return the innermost line of the user's code in the main thread, by process id, from the
+    stacks that `faulthandler` writes. Processes without such a line are left out.
+
+    `root`: the directory of the user's code.
+    """
+    found = {}
+    for pid, text in stacks.items():
+        main_thread = _THREAD.split(text)[-1]  # threads are listed from the youngest to the oldest
+        for path, line, function in _FRAME.findall(main_thread):
+            name = os.path.relpath(path, root)
+            if os.path.isabs(path) and not name.startswith("..") and "site-packages" not in name:
+                found[pid] = f"{name}:{line}, in {function}"
+                break
+    return found

@@ -29,8 +29,8 @@ from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.scripts.line import ScriptLine
 
 if TYPE_CHECKING:
-    from lockstep.audit.compare import CompareOptions
     from lockstep.audit.finding import Audit, Finding
+    from lockstep.audit.run import CompareOptions
 
 _WIDTH = 100
 """Columns without a terminal."""
@@ -51,7 +51,7 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, text: str | None) -
 def _compare_options(
     compare: list[int] | None, global_batch: int | None, per_rank_batch: str | None
 ) -> CompareOptions | None:
-    from lockstep.audit.compare import CompareOptions
+    from lockstep.audit.run import CompareOptions
 
     if compare is None and global_batch is None and per_rank_batch is None:
         return None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.audit.checks.area_result import AreaResult
 from lockstep.audit.checks.samples import loader_passes
-from lockstep.audit.finding import Area
-from lockstep.audit.records import Rank, Records
-from lockstep.audit.remedies import Cause
+from lockstep.audit.finding import Area, AreaResult, Cause
+from lockstep.audit.records import Rank, Records, first_line
 from lockstep.evidence.rows import Row
 
 _ERROR = re.compile(r"^(?:\[\w+\]:\s*)*[\w.]*(?:Error|Exception|Interrupt)\b.*$", re.MULTILINE)
@@ -24,8 +23,7 @@ REDUCTION = "DistributedDataParallel's reduction of gradients"
 
 
 def is_broken_collective(error: str) -> bool:
-    """True if a script failed in a collective on all ranks that failed, and by no error of its
-    own."""
+    """True if a script failed in a collective on all ranks that failed, and by no other error."""
     errors = _ERROR.findall(error)
     return bool(errors) and all(_BROKEN.search(each) for each in errors)
 
@@ -36,7 +34,7 @@ def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult
     failed = is_broken_collective(error)
     if records.world_size < 2:
         return result
-    if records.joined_at < float("inf"):
+    if records.joined_at < math.inf:
         result.miss(
             "under Join ranks take different numbers of steps: what they do there is not compared"
         )
@@ -47,11 +45,12 @@ def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult
     if failed and not result.findings:
         _check_left(result, records)
     if hung and not result.findings:
-        result.find(
-            Cause.HANG,
-            "the ranks wait: " + "; ".join(_places(records)),
-            line=_last_line(records.ranks[-1].rows),
-        )
+        waiting = [
+            f"rank {rank.rank} after {len(rank.steps)} steps{', ended' if rank.has_ended else ''}"
+            for rank in records.ranks
+        ]
+        text = f"the ranks wait: {'; '.join(waiting)}"
+        result.find(Cause.HANG, text, line=_last_line(records.ranks[-1]))
     if compared:
         result.right = (
             f"{compared} collectives, of Python code and of DistributedDataParallel, in the same"
@@ -70,13 +69,9 @@ def check_files(records: Records) -> AreaResult:
             writers.setdefault(row["path"], {})[rank.rank] = row
     for path, rows in writers.items():
         if len(rows) > 1:
-            ranks = ", ".join(map(str, sorted(rows)))
-            result.find(
-                Cause.SAVED_BY_EVERY_RANK,
-                f"ranks {ranks} wrote {path}",
-                line=next(iter(rows.values()))["line"],
-                names=[path],
-            )
+            text = f"ranks {', '.join(map(str, sorted(rows)))} wrote {path}"
+            line = first_line(rows.values())
+            result.find(Cause.SAVED_BY_EVERY_RANK, text, line=line, names=[path])
     if writers:
         result.right = f"files that were saved, each by one rank: {len(writers)}"
     elif records.steps:
@@ -86,18 +81,14 @@ def check_files(records: Records) -> AreaResult:
 
 def _check_uneven(result: AreaResult, records: Records) -> None:
     for loader in loader_passes(records):
-        for ranks in loader.passes:
+        for ranks in loader.passes if loader.is_training else ():
             counts = [each.batches for each in ranks]
-            ended = [each.is_complete for each in ranks]
-            if (
-                loader.is_training
-                and max(counts) > min(counts)
-                and ended[counts.index(min(counts))]
-            ):
-                texts = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(counts))
+            least = min(counts)
+            if max(counts) > least and ranks[counts.index(least)].is_complete:
                 result.find(
                     Cause.UNEVEN_INPUTS,
-                    f"pass {ranks[0].begin['number']} over the training data has batches: {texts}",
+                    f"pass {ranks[0].begin['number']} over the training data has batches:"
+                    f" {_on_ranks(records.ranks, counts)}",
                     line=loader.line,
                 )
 
@@ -106,28 +97,25 @@ def _check_left(result: AreaResult, records: Records) -> None:
     counts = [len(rank.of("backward")) for rank in records.ranks]
     left = [rank for rank, count in zip(records.ranks, counts, strict=True) if count < max(counts)]
     if left:
-        numbers = ", ".join(str(rank.rank) for rank in left)
         result.find(
             Cause.RANK_LEFT,
-            f"rank {numbers} ended after {len(left[0].steps)} steps and {min(counts)} backwards;"
-            f" the others began backward {max(counts)}, and its reduction failed without that rank",
-            line=_last_line(left[0].rows),
+            f"rank {', '.join(str(rank.rank) for rank in left)} ended after {len(left[0].steps)}"
+            f" steps and {min(counts)} backwards; the others began backward {max(counts)}, and its"
+            " reduction failed without that rank",
+            line=_last_line(left[0]),
         )
 
 
 def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
-    """Find the first collective that is another one on another rank. Returns the number of those
-    that were compared."""
-    by_rank = [_collectives(rank) for rank in records.ranks]
+    """Find the first collective that differs between ranks. Returns the number of collectives that
+    were compared."""
+    by_rank = {rank.rank: _collectives(rank) for rank in records.ranks}
     compared = 0
-    for group in sorted({tuple(row["ranks"]) for rows in by_rank for row in rows}):
-        parts = [
-            (rank, rows)
-            for rank, rows in zip(records.ranks, by_rank, strict=True)
-            if rank.rank in group
+    for group in sorted({tuple(row["ranks"]) for rows in by_rank.values() for row in rows}):
+        members = [rank for rank in records.ranks if rank.rank in group]
+        calls = [
+            [row for row in by_rank[rank.rank] if tuple(row["ranks"]) == group] for rank in members
         ]
-        members = [rank for rank, _ in parts]
-        calls = [[row for row in rows if tuple(row["ranks"]) == group] for _, rows in parts]
         for number, rows in enumerate(zip(*calls, strict=False)):
             if len({_kind(row) for row in rows}) > 1:
                 evidence, line = _mismatch(members, calls, number)
@@ -137,21 +125,22 @@ def _check_order(result: AreaResult, records: Records, *, broken: bool) -> int:
         counts = [len(each) for each in calls]
         if max(counts) != min(counts) and (broken or all(rank.has_ended for rank in members)):
             extra = calls[counts.index(max(counts))][min(counts)]
-            texts = ", ".join(
-                f"{each} on rank {rank.rank}" for rank, each in zip(members, counts, strict=True)
-            )
             result.find(
                 Cause.COLLECTIVE_MISMATCH,
-                f"the ranks called different numbers of collectives ({texts}); the first that not"
-                f" all called: {_text(extra)}",
+                f"the ranks called different numbers of collectives ({_on_ranks(members, counts)});"
+                f" the first that not all called: {_text(extra)}",
                 line=extra["line"],
             )
             return compared
     return compared
 
 
+def _on_ranks(ranks: Sequence[Rank], counts: Sequence[int]) -> str:
+    return ", ".join(f"{n} on rank {rank.rank}" for rank, n in zip(ranks, counts, strict=False))
+
+
 def _collectives(rank: Rank) -> list[Row]:
-    """The collectives of a rank in their order, with the reductions of DistributedDataParallel in
+    """The collectives of a rank in their order, and the reductions of DistributedDataParallel in
     its backwards."""
     found: list[Row] = []
     waiting: dict[int, Row] = {}
@@ -172,14 +161,13 @@ def _collectives(rank: Rank) -> list[Row]:
 def _mismatch(
     members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int
 ) -> tuple[str, str]:
-    """The evidence and the line of collectives that are not the same. The one before them may have
-    come from another line, as of a model that one rank alone calls: then that one is the cause."""
+    """The evidence and the line of collectives that differ. If the ones before them came from
+    different lines, as of a model that one rank alone calls, those are the cause."""
     rows = [each[number] for each in calls]
     text = f"collective {number + 1}: {_texts(members, rows)}"
-    kinds = Counter(_kind(row) for row in rows)
+    kinds = Counter(map(_kind, rows))
     rare = min(
-        range(len(rows)),
-        key=lambda each: (kinds[_kind(rows[each])], rows[each]["name"] == REDUCTION),
+        range(len(rows)), key=lambda n: (kinds[_kind(rows[n])], rows[n]["name"] == REDUCTION)
     )
     before = [each[number - 1] for each in calls] if number else []
     if len({row["line"] for row in before}) > 1:
@@ -199,17 +187,9 @@ def _kind(row: Row) -> tuple[Any, ...]:
 
 def _text(row: Row) -> str:
     shape = f" of {'x'.join(map(str, row['shape'][0])) or 'a number'}" if row["shape"] else ""
-    return f"{row['name']}{shape}" + (
-        f" at line {row['line'].rpartition(':')[2]}" if row["line"] else ""
-    )
+    line = f" at line {row['line'].rpartition(':')[2]}" if row["line"] else ""
+    return f"{row['name']}{shape}{line}"
 
 
-def _places(records: Records) -> list[str]:
-    return [
-        f"rank {rank.rank} after {len(rank.steps)} steps" + (", ended" if rank.has_ended else "")
-        for rank in records.ranks
-    ]
-
-
-def _last_line(rows: Sequence[Row]) -> str:
-    return next((str(row["line"]) for row in reversed(rows) if row.get("line")), "")
+def _last_line(rank: Rank) -> str:
+    return first_line(row for row in reversed(rank.rows) if row.get("line"))

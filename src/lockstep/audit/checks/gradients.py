@@ -1,39 +1,39 @@
-"""Checks gradients: the factors with which those of all ranks enter the applied one, read from
+"""Checks gradients: the factors with which the ranks' gradients enter the applied one, read from
 linear sketches."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area
+from lockstep.audit.finding import Area, AreaResult, Cause
 from lockstep.audit.records import Records
-from lockstep.audit.remedies import Cause
 from lockstep.base.errors import first_few
 from lockstep.evidence.fit import fit
 from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, sketch_difference
 
 FIT = 0.02
-"""Largest part of a gradient that is left unexplained by the ranks' own."""
+"""Largest part of a gradient that the ranks' own gradients may leave unexplained."""
 NEGLIGIBLE = 1e-3
-"""Factors relative to the largest one that count as zero; and gradients relative to the whole."""
+"""Relative size below which a factor or a gradient counts as zero."""
 LEAST_ALIKE = 2
 """Steps with equal gradients on all ranks from which they are no accident."""
 EVEN = 0.02
-"""Relative difference of factors that counts as none."""
+"""Largest relative difference of equal factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors with which one rank's gradient holds those of all ranks, of the same names."""
+    """The factors with which one rank's gradient holds all ranks' gradients."""
 
-    values: list[float]
-    residual: float
+    values: list[float] = field(default_factory=list)
+    """Empty if gradients are missing, or too alike."""
+    residual: float = math.inf
 
     @property
     def fits(self) -> bool:
@@ -41,19 +41,17 @@ class Factors:
 
     @property
     def even(self) -> float | None:
-        """The factor of all ranks if they have one; else None."""
-        largest, smallest = max(self.values), min(self.values)
-        return (
-            float(np.mean(self.values)) if largest > 0 and smallest > (1 - EVEN) * largest else None
-        )
+        """The factor of all ranks, if they have the same and it is positive."""
+        if not self.fits or min(self.values) <= (1 - EVEN) * max(self.values):
+            return None
+        return float(np.mean(self.values)) if max(self.values) > 0 else None
 
     def is_own_only(self, rank: int) -> bool:
-        """True if only this rank's own gradient is in it."""
-        own = abs(self.values[rank])
-        return own > 0 and all(
-            abs(each) < NEGLIGIBLE * own
-            for number, each in enumerate(self.values)
-            if number != rank
+        """True if the gradient holds this rank's own alone."""
+        sizes = [abs(each) for each in self.values]
+        return self.fits and all(
+            (size > 0) if number == rank else (size < NEGLIGIBLE * sizes[rank])
+            for number, size in enumerate(sizes)
         )
 
 
@@ -62,385 +60,330 @@ def check_applied_gradients(records: Records) -> AreaResult:
     seen = steps = alike = 0
     for rows in records.together():
         steps += 1
-        step = rows[0]["index"]
         if rows[0]["several_closures"]:
             result.miss(f"{rows[0]['type']} computes several gradients in a step")
             continue
         if broken := _not_finite(rows, "applied"):
+            step = rows[0]["index"]
             result.miss(f"gradients are NaN or infinite in step {step}: {first_few(broken)}")
-            _check_finite(result, rows, step)
+            _check_finite(result, rows)
             break
         _check_stale(result, rows)
         _check_clipping(result, rows)
         if len(rows) > 1:
             _check_unused(result, rows)
             _check_local_clipping(result, rows)
-        seen += _check_reduction(result, rows, step)
-        if len(rows) < 2:
-            continue
-        alike += _are_alike(rows) and _have_equal_losses(records, rows)
+        seen += _check_reduction(result, rows)
+        alike += len(rows) > 1 and _are_alike(rows) and _have_equal_losses(records, rows)
         if alike == LEAST_ALIKE:
-            result.find_at(
-                rows[0],
+            result.find(
                 Cause.SAME_SAMPLES,
-                "the backwards of all ranks gave the same gradient, to the last"
-                " digits: all ranks have the same batch",
+                "the backwards of all ranks gave the same gradient, to the last digits: all ranks"
+                " have the same batch",
+                rows[0],
                 line=rows[0]["backward_line"],
             )
     _check_wasted(result, records)
     _check_untrained(result, records)
-    if records.steps and not steps:
-        result.miss("no optimizer step was taken by all ranks together")
+    if not steps:
+        if records.steps:
+            result.miss("no optimizer step was taken by all ranks together")
+        return result
     sketches = [
-        sketch
-        for rows in records.together()
-        for row in rows
-        for sketch in row["applied"].values()
-        if sketch
+        each for rows in records.together() for row in rows for each in row["applied"].values()
     ]
-    if steps and not sketches:
+    if not any(sketches):
         result.miss("no gradient was seen at the steps of the optimizer")
-    elif steps and not any(sketch[-1] for sketch in sketches):
+    elif not any(each[-1] for each in sketches if each):
         result.miss("every gradient is zero: the script learns nothing")
     if seen:
-        whose = (
-            "the gradients of all ranks with one factor"
-            if records.world_size > 1
-            else "the gradient of their own backwards"
+        several = records.world_size > 1
+        result.right = (
+            f"{seen}{'' if seen == steps else f' of {steps}'} steps apply the gradient"
+            f"{'s of all ranks with one factor' if several else ' of their own backwards'}"
         )
-        result.right = f"{seen}{'' if seen == steps else f' of {steps}'} steps apply {whose}"
     return result
 
 
-def _not_finite(rows: Sequence[Row], sketches: str) -> list[str]:
-    return list(
-        dict.fromkeys(
-            name
-            for row in rows
-            for name, each in row[sketches].items()
-            if each and not np.isfinite(each).all()
-        )
-    )
+def _not_finite(rows: Sequence[Row], kind: str) -> list[str]:
+    """The names of the tensors that are NaN or infinite on some rank."""
+    named = (item for row in rows for item in row[kind].items())
+    return list(dict.fromkeys(name for name, each in named if each and not _is_finite(each)))
 
 
-def _check_finite(result: AreaResult, rows: Sequence[Row], step: int) -> None:
-    for sketches, when, line in (
+def _is_finite(sketch: list[float]) -> bool:
+    return bool(np.isfinite(sketch).all())
+
+
+def _check_finite(result: AreaResult, rows: Sequence[Row]) -> None:
+    step, line = rows[0]["index"], rows[0]["line"]
+    for kind, when, at in (
         ("before", "before the first step", rows[0]["made_at"]),
-        ("parameters", f"after step {step}, whose gradient was not finite,", rows[0]["line"]),
+        ("parameters", f"after step {step}, whose gradient was not finite,", line),
     ):
-        if names := _not_finite(rows, sketches):
+        if names := _not_finite(rows, kind):
             text = (
                 f"{when} {len(names)} of {len(rows[0]['parameters'])} parameters are NaN or"
                 f" infinite: {first_few(names)}"
             )
-            result.find(
-                Cause.NOT_FINITE, text, line=line or rows[0]["line"], step=step, names=names
-            )
+            result.find(Cause.NOT_FINITE, text, line=at or line, step=step, names=names)
             return
 
 
-def before_clipping(row: Row, name: str) -> list[float] | None:
-    """The sketch of a gradient as it was reduced: before it was clipped, where that was seen."""
-    clip = row["clip"]
-    if clip is not None and clip["reduced"].get(name) is not None:
-        sketch: list[float] = clip["reduced"][name]
-        return sketch
-    return row["applied"].get(name)  # type: ignore[no-any-return]
-
-
-def own_sums(row: Row, names: Iterable[str], backwards: slice = slice(None)) -> dict[str, Vector]:
-    """The sum of what this rank's backwards, or some of them, added to each gradient since the last
+def own_sum(row: Row, name: str, backwards: slice = slice(None)) -> Vector:
+    """The sum of what this rank's backwards, or some of them, added to a gradient since the last
     step."""
-    sums: dict[str, Vector] = {}
-    for name in names:
-        parts = [
-            part
-            for each in list(row["added"].values())[backwards]
-            if (part := finite_projection(each.get(name))) is not None
-        ]
-        sums[name] = np.sum(parts, axis=0) if parts else np.zeros(PROJECTIONS)
-    return sums
+    parts = (finite_projection(each.get(name)) for each in list(row["added"].values())[backwards])
+    total: Vector = sum((each for each in parts if each is not None), np.zeros(PROJECTIONS))
+    return total
 
 
 def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
-    """The reduced gradient that a rank applies, whole."""
-    shards = [
-        before_clipping(row, name)
-        if row["clip"] is None or name not in row["sharded"]
-        else row["reduced"].get(name)
-        for row in rows
-    ]
-    return whole_projection(rows, rank, name, shards)
+    """The reduced gradient that a rank applies, whole: before clipping, where that was seen."""
+    sketches = []
+    for row in rows:
+        sketch = row["applied"].get(name)
+        if row["clip"] is not None:
+            if name in row["sharded"]:
+                sketch = row["reduced"].get(name)
+            else:
+                sketch = row["clip"]["reduced"].get(name) or sketch
+        sketches.append(sketch)
+    return whole_projection(rows, rank, name, sketches)
 
 
 def whole_projection(
     rows: Sequence[Row], rank: int, name: str, sketches: Sequence[list[float] | None]
 ) -> Vector | None:
-    """The projection of a rank's tensor, given all ranks' sketches; of a sharded one the sum of the
-    shards. None if one is missing or not finite."""
+    """The projection of a rank's tensor, from all ranks' sketches: of a sharded tensor the sum of
+    the shards. None if one is missing or not finite."""
     if name not in rows[rank]["sharded"]:
         return finite_projection(sketches[rank])
     shards = [each for sketch in sketches if (each := finite_projection(sketch)) is not None]
     return np.sum(shards, axis=0) if len(shards) == len(rows) else None
 
 
-def factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors | None:
-    """Fit the reduced gradients of these names by the ranks' own. None if those are too alike, or
-    there are none."""
-    sums = [own_sums(row, names) for row in rows]
-    return _fit(rows, rank, names, sums)
-
-
-def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors | None:
-    """The same for the last backward of each rank alone, fitted together with those before it."""
-    sums = [
-        own_sums(row, names, backwards)
-        for backwards in (slice(-1, None), slice(0, -1))
+def factors(
+    rows: Sequence[Row], rank: int, names: Sequence[str], parts: Sequence[slice] = (slice(None),)
+) -> Factors:
+    """Fit the gradient that a rank applies to these parameters with what the ranks' backwards
+    added. `parts`: fit these parts of each rank's backwards apart."""
+    reduced = {name: each for name in names if (each := reduced_of(rows, rank, name)) is not None}
+    if not reduced:
+        return Factors()
+    columns = [
+        np.concatenate([own_sum(row, name, part) for name in reduced])
+        for part in parts
         for row in rows
     ]
-    found = _fit(rows, rank, names, sums)
-    return None if found is None else Factors(found.values[: len(rows)], found.residual)
+    found = fit(columns, np.concatenate(list(reduced.values())))
+    return Factors() if found is None else Factors(found.factors, found.residual)
 
 
-def _fit(
-    rows: Sequence[Row], rank: int, names: Sequence[str], sums: Sequence[dict[str, Vector]]
-) -> Factors | None:
-    reduced = {name: reduced_of(rows, rank, name) for name in names}
-    applied = {name: each for name, each in reduced.items() if each is not None}
-    if not applied:
-        return None
-    columns = [np.concatenate([each[name] for name in applied]) for each in sums]
-    found = fit(columns, np.concatenate(list(applied.values())))
-    return None if found is None else Factors(found.factors, found.residual)
+def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors:
+    """The factors of each rank's last backward, fitted together with the backwards before it."""
+    found = factors(rows, rank, names, [slice(-1, None), slice(-1)])
+    return Factors(found.values[: len(rows)], found.residual)
 
 
 def names_on_all_ranks(rows: Sequence[Row]) -> list[str]:
-    """The parameters that every rank has, with a gradient on one of them at least."""
-    common = set.intersection(*(set(row["applied"]) for row in rows))
+    """The parameters that every rank has, and that have a gradient on some rank."""
     return [
         name
         for name in rows[0]["applied"]
-        if name in common and any(row["applied"][name] is not None for row in rows)
+        if all(name in row["applied"] for row in rows)
+        and any(row["applied"][name] is not None for row in rows)
     ]
 
 
-def _check_reduction(result: AreaResult, rows: Sequence[Row], step: int) -> bool:
-    """Find parameters whose gradient is not that of all ranks.
+def _check_reduction(result: AreaResult, rows: Sequence[Row]) -> bool:
+    """Find parameters whose gradient is not summed over all ranks.
 
-    True if all ranks' gradients have one factor. Why that was not seen is added to `result`.
+    True if all ranks' gradients have one factor. Adds to `result` why that was not seen.
     """
     names = names_on_all_ranks(rows)
     is_right = True
-    for rank in range(len(rows)):
+    for rank, row in enumerate(rows):
         whole = factors(rows, rank, names)
-        is_even = whole is not None and whole.fits and whole.even is not None
-        is_right = is_right and is_even
+        is_right = is_right and whole.even is not None
         local = [
-            name for name in names if _is_own_only(rows, rank, name) and _matters(rows, rank, name)
+            name
+            for name in names
+            if factors(rows, rank, [name]).is_own_only(rank) and _matters(rows, rank, name)
         ]
-        if (
-            whole is not None
-            and not whole.fits
-            and not local
-            and all(len(row["added"]) > 1 for row in rows)
-        ):
-            last = last_factors(rows, rank, names)
-            if last is not None and last.fits and last.is_own_only(rank):
-                local = names
+        has_several = all(len(each["added"]) > 1 for each in rows)
+        if whole.values and not whole.fits and not local and has_several:
+            local = names if last_factors(rows, rank, names).is_own_only(rank) else []
         if local and not all(_is_same(rows, name) for name in local):
             is_right = False
-            clip = rows[rank]["clip"]
-            if clip is not None and _is_reduced_after_clip(rows, rank, local):
-                result.find_at(
-                    rows[0],
+            if (clip := row["clip"]) is not None and _is_reduced_after_clip(rows, rank, local):
+                result.find(
                     Cause.LOCAL_CLIPPING,
-                    f"rank {rank} clipped its own gradient (norm"
-                    f" {_text(clip.get('norm'))}), reduced only afterwards",
+                    f"rank {rank} clipped its own gradient (norm {_text(clip.get('norm'))}),"
+                    " reduced only afterwards",
+                    rows[0],
                     line=clip["line"],
                 )
                 continue
             part = "every parameter" if len(local) == len(names) else first_few(local)
-            result.find_at(
-                rows[rank],
+            result.find(
                 Cause.NOT_REDUCED,
-                f"the gradient that rank {rank} applies to {part} holds its own"
-                f" backward alone: {_list(factors(rows, rank, local[:1]))}",
-                line=rows[rank]["backward_line"],
+                f"the gradient that rank {rank} applies to {part} holds its own backward alone:"
+                f" {_list(factors(rows, rank, local[:1]))}",
+                row,
+                line=row["backward_line"],
                 names=local,
             )
-        elif not is_even and any(
-            each and each[-1] for row in rows for each in row["applied"].values()
+        elif whole.even is None and any(
+            each and each[-1] for other in rows for each in other["applied"].values()
         ):
-            result.miss(_why_unclear(whole, rows, step))
+            result.miss(_why_unclear(whole, rows))
     return is_right
 
 
-def _why_unclear(whole: Factors | None, rows: Sequence[Row], step: int) -> str:
-    if whole is None:
-        if not any(row["added"] for row in rows):
-            return "what backwards add to gradients was not seen"
-        return "gradients before their reduction were not seen, or were the same on all ranks"
+def _why_unclear(whole: Factors, rows: Sequence[Row]) -> str:
+    step = rows[0]["index"]
     if whole.fits:
         return (
             f"step {step}: the ranks' gradients are applied with factors of the script's own:"
             f" {_list(whole)}"
         )
-    return (
-        f"step {step}: {whole.residual:.2g} of the applied gradient is not a sum of what the"
-        " backwards added"
-    )
-
-
-def _is_own_only(rows: Sequence[Row], rank: int, name: str) -> bool:
-    found = factors(rows, rank, [name])
-    return found is not None and found.fits and found.is_own_only(rank)
+    if whole.values:
+        return (
+            f"step {step}: {whole.residual:.2g} of the applied gradient is not a sum of what the"
+            " backwards added"
+        )
+    if not any(row["added"] for row in rows):
+        return "what backwards add to gradients was not seen"
+    return "gradients before their reduction were not seen, or were the same on all ranks"
 
 
 def _is_reduced_after_clip(rows: Sequence[Row], rank: int, names: Sequence[str]) -> bool:
-    return (
-        all(
-            sketch_difference(rows[0]["applied"][name], rows[rank]["applied"][name]) < 1e-4
-            for name in names
-        )
-        and len(rows) > 1
-    )
+    one, other = rows[0]["applied"], rows[rank]["applied"]
+    return all(sketch_difference(one[name], other[name]) < 1e-4 for name in names)
 
 
 def _are_alike(rows: Sequence[Row]) -> bool:
     names = names_on_all_ranks(rows)
-    return (
-        bool(names)
-        and any(own_sums(rows[0], names)[name].any() for name in names)
-        and all(_is_same(rows, name) for name in names)
+    return any(own_sum(rows[0], name).any() for name in names) and all(
+        _is_same(rows, name) for name in names
     )
 
 
 def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
     """True if the last backwards of all ranks began from one value. (A hook of the script may
     reduce gradients before they are seen: then they are alike, although the batches are not.)"""
-    values = []
+    values = set()
     for rank, row in zip(records.ranks, rows, strict=True):
         last = max(int(number) for number in row["added"])
-        values.append(
-            next((each["value"] for each in rank.of("backward") if each["number"] == last), None)
-        )
-    return all(each == values[0] for each in values)
+        of_backward = (each["value"] for each in rank.of("backward") if each["number"] == last)
+        values.add(next(of_backward, None))
+    return len(values) == 1
 
 
 def _matters(rows: Sequence[Row], rank: int, name: str) -> bool:
-    """True if other ranks added to this gradient too: else the rank's own is all there is."""
-    own = [np.linalg.norm(own_sums(row, [name])[name]) for row in rows]
-    return bool(
-        max((each for number, each in enumerate(own) if number != rank), default=0.0)
-        > NEGLIGIBLE * own[rank]
-    )
+    """True if other ranks added to this gradient too: else the rank's own is the whole."""
+    sizes = [float(np.linalg.norm(own_sum(row, name))) for row in rows]
+    own = sizes.pop(rank)
+    return max(sizes, default=0.0) > NEGLIGIBLE * own
 
 
 def _is_same(rows: Sequence[Row], name: str) -> bool:
-    sums = [own_sums(row, [name])[name] for row in rows]
-    return all(np.linalg.norm(each - sums[0]) <= 1e-6 * np.linalg.norm(sums[0]) for each in sums)
+    first, *others = (own_sum(row, name) for row in rows)
+    return all(np.linalg.norm(each - first) <= 1e-6 * np.linalg.norm(first) for each in others)
 
 
 def _check_stale(result: AreaResult, rows: Sequence[Row]) -> None:
     for rank, row in enumerate(rows):
         if row["stale"]:
-            result.find_at(
-                row,
+            result.find(
                 Cause.STALE_GRADIENTS,
-                f"on rank {rank} the gradients of {first_few(row['stale'])} still held"
-                " those of the step before when the next backward added to them",
+                f"on rank {rank} the gradients of {first_few(row['stale'])} still held those of the"
+                " step before when the next backward added to them",
+                row,
                 names=row["stale"],
             )
 
 
 def _check_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
     for row in rows:
-        if row["clip"] is not None and row["clip"]["scaled"]:
-            result.find_at(
-                row,
+        clip = row["clip"]
+        if clip is not None and clip["scaled"]:
+            result.find(
                 Cause.CLIPPED_SCALED,
                 f"the norm was taken while gradients were multiplied by the loss scale"
-                f" {row['scale']:g}: {_text(row['clip'].get('norm'))}",
-                line=row["clip"]["line"],
+                f" {row['scale']:g}: {_text(clip.get('norm'))}",
+                row,
+                line=clip["line"],
             )
         backwards = [int(number) for number, added in row["added"].items() if added]
-        early = [
-            each
-            for each in row["clipped"]
-            if each["backward"] in backwards and each["backward"] < backwards[-1]
-        ]
+        early = [each for each in row["clipped"] if each["backward"] in backwards[:-1]]
         if early:
-            result.find_at(
-                rows[0],
+            result.find(
                 Cause.LOCAL_CLIPPING,
-                f"gradients were clipped after"
-                f" {backwards.index(early[0]['backward']) + 1} of {len(backwards)} microbatches,"
-                " before they were reduced",
+                f"gradients were clipped after {backwards.index(early[0]['backward']) + 1} of"
+                f" {len(backwards)} microbatches, before they were reduced",
+                rows[0],
                 line=early[0]["line"],
             )
 
 
 def _check_unused(result: AreaResult, rows: Sequence[Row]) -> None:
-    common = set.intersection(*(set(row["applied"]) for row in rows))
-    for name in (name for name in rows[0]["applied"] if name in common):
+    for name in names_on_all_ranks(rows):
         missing = [
             rank
             for rank, row in enumerate(rows)
             if row["applied"][name] is None and name not in row["sharded"]
         ]
-        if missing and len(missing) < len(rows):
-            result.find_at(
-                rows[missing[0]],
+        if missing:
+            result.find(
                 Cause.UNUSED_PARAMETER,
-                f"{name} has a gradient on some ranks, and none on rank {missing[0]},"
-                " which does not update it",
+                f"{name} has a gradient on some ranks, and none on rank {missing[0]}, which does"
+                " not update it",
+                rows[missing[0]],
                 names=[name],
             )
 
 
 def _check_local_clipping(result: AreaResult, rows: Sequence[Row]) -> None:
     """Find norms of a part of the gradient: ranks then clip by different factors."""
-    norms = [
-        norm
-        for row in rows
-        if row["clip"] is not None and isinstance(norm := row["clip"].get("norm"), float)
-    ]
-    line = rows[0]["clip"]["line"] if rows[0]["clip"] is not None else rows[0]["line"]
-    if len(norms) == len(rows) and max(norms) - min(norms) > 1e-4 * max(norms):
-        if not any(row["sharded"] for row in rows) and _is_local(rows):
-            return  # not reduced, or reduced after it: that is said elsewhere
-        texts = ", ".join(f"{each:.4g}" for each in norms)
-        result.find_at(
-            rows[0],
+    line = rows[0]["clip"]["line"] if rows[0]["clip"] is not None else ""
+    norms = [row["clip"].get("norm") for row in rows if row["clip"] is not None]
+    is_sharded = any(row["sharded"] for row in rows)
+    if _differ(norms, rows, 1e-4):
+        names = names_on_all_ranks(rows)
+        if not is_sharded and any(
+            factors(rows, rank, names).is_own_only(rank) for rank in range(len(rows))
+        ):
+            return  # gradients that are not reduced, or after clipping: _check_reduction says so
+        result.find(
             Cause.LOCAL_CLIPPING,
-            f"the norms by which the ranks clipped differ: {texts}",
+            f"the norms by which the ranks clipped differ: {', '.join(map(_text, norms))}",
+            rows[0],
             line=line,
         )
-    ratios = [ratio for row in rows if (ratio := _clip_ratio(row)) is not None]
-    if len(ratios) == len(rows) and max(ratios) - min(ratios) > EVEN * max(ratios):
-        texts = ", ".join(f"{each:.4g}" for each in ratios)
-        result.find_at(
-            rows[0],
+    ratios = [_clip_ratio(row) for row in rows]
+    if _differ(ratios, rows, EVEN):
+        texts = ", ".join(map(_text, ratios))
+        result.find(
             Cause.LOCAL_CLIPPING,
             f"the ranks multiplied their shards of one gradient by different factors: {texts}",
+            rows[0],
             line=line,
         )
 
 
-def _is_local(rows: Sequence[Row]) -> bool:
-    found = [factors(rows, rank, names_on_all_ranks(rows)) for rank in range(len(rows))]
-    return any(
-        each is not None and each.fits and each.is_own_only(rank) for rank, each in enumerate(found)
-    )
+def _differ(values: Sequence[object], rows: Sequence[Row], tolerance: float) -> bool:
+    """True if all ranks have a number, and they differ."""
+    numbers = [each for each in values if isinstance(each, float)]
+    return len(numbers) == len(rows) and max(numbers) - min(numbers) > tolerance * max(numbers)
 
 
 def _clip_ratio(row: Row) -> float | None:
-    names = [
-        name for name in row["sharded"] if row["reduced"].get(name) and row["applied"].get(name)
-    ]
-    before = np.sqrt(sum(row["reduced"][name][-1] for name in names))
-    after = np.sqrt(sum(row["applied"][name][-1] for name in names))
-    return float(after / before) if before else None
+    one, other = row["reduced"], row["applied"]
+    names = [name for name in row["sharded"] if one.get(name) and other.get(name)]
+    before, after = (math.sqrt(sum(each[name][-1] for name in names)) for each in (one, other))
+    return after / before if before else None
 
 
 def _check_wasted(result: AreaResult, records: Records) -> None:
@@ -449,45 +392,45 @@ def _check_wasted(result: AreaResult, records: Records) -> None:
         for row in rank.rows:
             if row["kind"] == "ddp_forward":
                 line = row["line"]
-                reducing = (
-                    reducing | {row["wrapper"]} if row["reduces"] else reducing - {row["wrapper"]}
-                )
+                reducing.discard(row["wrapper"])
+                if row["reduces"]:
+                    reducing.add(row["wrapper"])
             elif row["kind"] == "backward":
                 counts.update(reducing)
-                reducing = set()
+                reducing.clear()
                 before.add(str(row["number"]))
             elif row["kind"] == "step":
                 count = max(counts.values(), default=0)
                 several = sum(
-                    1 for number, each in row["added"].items() if each and number in before
+                    bool(each) and number in before for number, each in row["added"].items()
                 )
                 if count > 1 and several > 1:
-                    result.find_at(
-                        row,
+                    result.find(
                         Cause.REDUCED_EVERY_MICROBATCH,
-                        f"rank {rank.rank} reduced its gradients {count} times"
-                        f" in a step of {several} backwards",
+                        f"rank {rank.rank} reduced its gradients {count} times in a step of"
+                        f" {several} backwards",
+                        row,
                         line=line,
                     )
-                counts, before = Counter(), set()
+                counts.clear()
+                before.clear()
 
 
 def _check_untrained(result: AreaResult, records: Records) -> None:
-    for rank in records.ranks:
-        for row in rank.steps:
-            if names := row.get("untrained"):
-                result.find(
-                    Cause.NOT_TRAINED,
-                    f"{len(names)} parameters of the model have gradients and are in no optimizer:"
-                    f" {first_few(names)}",
-                    line=row["line"],
-                    step=row["index"],
-                    names=names,
-                )
+    for row in (row for rank in records.ranks for row in rank.steps):
+        if names := row.get("untrained"):
+            result.find(
+                Cause.NOT_TRAINED,
+                f"{len(names)} parameters of the model have gradients and are in no optimizer:"
+                f" {first_few(names)}",
+                line=row["line"],
+                step=row["index"],
+                names=names,
+            )
 
 
-def _list(found: Factors | None) -> str:
-    if found is None or not found.fits:
+def _list(found: Factors) -> str:
+    if not found.fits:
         return "that of its last microbatch is not reduced"
     return " + ".join(
         f"{0.0 if abs(value) < 1e-6 else value:.3g} × rank {number}'s"

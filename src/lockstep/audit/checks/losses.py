@@ -1,70 +1,66 @@
-"""The weight of each target in the gradient that is applied: it must be one number for all targets
-of a step."""
+"""Checks the weight of each target in the applied gradient: all targets of a step must have the
+same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.checks.gradients import Factors, factors, names_on_all_ranks
-from lockstep.audit.finding import Area
-from lockstep.audit.records import Rank, Records
-from lockstep.audit.remedies import Cause
+from lockstep.audit.checks.gradients import factors, names_on_all_ranks
+from lockstep.audit.finding import Area, AreaResult, Cause
+from lockstep.audit.records import Rank, Records, first_line
 from lockstep.evidence.rows import Row
-from lockstep.evidence.tensors import Vector, finite_projection
+from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection
 
 EVEN = 0.01
-"""Relative difference of weights that counts as none."""
+"""Largest relative difference of equal weights."""
 LEAST_ERROR = 0.005
 """Relative error of a gradient from which a mean of means is a finding."""
 SCALE = 2e-3
-"""Relative difference from a whole factor that counts as that factor."""
+"""Largest relative difference from a whole factor that counts as that factor."""
 GATHERS = ("all_gather", "all_gather_into_tensor")
 """Collectives with which a loss is taken over the values of all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
     """A call of a loss function in a step, on one rank."""
 
     rank: int
     backward: str
     place: tuple[str, int, str]
-    """The line of the call, its number among those of the backward at that line, and its
+    """The line of the call, its number among the backward's calls at that line, and its
     function."""
     reduction: str
     count: float
     """Targets, or elements."""
     microbatch: int
-    """The backward that the loss function's output was in, if gradients of several are first seen
-    together (FSDP2)."""
+    """The backward that the function's output was in. It differs from `backward` if gradients of
+    several are first seen together (FSDP2)."""
     unit: str
     """The name of what is counted."""
     weight: float
-    """The weight of each target in the loss that the backward began from: not reduced yet."""
+    """The weight of each target in the loss that the backward began from, before any reduction."""
 
 
 def check_losses(records: Records) -> AreaResult:
     result = AreaResult(Area.LOSS)
-    if not records.steps:
-        return result
     seen = judged = 0
     small = 0.0
     for rows in records.together():
         if rows[0]["several_closures"]:
             result.miss(f"{rows[0]['type']} computes several gradients in a step")
             continue
-        found = _factors(rows)
-        if found is not None:
-            _check_gathered(result, records, rows, found)
+        weights = _factors(rows)
+        if weights is not None:
+            _check_gathered(result, records, rows, weights)
         terms = [term for rank, row in enumerate(rows) for term in _terms(rank, row, result)]
         if not terms:
             continue
-        if found is None:
+        if weights is None:
             result.miss(
                 f"step {rows[0]['index']}: how the reduction weighs the ranks' gradients was not"
                 " seen"
@@ -72,12 +68,10 @@ def check_losses(records: Records) -> AreaResult:
             continue
         places = sorted({term.place for term in terms})
         alone = len(places) == 1
-        errors = [
-            _check_weights(
-                result, rows, [term for term in terms if term.place == place], found, alone=alone
-            )
-            for place in places
-        ]
+        errors = []
+        for place in places:
+            here = [term for term in terms if term.place == place]
+            errors.append(_check_weights(result, rows, here, weights, alone=alone))
         known = [error for error in errors if error is not None]
         if len(known) == len(errors):
             seen += 1
@@ -88,12 +82,12 @@ def check_losses(records: Records) -> AreaResult:
                 " judged"
             )
         elif not result.findings:
-            judged += _check_scale(result, records, rows, terms, found)
+            judged += _check_scale(result, records, rows, terms, weights)
     if seen:
         result.right = f"in {seen} steps all targets have one weight"
         result.right += f", but for {small:.1g} of the gradient" if small else ""
         result.right += f"; in {judged} the weights of a step add up to 1" if judged else ""
-    elif not result.findings and not result.unseen:
+    elif records.steps and not result.findings and not result.unseen:
         result.miss(
             "no loss function of torch was seen whose weights could be told: the loss is the"
             " script's own, or compiled"
@@ -102,18 +96,16 @@ def check_losses(records: Records) -> AreaResult:
 
 
 def _factors(rows: Sequence[Row]) -> list[float] | None:
-    """The factor of each rank's gradient in the reduced one; those of a single process are 1."""
+    """The factor of each rank's gradient in the reduced one; 1 for a single process."""
     if len(rows) == 1:
         return [1.0]
-    found: Factors | None = factors(rows, 0, names_on_all_ranks(rows))
-    return found.values if found is not None and found.fits and not found.is_own_only(0) else None
+    found = factors(rows, 0, names_on_all_ranks(rows))
+    return found.values if found.fits and not found.is_own_only(0) else None
 
 
-def _terms(rank: int, row: Row, result: AreaResult) -> list[Term]:
-    """The calls whose weight is one number; of `reduction="none"` those in which all targets that
-    count weigh alike. The others are said in `result`."""
+def _terms(rank: int, row: Row, result: AreaResult) -> Iterator[Term]:
+    """The calls in which all targets have one weight. Adds to `result` why others are left out."""
     numbers: dict[tuple[int, str], int] = {}
-    terms = []
     for each in row["losses"]:
         key = (each["backward"], each["line"])
         numbers[key] = numbers.get(key, -1) + 1
@@ -127,21 +119,18 @@ def _terms(rank: int, row: Row, result: AreaResult) -> list[Term]:
             weight = weight / count
         backward = next((number for number in row["added"] if int(number) >= each["backward"]), "")
         # gradients that are reduced later are seen with those of the backward that reduces
-        is_together = bool(row["sharded"])
-        if weight and count and backward and (is_together or int(backward) == each["backward"]):
-            terms.append(
-                Term(
-                    rank=rank,
-                    backward=backward,
-                    place=(each["line"], numbers[key], each["function"]),
-                    reduction=each["reduction"],
-                    count=float(count),
-                    microbatch=each["backward"],
-                    unit="sums of class weights" if each.get("has_class_weights") else "targets",
-                    weight=float(weight),
-                )
+        is_seen = backward and (row["sharded"] or int(backward) == each["backward"])
+        if weight and count and is_seen:
+            yield Term(
+                rank=rank,
+                backward=backward,
+                place=(each["line"], numbers[key], each["function"]),
+                reduction=each["reduction"],
+                count=float(count),
+                microbatch=each["backward"],
+                unit="sums of class weights" if each.get("has_class_weights") else "targets",
+                weight=float(weight),
             )
-    return terms
 
 
 def _check_weights(
@@ -154,15 +143,16 @@ def _check_weights(
 ) -> float | None:
     """Find a mean of means.
 
-    Returns the relative error of the gradient, which is 0 for equal weights, where that is no
-    finding; None for a finding, and for weights that differ by the script's own factor.
+    Returns the relative error of the gradient if that is no finding: 0 for equal weights. None for
+    a finding, and for weights that differ by the script's own factor.
     """
     weights = [abs(term.weight * found[term.rank]) for term in terms]
-    counts = [term.count for term in terms]
-    if max(weights) - min(weights) <= EVEN * max(weights):
+    least, most = min(weights), max(weights)
+    if most - least <= EVEN * most:
         return 0.0
+    counts = [term.count for term in terms]
     if min(counts) == max(counts):
-        times = f"{max(weights) / min(weights):.3g}" if min(weights) else "infinitely many"
+        times = f"{most / least:.3g}" if least else "infinitely many"
         result.miss(
             f"targets of some microbatches count {times} times as much as those of others, by a"
             " factor of the script's own"
@@ -171,40 +161,45 @@ def _check_weights(
     error = _error(rows, terms, found) if alone else None
     if error is not None and error < LEAST_ERROR:
         return error
-    step = rows[0]["index"]
     off = "" if error is None else f"; the gradient is off by {error:.2g} of its size"
-    result.find_worst(
+    result.find(
         Cause.MEAN_OF_MEANS,
-        f"step {step}: between {min(counts):.0f} and {max(counts):.0f} {terms[0].unit} a"
-        " microbatch, each microbatch with its own mean: a target counts up to"
-        f" {max(weights) / min(weights):.3g} times as much as another{off}",
+        f"between {min(counts):.0f} and {max(counts):.0f} {terms[0].unit} a microbatch, each"
+        f" microbatch with its own mean: a target counts up to {most / least:.3g} times as much as"
+        f" another{off}",
+        rows[0],
         line=terms[0].place[0],
-        step=step,
-        badness=max(weights) / min(weights) - 1 if error is None else error,
+        badness=most / least - 1 if error is None else error,
     )
     return None
 
 
 def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
+    """The relative error of the gradient. None if some backwards have no term, or several."""
     weight_of = {(term.rank, term.backward): term.weight for term in terms}
     if len(weight_of) != len(terms):
         return None
-    total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms) / sum(
-        term.count for term in terms
-    )
+    total = _total(terms, found) / sum(term.count for term in terms)
     names = names_on_all_ranks(rows)
-    applied: Vector = np.zeros(8 * len(names))
-    right: Vector = np.zeros(8 * len(names))
+    applied: Vector = np.zeros(PROJECTIONS * len(names))
+    right = applied.copy()
     for rank, row in enumerate(rows):
         for backward, sketches in row["added"].items():
-            parts = [finite_projection(sketches.get(name)) for name in names]
-            added = np.concatenate([np.zeros(8) if each is None else each for each in parts])
             if (rank, backward) not in weight_of:
                 return None
+            parts = [finite_projection(sketches.get(name)) for name in names]
+            added = np.concatenate(
+                [np.zeros(PROJECTIONS) if each is None else each for each in parts]
+            )
             applied += found[rank] * added
             right += total / abs(weight_of[rank, backward]) * added
     size = float(np.linalg.norm(right))
     return float(np.linalg.norm(applied - right)) / size if size else None
+
+
+def _total(terms: Sequence[Term], found: Sequence[float]) -> float:
+    """The sum of the weights of all targets in the applied gradient."""
+    return sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
 
 
 def _check_scale(
@@ -216,15 +211,13 @@ def _check_scale(
 ) -> bool:
     """Find gradients of a mean that are a whole factor too large or too small. True if the scale is
     right."""
-    scaled = any(row["clip"] is not None and row["clip"]["scaled"] for row in rows)
-    total = sum(abs(found[term.rank] * term.weight) * term.count for term in terms)
-    ranks, backwards = len(rows), len({term.microbatch for term in terms if term.rank == 0})
-    step, line = rows[0]["index"], _backward_line(records, terms[0]) or rows[0]["line"]
-    if scaled or not total:
+    total = _total(terms, found)
+    if not total or any(row["clip"] is not None and row["clip"]["scaled"] for row in rows):
         return False
     if _gathers_before(records, terms[0]):
         result.miss("the loss is taken over what all ranks gathered: its scale is not judged")
         return False
+    ranks, backwards = len(rows), len({term.microbatch for term in terms if term.rank == 0})
     is_mean = all(term.reduction == "mean" for term in terms)
     divided_by = None if is_mean else _denominator(terms, ranks, backwards)
     if not is_mean and divided_by is None:
@@ -233,18 +226,24 @@ def _check_scale(
             f" script's own, and the reduction gives {found[0]:.3g} × the sum over all ranks"
         )
         return False
-    plain = all(
-        abs(term.weight * term.count - 1) < SCALE or term.weight * term.count > 1 for term in terms
-    )
     if _is(total, 1.0):
         return True
+    plain = all(term.weight * term.count > 1 - SCALE for term in terms)
+    divisors = {each for row in records.ranks[0].of("backward") for each in row["divisors"]}
+    twice = next(
+        (n for n in (ranks, backwards) if n > 1 and _is(total * n, 1.0) and n in divisors), 0
+    )
+    count = sum(term.count for term in terms)
+    # half of a mean has the same weight on two ranks as a sum over all counts, unless those differ
+    knows_count = len({term.count for term in terms}) > 1 or count in divisors
+    line = ""
     if backwards > 1 and _is(total, backwards) and plain:
         text = (
             f"a step adds up the means of {backwards} microbatches and does not divide: the"
             f" gradient is {backwards} times too large"
         )
     elif ranks > 1 and _is(total / ranks, 1.0):
-        line = _reduction_line(records, terms[0]) or line
+        line = _reduction_line(records, terms[0])
         text = (
             f"the {ranks} ranks' gradients are added up, and not divided: the gradient is {ranks}"
             " times too large"
@@ -254,21 +253,15 @@ def _check_scale(
             f"the gradient is {ranks * backwards} times too large: {ranks} ranks and {backwards}"
             " microbatches are added up"
         )
-    elif (
-        ranks > 1
-        and divided_by == "all"
-        and _is(total * ranks, 1.0)
-        and _knows_all_counts(records, terms)
-    ):
-        count = sum(term.count for term in terms)
+    elif ranks > 1 and divided_by == "all" and _is(total * ranks, 1.0) and knows_count:
         text = (
             f"each rank divides its sum by the {count:.0f} targets of all ranks, and the reduction"
             f" divides by {ranks} again: the gradient is {ranks} times too small"
         )
-    elif (divisor := _divided_twice(records, total, ranks, backwards)) is not None:
+    elif twice:
         text = (
-            f"the loss is divided by {divisor:g} once more than the reduction needs: the gradient"
-            f" is {divisor:g} times too small"
+            f"the loss is divided by {twice} once more than the reduction needs: the gradient is"
+            f" {twice} times too small"
         )
     else:
         result.miss(
@@ -276,19 +269,19 @@ def _check_scale(
             " scale is not judged"
         )
         return False
-    result.find(Cause.WRONG_SCALE, f"step {step}: {text}", line=line, step=step)
+    line = line or first_line(_rows_from(records, terms[0]))
+    result.find(Cause.WRONG_SCALE, text, rows[0], line=line)
     return False
 
 
 def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | None:
     """Name what each sum is divided by: the targets of its microbatch (also times the
     microbatches), of its rank, of all ranks (also divided by the ranks). None: by none of them."""
-    of_rank = [sum(each.count for each in terms if each.rank == term.rank) for term in terms]
     count = sum(term.count for term in terms)
     kinds = {
         "microbatch": [term.count for term in terms],
         "microbatches": [term.count * backwards for term in terms],
-        "rank": of_rank,
+        "rank": [sum(each.count for each in terms if each.rank == term.rank) for term in terms],
         "all": [count] * len(terms),
         "share": [count / ranks] * len(terms),
     }
@@ -298,19 +291,10 @@ def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | Non
     return None
 
 
-def _knows_all_counts(records: Records, terms: Sequence[Term]) -> bool:
-    """True if the sums are divided by the count of all ranks for sure: half of a mean has the same
-    weight on two ranks, unless their counts differ."""
-    counts = {term.count for term in terms}
-    divisors = {each for row in records.ranks[0].of("backward") for each in row["divisors"]}
-    return len(counts) > 1 or sum(term.count for term in terms) in divisors
-
-
 def _check_gathered(
     result: AreaResult, records: Records, rows: Sequence[Row], found: Sequence[float]
 ) -> None:
-    """Find a loss over what all ranks gathered, without a gradient to the rank that it was gathered
-    from.
+    """Find a loss over gathered values whose gradient does not go back to the rank they come from.
 
     All ranks compute one value, and each adds the gradient of its own part of it: the sum over
     ranks is right, and a mean is too small.
@@ -321,32 +305,28 @@ def _check_gathered(
     windows = [_windows(rank, row) for rank, row in zip(records.ranks, rows, strict=True)]
     for each in zip(*windows, strict=False):
         values = [value for value, _, _ in each]
-        if None in values or not all(_is_same_loss(value, values[0]) for value in values):
+        if not all(_is_same_loss(value, values[0]) for value in values):
             continue
-        gathers = [
-            [row for row in before if row["name"] in GATHERS and row["floats"] > 1]
-            for _, before, _ in each
-        ]
+        gathers = [list(filter(_gathers_values, before)) for _, before, _ in each]
         if all(gathers) and not any(after for _, _, after in each):
-            result.find_at(
-                rows[0],
+            result.find(
                 Cause.WRONG_SCALE,
-                f"all {ranks} ranks compute one loss over what they"
-                " gathered, no gradient goes back to the rank that it is of, and the reduction"
-                f" divides by {ranks}: the gradient is {ranks} times too small",
-                line=str(gathers[0][-1]["line"]),
+                f"all {ranks} ranks compute one loss over what they gathered, no gradient goes back"
+                f" to the rank that it is of, and the reduction divides by {ranks}: the gradient is"
+                f" {ranks} times too small",
+                rows[0],
+                line=gathers[0][-1]["line"],
             )
 
 
 def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[Row]]]:
+    """The loss of each backward of a step, and the collectives before it and within it."""
     found: list[tuple[float | None, list[Row], list[Row]]] = []
     before: list[Row] = []
     for row in rank.of("backward", "collective", "step"):
-        if row["kind"] == "backward":
-            if str(row["number"]) in step["added"]:
+        if row["kind"] != "collective":
+            if str(row.get("number")) in step["added"]:
                 found.append((row["value"], before, []))
-            before = []
-        elif row["kind"] == "step":
             before = []
         elif row["in_backward"] and found:
             found[-1][2].append(row)
@@ -358,54 +338,40 @@ def _windows(rank: Rank, step: Row) -> list[tuple[float | None, list[Row], list[
 
 
 def _is_same_loss(one: float | None, other: float | None) -> bool:
-    return (
-        one is not None
-        and other is not None
-        and abs(one - other) <= 1e-5 * max(abs(one), abs(other))
-    )
+    if one is None or other is None:
+        return False
+    return abs(one - other) <= 1e-5 * max(abs(one), abs(other))
 
 
 def _is(value: float, factor: float) -> bool:
     return abs(value - factor) < SCALE * factor
 
 
-def _divided_twice(records: Records, total: float, ranks: int, backwards: int) -> float | None:
-    divisors = {each for row in records.ranks[0].of("backward") for each in row["divisors"]}
-    for number in (ranks, backwards):
-        if number > 1 and _is(total * number, 1.0) and float(number) in divisors:
-            return float(number)
-    return None
+def _gathers_values(row: Row) -> bool:
+    """True for a collective that gathers tensors, as a contrastive loss does, and not one
+    number."""
+    return row["name"] in GATHERS and row["floats"] > 1
 
 
 def _gathers_before(records: Records, term: Term) -> bool:
-    """True if the forward of a term gathered tensors of other ranks, as a contrastive loss does,
-    and not one number."""
+    """True if the forward of a term gathered values of other ranks."""
     gathers = False
     for row in records.ranks[term.rank].of("backward", "collective", "step"):
-        if row["kind"] == "backward" and str(row["number"]) == term.backward:
+        if str(row.get("number")) == term.backward:
             return gathers
-        gathers = row["kind"] == "collective" and (
-            gathers or (row["name"] in GATHERS and row["floats"] > 1)
-        )
+        gathers = row["kind"] == "collective" and (gathers or _gathers_values(row))
     return False
 
 
-def _backward_line(records: Records, term: Term) -> str:
-    rows = [
-        row
-        for row in records.ranks[term.rank].of("backward")
-        if str(row["number"]) == term.backward
-    ]
-    return str(rows[0]["line"]) if rows else ""
+def _rows_from(records: Records, term: Term) -> list[Row]:
+    """The backward of a term, and what follows; empty if it was not seen."""
+    rows = records.ranks[term.rank].of("backward", "collective", "step")
+    numbers = [str(row.get("number")) for row in rows]
+    return rows[numbers.index(term.backward) :] if term.backward in numbers else []
 
 
 def _reduction_line(records: Records, term: Term) -> str:
     """The line of the first all-reduce after the backward, if the script reduces its gradients
     itself; else empty."""
-    rows = records.ranks[term.rank].of("backward", "collective", "step")
-    begin = next(
-        (number for number, row in enumerate(rows) if str(row.get("number")) == term.backward),
-        len(rows),
-    )
-    following = takewhile(lambda row: row["kind"] == "collective", rows[begin + 1 :])
-    return next((str(row["line"]) for row in following if row["name"] == "all_reduce"), "")
+    following = takewhile(lambda row: row["kind"] == "collective", _rows_from(records, term)[1:])
+    return first_line(row for row in following if row["name"] == "all_reduce")

@@ -1,15 +1,12 @@
-"""Checks random numbers, of which each rank, worker and step draws its own, and train and eval
-mode."""
+"""Checks random numbers, which each rank, worker and step draws anew, and train and eval mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
-from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area
-from lockstep.audit.records import Rank, Records, training_passes
-from lockstep.audit.remedies import Cause
+from lockstep.audit.finding import Area, AreaResult, Cause
+from lockstep.audit.records import Rank, Records, first_line, training_passes
 from lockstep.evidence.rows import Row
 
 LEAST = 2
@@ -31,19 +28,17 @@ def check_randomness(records: Records) -> AreaResult:
 def _forwards_text(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool
 ) -> str:
-    """Returns what is right of the forwards: empty if they were not seen or compared. Adds to
-    `result` why not."""
-    backwards = [rank.of("backward") for rank in records.ranks]
+    """Return what is right of the forwards; or add to `result` why nothing is said."""
+    backwards = [len(rank.of("backward")) for rank in records.ranks]
     if any(
-        not found and _may_have_drawn(rank)
-        for found, rank in zip(drawing, records.ranks, strict=True)
+        not rows and _may_have_drawn(rank)
+        for rows, rank in zip(drawing, records.ranks, strict=True)
     ):
         result.miss(
             "random numbers of torch were drawn between backwards, by the forward or for the data:"
             " which was not seen"
         )
-        return ""
-    if any(drawing):
+    elif any(drawing):
         if compared:
             return f"{sum(map(len, drawing))} forwards drew random numbers, each its own"
         if not result.findings:
@@ -51,10 +46,10 @@ def _forwards_text(
                 "too few forwards drew random numbers on all ranks to tell whether they are the"
                 " same"
             )
-        return ""
-    if all(len(rows) > 1 for rows in backwards):
-        return f"none of {sum(map(len, backwards))} forwards drew random numbers of torch"
-    result.miss("whether the forward draws random numbers shows from the second backward on")
+    elif all(count > 1 for count in backwards):
+        return f"none of {sum(backwards)} forwards drew random numbers of torch"
+    else:
+        result.miss("whether the forward draws random numbers shows from the second backward on")
     return ""
 
 
@@ -80,10 +75,7 @@ def check_modes(records: Records) -> AreaResult:
     backwards = evaluations = 0
     for rank in records.ranks:
         evaluations += _check_evaluation_mode(result, rank)
-        trained = rank.of("modes")
-        backwards += len(trained)
-        if trained:
-            _check_training_mode(result, rank, trained)
+        backwards += _check_training_mode(result, rank)
     if not records.steps:
         return result
     if not backwards:
@@ -97,10 +89,8 @@ def check_modes(records: Records) -> AreaResult:
 
 
 def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
-    """Find calls in train mode that no backward came to.
-
-    Returns the number of passes in eval mode that are no training.
-    """
+    """Find calls in train mode that no backward reached. Returns the number of passes in eval mode
+    that are no training."""
     training = {loader for loader, _ in training_passes(rank.rows)}
     reached = {row["mode"] for row in rank.of("mode_reached")}
     last_step = max((row["place"] for row in rank.steps), default=-1)
@@ -110,10 +100,9 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
         if not row["training"]:
             if not row["grad"] or is_other:
                 evaluations.add((row["loader"], row["number"]))
+        elif row["mode"] in reached or (row["grad"] and row["place"] > last_step):
             continue
-        if row["mode"] in reached or (row["grad"] and row["place"] > last_step):
-            continue
-        if is_other and (training or not row["grad"]):
+        elif is_other and (training or not row["grad"]):
             result.find(
                 Cause.EVALUATION_IN_TRAIN_MODE,
                 f"rank {rank.rank}: {row['what']} ran in train mode on batches that no backward"
@@ -128,36 +117,36 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
     return len(evaluations)
 
 
-def _check_training_mode(result: AreaResult, rank: Rank, backwards: Sequence[Row]) -> None:
+def _check_training_mode(result: AreaResult, rank: Rank) -> int:
     """Find steps with more layers in eval mode than the first one had, or with dropout off behind
-    trained layers."""
-    first = backwards[0]
+    trained layers. Returns the number of backwards."""
+    backwards = rank.of("modes")
     for calls in backwards:
+        fewer = calls["train"] < backwards[0]["train"]
         if (calls["off"] and not calls["train"]) or (
-            calls["eval"] > first["eval"] and calls["train"] < first["train"]
+            calls["eval"] > backwards[0]["eval"] and fewer
         ):
-            step = sum(1 for each in rank.steps if each["place"] < calls["place"])
-            modes = [
+            before = [each for each in rank.rows if each["place"] < calls["place"]]
+            step = sum(each["kind"] == "step" for each in before)
+            modes = (
                 each
-                for each in rank.of("mode")
-                if each["place"] < calls["place"] and each["grad"] and not each["training"]
-            ]
-            text = (
-                f"rank {rank.rank}: step {step} ran {calls['eval']} calls of dropout and BatchNorm"
-                " in eval mode"
+                for each in reversed(before)
+                if each["kind"] == "mode" and each["grad"] and not each["training"]
             )
-            text += (
-                ", which the first step ran in train mode"
-                if calls["train"] < first["train"]
-                else ", behind layers that are trained"
+            why = (
+                "which the first step ran in train mode"
+                if fewer
+                else "behind layers that are trained"
             )
             result.find(
                 Cause.TRAINING_IN_EVAL_MODE,
-                text,
-                line=modes[-1]["line"] if modes else calls["line"],
+                f"rank {rank.rank}: step {step} ran {calls['eval']} calls of dropout and BatchNorm"
+                f" in eval mode, {why}",
+                line=first_line(modes) or calls["line"],
                 step=step,
             )
-            return
+            break
+    return len(backwards)
 
 
 def _forwards(rank: Rank) -> list[Row]:
@@ -189,21 +178,16 @@ def _may_have_drawn(rank: Rank) -> bool:
 
 def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]]) -> None:
     for rank, rows in zip(records.ranks, drawing, strict=True):
-        states = [row["drawn"] for row in rows]
-        again = len(states) - len(set(states))
+        again = len(rows) - len({row["drawn"] for row in rows})
         if again >= LEAST:
-            seeds = [row for row in rank.of("seed") if row["step"] > 0]
-            result.find(
-                Cause.SEED_RESET,
-                f"rank {rank.rank}: {again} of {len(states)} forwards drew the same random numbers"
-                " as one before"
-                + (
-                    f"; torch.manual_seed({seeds[-1]['seed']}) is called again and again"
-                    if seeds
-                    else ""
-                ),
-                line=seeds[-1]["line"] if seeds else rows[0]["line"],
+            seeds = [row for row in reversed(rank.of("seed")) if row["step"] > 0]
+            text = (
+                f"rank {rank.rank}: {again} of {len(rows)} forwards drew the same random numbers as"
+                " one before"
             )
+            if seeds:
+                text += f"; torch.manual_seed({seeds[0]['seed']}) is called again and again"
+            result.find(Cause.SEED_RESET, text, line=first_line([*seeds, *rows]))
 
 
 def _check_ranks(
@@ -215,61 +199,47 @@ def _check_ranks(
     is_compared = True
     for (first, one), (second, other) in combinations(drew, 2):
         states = {row["number"]: row["drawn"] for row in other}
-        numbers = [row["number"] for row in one if row["number"] in states]
         both = [row for row in one if states.get(row["number"]) == row["drawn"]]
-        is_compared = is_compared and bool(numbers) and not both
+        is_compared = is_compared and not both and any(row["number"] in states for row in one)
         if len(both) >= LEAST and is_said:
-            seeds = [row for row in records.ranks[first].of("seed") if row["step"] == 0]
-            result.find(
-                Cause.SAME_RANDOM_NUMBERS,
+            seeds = [r for r in reversed(records.ranks[first].of("seed")) if r["step"] == 0]
+            text = (
                 f"in {len(both)} of {len(one)} forwards ranks {first} and {second} drew the same"
                 " random numbers, such as dropout masks"
-                + (f", since torch.manual_seed({seeds[-1]['seed']}) on both" if seeds else ""),
-                line=seeds[-1]["line"] if seeds else both[0]["line"],
             )
+            if seeds:
+                text += f", since torch.manual_seed({seeds[0]['seed']}) on both"
+            result.find(Cause.SAME_RANDOM_NUMBERS, text, line=first_line([*seeds, *both]))
     return is_compared
 
 
 def _check_fetches(result: AreaResult, records: Records) -> None:
     """Find reads of different samples that drew the same random numbers: in workers, on ranks, in
     epochs."""
-    by_source: dict[tuple[int, int, int], Row] = {}
-    passes: dict[tuple[int, object], dict[int, int]] = {}
+    by_source: dict[tuple[int, int | None, int, int], Row] = {}
+    processes: dict[tuple[int, int | None], dict[int, int]] = {}
     for row in records.fetches:
-        numbers = passes.setdefault((row["rank"], row["worker"]), {})
-        number = numbers.setdefault(row["pid"], len(numbers)) if row["worker"] is not None else 0
-        by_source[
-            row["rank"],
-            -1 if row["worker"] is None else row["worker"],
-            number * 1000 + row["number"],
-        ] = row
+        key = (row["rank"], row["worker"])
+        known = processes.setdefault(key, {})  # a worker is a new process in each epoch
+        epoch = 0 if row["worker"] is None else known.setdefault(row["pid"], len(known))
+        by_source[*key, epoch, row["number"]] = row
     for (one, first), (other, second) in combinations(by_source.items(), 2):
-        if one[1] == -1 and one[0] == other[0]:
+        if one[1] is None and one[0] == other[0]:
             continue  # one process draws on and on; a seed that is set again shows in its forwards
-        if library := _same(first["drawn"], second["drawn"]):
-            line = _loader_line(records, workers=one[1] != -1)
+        same = (
+            name for name, state in first["drawn"].items() if second["drawn"].get(name) == state
+        )
+        if library := next(same, ""):
+            passes = records.ranks[0].of("pass") if records.ranks else []
+            has_workers = one[1] is not None
             result.find(
                 Cause.SAME_AUGMENTATION,
-                f"{_source(one)} and {_source(other)} drew the same numbers of {library}",
-                line=line,
+                f"{_source(*one)} and {_source(*other)} drew the same numbers of {library}",
+                line=first_line(row for row in passes if bool(row["workers"]) == has_workers),
             )
             return
 
 
-def _same(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    return next((name for name, state in one.items() if other.get(name) == state), "")
-
-
-def _source(source: tuple[int, int, int]) -> str:
-    rank, worker, number = source
-    where = f"rank {rank}" if worker == -1 else f"rank {rank}'s loader worker {worker}"
-    return f"{where} (epoch {number // 1000})" if number >= 1000 else where
-
-
-def _loader_line(records: Records, *, workers: bool) -> str:
-    rows = (
-        [row for row in records.ranks[0].of("pass") if bool(row["workers"]) == workers]
-        if records.ranks
-        else []
-    )
-    return str(rows[0]["line"]) if rows else ""
+def _source(rank: int, worker: int | None, epoch: int, _: int) -> str:
+    where = f"rank {rank}" if worker is None else f"rank {rank}'s loader worker {worker}"
+    return f"{where} (epoch {epoch})" if epoch else where

@@ -1,4 +1,4 @@
-"""Which samples each rank was given, in each pass over the data."""
+"""Checks which samples each rank was given, in each pass over the data."""
 
 from __future__ import annotations
 
@@ -8,34 +8,26 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise, permutations
 from typing import Any
 
-from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area
+from lockstep.audit.finding import Area, AreaResult, Cause
 from lockstep.audit.records import Records, training_passes
-from lockstep.audit.remedies import Cause
 from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 
 LEAST_SAMPLES = 4
 """Samples of a pass from which its order can be told from another one."""
 SAMPLERS = {
-    *(
-        "RandomSampler",
-        "SequentialSampler",
-        "SubsetRandomSampler",
-        "WeightedRandomSampler",
-        "DistributedSampler",
-    ),
-    *(
-        "_InfiniteConstantSampler",
-        "SeedableRandomSampler",
-        "LengthGroupedSampler",
-        "DistributedLengthGroupedSampler",
-    ),
-    *(
-        "UnrepeatedDistributedSampler",
-        "DistributedSamplerWrapper",
-        "UnrepeatedDistributedSamplerWrapper",
-    ),
+    "RandomSampler",
+    "SequentialSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+    "DistributedSampler",
+    "_InfiniteConstantSampler",
+    "SeedableRandomSampler",
+    "LengthGroupedSampler",
+    "DistributedLengthGroupedSampler",
+    "UnrepeatedDistributedSampler",
+    "DistributedSamplerWrapper",
+    "UnrepeatedDistributedSamplerWrapper",
 }
 """Types of samplers that give each sample once in a pass, or say that they do not: torch's and
 libraries'."""
@@ -54,18 +46,28 @@ class Pass:
     indices: list[int] | None = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
     contents_at: list[tuple[int, str]] = field(default_factory=list)
-    """Places and contents of the batches of which both are known."""
+    """Indices and contents of the batches of which both are known."""
     batches: int = 0
     is_complete: bool = False
     is_training: bool = False
     end: int = -1
     """The place of its last batch in the record."""
 
+    def add(self, batch: Row) -> None:
+        self.batches, self.end = self.batches + 1, batch["place"]
+        self.is_complete = self.is_complete or self.batches == self.begin["batches"]
+        indices, samples = batch["indices"], batch["samples"]
+        self.contents += samples
+        if indices is not None and len(indices) == len(samples):
+            self.contents_at += zip(indices, samples, strict=True)
+        both = self.indices is not None and indices is not None
+        self.indices = [*(self.indices or []), *indices] if both else None
+
 
 @dataclass(slots=True)
 class LoaderPasses:
-    """The passes of one loader, by their number and rank; also if it is made anew for each of
-    them."""
+    """The passes over one loader, by number and rank. A loader that a script makes anew for each
+    pass is one."""
 
     numbers: list[int]
     dataset: list[dict[str, Any]]
@@ -82,48 +84,75 @@ class LoaderPasses:
         return any(each.is_training for ranks in self.passes for each in ranks)
 
     @property
+    def sampler(self) -> Row:
+        sampler: Row = self.passes[0][0].begin["sampler"]
+        return sampler
+
+    @property
     def has_own_sampler(self) -> bool:
-        """True if the sampler is not torch's or a library's: it may leave out, repeat, and go on
-        without an end."""
+        """True if the sampler is neither torch's nor a library's: it may leave out, repeat, and go
+        on without an end."""
         return (
             self.sampler["type"] not in SAMPLERS or self.sampler["batch_type"] not in BATCH_SAMPLERS
         )
 
     @property
-    def sampler(self) -> Row:
-        sampler: Row = self.passes[0][0].begin["sampler"]
-        return sampler
+    def draws_with_replacement(self) -> bool:
+        is_weighted = self.sampler["type"] == "WeightedRandomSampler"
+        return bool(self.sampler.get("replacement")) or is_weighted
+
+    @property
+    def splits(self) -> bool:
+        """True if the sampler splits one dataset over the ranks."""
+        return bool(self.sampler.get("num_replicas", 1) > 1)
+
+    @property
+    def pads_batches(self) -> bool:
+        """True for Accelerate's sampler, which pads with whole batches."""
+        return bool(self.sampler["batch_type"] == "BatchSamplerShard")
+
+    @property
+    def digests(self) -> list[str]:
+        return [each["digest"] for each in self.dataset]
+
+    @property
+    def length(self) -> int:
+        return self.dataset[0]["length"] or 0
+
+    @property
+    def whole_length(self) -> int:
+        """The length of the dataset of which this one is a subset."""
+        return self.dataset[0].get("whole_length", self.length) or 0
 
     def is_followed_by(self, other: LoaderPasses) -> bool:
         """True if the other loader is this one, made anew: by the same line, for the same data,
         after its end."""
-        same = [
-            (
-                each.line,
-                each.is_training,
-                each.sampler["type"],
-                [data["digest"] for data in each.dataset],
-            )
+        one, two = (
+            (each.line, each.is_training, each.sampler["type"], each.digests)
             for each in (self, other)
-        ]
+        )
         is_later = other.passes[0][0].begin["place"] > self.passes[-1][0].end
-        return same[0] == same[1] and all(same[0][3]) and is_later
+        return one == two and all(self.digests) and is_later
 
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
-        """The samples of each rank, and whether they are places in one dataset, which tell them
+        """The samples of each rank, and whether they are indices of one dataset, which tell them
         apart for sure."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
-        if (
-            len(wholes) == 1
-            and all(wholes)
-            and not self.dataset[0]["iterable"]
-            and all(each.indices is not None for each in ranks)
-        ):
-            return [
-                _places(each.indices or [], data.get("subset"))
-                for each, data in zip(ranks, self.dataset, strict=True)
-            ], True
-        return [list(each.contents) for each in ranks], False
+        is_one = len(wholes) == 1 and all(wholes) and not self.dataset[0]["iterable"]
+        if not is_one or any(each.indices is None for each in ranks):
+            return [list(each.contents) for each in ranks], False
+        found = zip(ranks, self.dataset, strict=True)
+        return [_in_whole(each.indices or [], data.get("subset")) for each, data in found], True
+
+    def contents_at(self) -> list[dict[int, list[str]]]:
+        """The contents that each rank read at each index."""
+        by_rank = []
+        for passes in zip(*self.passes, strict=False):
+            read: dict[int, list[str]] = {}
+            for index, content in (each for one in passes for each in one.contents_at):
+                read.setdefault(index, []).append(content)
+            by_rank.append(read)
+        return by_rank
 
 
 def check_samples(records: Records) -> AreaResult:
@@ -139,7 +168,8 @@ def check_samples(records: Records) -> AreaResult:
                 evaluated += _check_evaluation_pass(result, records, loader, ranks)
             # a script may look at a first batch, and begin again
             elif any(each.is_training for each in ranks) and not differs:
-                passes += (judged := _check_training_pass(result, loader, ranks, records.fetches))
+                judged = _check_training_pass(result, loader, ranks, bool(records.fetches))
+                passes += judged
                 seen += sum(len(each.contents) for each in ranks) if judged else 0
         if loader.is_training:
             _check_orders(result, loader)
@@ -149,13 +179,14 @@ def check_samples(records: Records) -> AreaResult:
             "one epoch at most was begun: its order cannot be compared with the next one's (more"
             " --steps)"
         )
-    on_ranks = "none on two ranks, and " if records.world_size > 1 else ""
-    texts = (
-        [f"{seen} samples, in passes over the data: {passes}; {on_ranks}none twice in a pass"]
-        if seen
-        else []
-    )
-    texts += [f"{evaluated} samples of evaluations, each counted once"] if evaluated else []
+    texts = []
+    if seen:
+        on_ranks = "none on two ranks, and " if records.world_size > 1 else ""
+        texts = [
+            f"{seen} samples, in passes over the data: {passes}; {on_ranks}none twice in a pass"
+        ]
+    if evaluated:
+        texts.append(f"{evaluated} samples of evaluations, each counted once")
     result.right = "; ".join(texts)
     return result
 
@@ -163,37 +194,31 @@ def check_samples(records: Records) -> AreaResult:
 def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPasses]) -> None:
     if not records.steps and not loaders:
         return
+    trained = [training_passes(rank.rows) for rank in records.ranks]
     if not any(rank.of("batch") for rank in records.ranks):
         result.miss(
             "no DataLoader gave batches: samples that a script takes by itself are not seen"
         )
-    elif not all(training_passes(rank.rows) for rank in records.ranks) and not any(
-        loader.is_training for loader in loaders
-    ):
+    elif not all(trained) and not any(loader.is_training for loader in loaders):
         result.miss(
             "the DataLoaders gave no batch to a backward: what the training takes by itself is not"
             " seen"
         )
     seen = {number for loader in loaders for number in loader.numbers}
-    lost = {number for rank in records.ranks for number, _ in training_passes(rank.rows)} - seen
-    if lost:
+    if lost := {number for passes in trained for number, _ in passes} - seen:
         result.miss(f"loaders that not all ranks read: {len(lost)}; their samples are not compared")
 
 
 def loader_passes(records: Records) -> list[LoaderPasses]:
-    """The passes of each loader that all ranks have, or that one rank reads for the training of all
+    """Passes over each loader that every rank reads, or that one rank reads for the training of all
     (Accelerate does so with streams)."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
     found: list[LoaderPasses] = []
     for loader in by_rank[0] if by_rank else ():
-        readers = [
-            each[loader]
-            for each in by_rank
-            if any(one.batches or one.is_complete for one in each.get(loader, ()))
-        ]
-        if len(readers) < len(by_rank) and (
-            len(readers) > 1 or not any(each.is_training for each in readers[0])
-        ):
+        readers = [each[loader] for each in by_rank if loader in each]
+        readers = [each for each in readers if any(one.batches or one.is_complete for one in each)]
+        is_of_all = len(readers) == 1 and any(each.is_training for each in readers[0])
+        if len(readers) < len(by_rank) and not is_of_all:
             continue
         passes = [list(ranks) for ranks in zip(*readers, strict=False)]
         passes = [ranks for ranks in passes if any(each.batches for each in ranks)]
@@ -216,67 +241,39 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
         if row["kind"] == "pass":
             by_key[row["loader"], row["number"]] = made = Pass(row)
             found.setdefault(row["loader"], []).append(made)
-        elif (
-            row["kind"] == "batch"
-            and (current := by_key.get((row["loader"], row["number"]))) is not None
-        ):
-            current.batches, current.end = current.batches + 1, row["place"]
-            current.is_complete = current.is_complete or current.batches == current.begin["batches"]
-            current.contents += row["samples"]
-            if row["indices"] is not None and len(row["indices"]) == len(row["samples"]):
-                current.contents_at += zip(row["indices"], row["samples"], strict=True)
-            current.indices = (
-                current.indices + row["indices"]
-                if current.indices is not None and row["indices"] is not None
-                else None
-            )
-        elif row["kind"] == "pass_end" and (row["loader"], row["number"]) in by_key:
-            by_key[row["loader"], row["number"]].is_complete = True
-    for place in training_passes(rows):
-        if (current := by_key.get(place)) is not None:
-            current.is_training = True
+        elif row["kind"] in ("batch", "pass_end"):
+            current = by_key.get((row["loader"], row["number"]))
+            if current is not None and row["kind"] == "batch":
+                current.add(row)
+            elif current is not None:
+                current.is_complete = True
+    for key in training_passes(rows) & by_key.keys():
+        by_key[key].is_training = True
     return found
 
 
-def _first_epoch(loader: LoaderPasses, samples: Sequence[list[Any]]) -> list[list[Any]]:
-    """Each rank's samples of the first epoch: a sampler of the script's own may go on into the next
-    one."""
-    length = loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0
-    return [one[: max(1, length // len(samples))] for one in samples]
-
-
-def _look_alike(ranks: Sequence[Pass], samples: Sequence[Sequence[Any]]) -> bool:
-    """True if a rank was given one content more often than loader workers explain."""
-    most = max(2, *(int(each.begin["workers"]) for each in ranks))
-    return any(max(Counter(one).values(), default=0) > most for one in samples)
-
-
-def _places(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
-    return (
-        list(indices)
-        if subset is None
-        else [subset[each] for each in indices if each < len(subset)]
-    )
+def _in_whole(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
+    """The indices in the whole dataset. `subset`: the whole's indices that the dataset has."""
+    if subset is None:
+        return list(indices)
+    return [subset[each] for each in indices if each < len(subset)]
 
 
 def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
     """Find ranks whose datasets differ, although a sampler splits one over them. True if they
     do."""
     first = loader.dataset[0]
-    splits = (
-        loader.sampler.get("num_replicas", 1) > 1
-        or loader.sampler["batch_type"] == "BatchSamplerShard"
-    )
-    if len(loader.dataset) < 2 or not splits or first["iterable"]:
+    is_split = loader.splits or loader.pads_batches
+    if len(loader.dataset) < 2 or not is_split or first["iterable"]:
         return False
-    read = [_contents_at(ranks) for ranks in zip(*loader.passes, strict=False)]
+    read = loader.contents_at()
     shared = [
         contents
-        for place in set().union(*read)
-        if len(contents := [each[place] for each in read if place in each]) > 1
+        for index in set().union(*read)
+        if len(contents := [set(each[index]) for each in read if index in each]) > 1
     ]
-    if 2 * sum(bool(set.intersection(*map(set, each))) for each in shared) > len(shared):
-        # what a dataset holds beside its samples may be the rank's own; one place agrees by chance
+    if 2 * sum(bool(set.intersection(*each)) for each in shared) > len(shared):
+        # what a dataset holds beside its samples may be the rank's own; one index agrees by chance
         return False
     names = [
         name
@@ -307,20 +304,14 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
 def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
     """Find evaluations of samples on which another rank trains: each rank has split the data
     itself."""
-    split = [each for each in loaders if len({data["digest"] for data in each.dataset}) > 1]
-    trained, evaluated = (
-        [_places_by_rank(each) for each in split if each.is_training is kind]
-        for kind in (True, False)
-    )
-    for data, training in filter(None, trained):
-        for other, evaluation in filter(None, evaluated):
-            if data != other or any(
-                one & two for one, two in zip(training, evaluation, strict=True)
-            ):
+    split = [each for each in loaders if len(set(each.digests)) > 1]
+    known = [(each.is_training, seen) for each in split if (seen := _seen_by_rank(each))]
+    for data, training in (seen for is_training, seen in known if is_training):
+        for other, evaluation in (seen for is_training, seen in known if not is_training):
+            ranks = list(enumerate(zip(training, evaluation, strict=True)))
+            if data != other or any(one & two for _, (one, two) in ranks):
                 continue
-            for (first, one), (second, two) in permutations(
-                enumerate(zip(training, evaluation, strict=True)), 2
-            ):
+            for (first, one), (second, two) in permutations(ranks, 2):
                 if leaked := one[0] & two[1]:
                     result.find(
                         Cause.DATASETS_DIFFER,
@@ -331,115 +322,126 @@ def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
                     return
 
 
-def _places_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
-    """The whole dataset, and the places in it that each rank was given; None if those are not
+def _seen_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
+    """The whole dataset, and the indices in it that each rank was given; None if they are not
     known."""
     found: list[set[int]] = [set() for _ in loader.dataset]
     for ranks in loader.passes:
-        samples, are_places = loader.samples(ranks)
-        if not are_places or len(samples) < loader.world_size:
+        samples, are_indices = loader.samples(ranks)
+        if not are_indices or len(samples) < loader.world_size:
             return None
         for known, one in zip(found, samples, strict=True):
             known.update(one)
-    return loader.dataset[0].get("whole", loader.dataset[0]["digest"]), found
-
-
-def _contents_at(passes: Sequence[Pass]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for place, content in (each for one in passes for each in one.contents_at):
-        found.setdefault(place, []).append(content)
-    return found
+    return loader.dataset[0].get("whole", loader.digests[0]), found
 
 
 def _is_stable(read: dict[int, list[str]]) -> bool:
-    """True if a rank read several places more than once, and the same there each time."""
+    """True if a rank read several indices more than once, and the same there each time."""
     again = [contents for contents in read.values() if len(contents) > 1]
     return len(again) >= LEAST_SAMPLES and all(len(set(each)) == 1 for each in again)
 
 
-def _contents_vary(loader: LoaderPasses, fetches: Sequence[Row]) -> bool:
+def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
     """True if a sample may have other contents when it is read again, as with augmentation.
 
-    Then contents do not tell samples apart. One content that has come again shows that they do.
+    Then contents do not tell samples apart. One content that comes again shows that they do.
+    `draws`: reads of data draw random numbers.
     """
-    read = [_contents_at(ranks) for ranks in zip(*loader.passes, strict=False)]
+    read = loader.contents_at()
     again = [contents for each in read for contents in each.values() if len(contents) > 1]
     if len(again) >= LEAST_SAMPLES:
         return all(len(set(each)) == len(each) for each in again)
     contents = [set(each.contents) for ranks in loader.passes for each in ranks]
-    return bool(fetches) and not any(one & other for one, other in combinations(contents, 2))
+    return draws and not any(one & other for one, other in combinations(contents, 2))
 
 
-def _check_training_pass(
-    result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], fetches: Sequence[Row]
-) -> bool:
-    """Find samples that come twice, or not at all. False if they cannot be judged, which is
-    said."""
-    samples, are_places = loader.samples(ranks)
-    if loader.has_own_sampler and are_places:
-        samples = _first_epoch(loader, samples)
-    repeats = loader.has_own_sampler and any(len(set(one)) < len(one) for one in samples)
-    if (repeats or _draws_with_replacement(loader)) and not _all_equal(samples):
-        result.miss(
+def _repeated(samples: Sequence[Any]) -> int:
+    """The number of samples that have come before."""
+    return len(samples) - len(set(samples))
+
+
+def _why_unjudged(
+    loader: LoaderPasses,
+    ranks: Sequence[Pass],
+    samples: Sequence[Sequence[Any]],
+    are_indices: bool,
+    draws: bool,
+) -> str:
+    """Why the samples of a training cannot be judged; empty if they can."""
+    repeats = loader.has_own_sampler and any(map(_repeated, samples))
+    if (repeats or loader.draws_with_replacement) and not _all_equal(samples):
+        return (
             f"{loader.sampler['type']} repeats samples, on purpose perhaps: those of the training"
             " are not compared"
         )
-        return False
-    if not are_places and _contents_vary(loader, fetches):
-        result.miss(
+    if not are_indices and _contents_vary(loader, draws):
+        return (
             "the training data have other contents at each read (augmentation), and the ranks'"
             " datasets are not known to be one: whether samples are on several ranks cannot be told"
         )
+    # loader workers may each give the same sample
+    most = max(2, *(int(each.begin["workers"]) for each in ranks))
+    if not are_indices and any(max(Counter(one).values(), default=0) > most for one in samples):
+        return "samples of the training data look alike: they cannot be told apart"
+    return ""
+
+
+def _check_training_pass(
+    result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], draws: bool
+) -> bool:
+    """Find samples that come twice, or not at all. False if they cannot be judged."""
+    all_samples, are_indices = loader.samples(ranks)
+    samples = all_samples
+    if loader.has_own_sampler and are_indices:
+        # the first epoch: a sampler of the script's own may go on into the next one
+        samples = [one[: max(1, loader.whole_length // len(samples))] for one in samples]
+    if reason := _why_unjudged(loader, ranks, samples, are_indices, draws):
+        result.miss(reason)
         return False
-    if not are_places and _look_alike(ranks, samples):
-        result.miss("samples of the training data look alike: they cannot be told apart")
-        return False
-    if not are_places and not loader.dataset[0]["iterable"]:
+    is_stream = loader.dataset[0]["iterable"]
+    if not are_indices and not is_stream:
         result.miss(
             "what the dataset holds cannot be read: samples are compared by their contents, and"
             " missing ones not seen"
         )
-    number = ranks[0].begin["number"]
-    for (first, one), (second, other) in combinations(enumerate(samples), 2):
-        both = set(one) & set(other)
-        if len(both) > _allowed(len(set(one)), are_places, loader, ranks):
+    where = f"pass {ranks[0].begin['number']} over the training data"
+    for (first, one), (second, other) in combinations(enumerate(map(set, samples)), 2):
+        both = one & other
+        if len(both) > _allowed(len(one), are_indices, loader, ranks):
             result.find(
                 Cause.SAME_SAMPLES,
-                f"pass {number} over the training data: {len(both)} of the {len(set(one))} samples"
-                f" of rank {first} are also rank {second}'s (sampler: {loader.sampler['type']})",
+                f"{where}: {len(both)} of the {len(one)} samples of rank {first} are also rank"
+                f" {second}'s (sampler: {loader.sampler['type']})",
                 line=loader.line,
             )
-    for rank, one in enumerate(samples):
-        twice = sum(count - 1 for count in Counter(one).values())
-        if twice > _allowed(len(one), are_places, loader, ranks) and not _draws_with_replacement(
-            loader
-        ):
+    for rank, given in enumerate(samples):
+        twice = _repeated(given)
+        is_allowed = twice <= _allowed(len(given), are_indices, loader, ranks)
+        if not is_allowed and not loader.draws_with_replacement:
             workers = ranks[rank].begin["workers"]
             result.find(
                 Cause.SAMPLES_REPEATED,
-                f"pass {number} over the training data: rank {rank} was given {twice} of {len(one)}"
-                " samples that it had already"
-                + (f" ({workers} loader workers)" if workers else ""),
+                f"{where}: rank {rank} was given {twice} of {len(given)} samples that it had"
+                f" already{f' ({workers} loader workers)' if workers else ''}",
                 line=loader.line,
             )
-    if are_places and all(each.is_complete for each in ranks):
-        _check_missing(result, loader, ranks, loader.samples(ranks)[0])
-    elif loader.dataset[0]["iterable"] and all(each.is_complete for each in ranks):
-        _check_stream(result, loader, ranks, samples)
+    if all(each.is_complete for each in ranks):
+        if are_indices:
+            _check_missing(result, loader, ranks, all_samples)
+        elif is_stream:
+            _check_stream(result, loader, ranks, samples)
     return True
 
 
-def _allowed(count: int, are_places: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
+def _allowed(count: int, are_indices: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
     """The number of equal samples that is no fault: padding to a multiple of the ranks, or data
     that look alike."""
-    if not are_places:
+    if not are_indices:
         return int(MANY * count)
-    length = loader.dataset[0]["length"] or 0
-    total = loader.sampler.get("total_size", length)
-    # Accelerate's, which pads with whole batches
-    if loader.sampler["batch_type"] == "BatchSamplerShard":
+    if loader.pads_batches:
         return max(len(each.contents) // max(1, each.batches) for each in ranks) * len(ranks)
-    return max(0, int(total) - int(length)) if loader.sampler.get("num_replicas") else 0
+    total = int(loader.sampler.get("total_size", loader.length))
+    return max(0, total - loader.length) if loader.sampler.get("num_replicas") else 0
 
 
 def _check_missing(
@@ -448,31 +450,25 @@ def _check_missing(
     ranks: Sequence[Pass],
     samples: Sequence[Sequence[Any]],
 ) -> None:
-    whole: Sequence[int] = range(
-        loader.dataset[0].get("whole_length", loader.dataset[0]["length"]) or 0
-    )
-    seen = {each for one in samples for each in one}
-    if len({each["digest"] for each in loader.dataset}) == 1:
-        whole = _places(range(loader.dataset[0]["length"] or 0), loader.dataset[0].get("subset"))
-    batch = ranks[0].begin["batch_size"] or max((len(one) for one in samples), default=1)
-    sampler, own = loader.sampler, loader.dataset[0]["length"] or 0
-    is_drawn = sampler.get("num_samples", own) * sampler.get("num_replicas", 1) < own
-    is_part = sampler["type"] in PARTS or is_drawn
-    drops = (
-        ranks[0].begin["drop_last"]
-        or sampler.get("drop_last")
-        or ranks[0].begin["batch_size"] is None
-    )
-    allowed = batch * len(ranks) - 1 if drops else 0
-    missing = sorted(set(whole) - seen)
-    may_choose = loader.has_own_sampler or len({each["digest"] for each in loader.dataset}) > 1
-    is_chosen = may_choose and missing and missing[-1] - missing[0] >= len(missing)
+    begin, sampler = ranks[0].begin, loader.sampler
+    is_one = len(set(loader.digests)) == 1
+    whole: Sequence[int] = range(loader.whole_length)
+    if is_one:
+        whole = _in_whole(range(loader.length), loader.dataset[0].get("subset"))
+    missing = sorted(set(whole) - {each for one in samples for each in one})
+    batch = begin["batch_size"] or max((len(one) for one in samples), default=1)
+    drops = begin["drop_last"] or sampler.get("drop_last") or begin["batch_size"] is None
+    drawn = sampler.get("num_samples", loader.length) * sampler.get("num_replicas", 1)
+    is_part = sampler["type"] in PARTS or drawn < loader.length
     # scattered ones are left out on purpose
-    if whole and len(missing) > allowed and not is_part and not is_chosen:
+    is_chosen = (loader.has_own_sampler or not is_one) and (
+        missing and missing[-1] - missing[0] >= len(missing)
+    )
+    if len(missing) > (batch * len(ranks) - 1 if drops else 0) and not is_part and not is_chosen:
         result.find(
             Cause.SAMPLES_MISSING,
-            f"pass {ranks[0].begin['number']} over the training data: {len(missing)} of"
-            f" {len(whole)} samples were given to no rank",
+            f"pass {begin['number']} over the training data: {len(missing)} of {len(whole)} samples"
+            " were given to no rank",
             line=loader.line,
         )
 
@@ -483,23 +479,19 @@ def _check_stream(
     ranks: Sequence[Pass],
     samples: Sequence[Sequence[Any]],
 ) -> None:
-    """Find streams that are split over the ranks twice: a library does so, and the dataset itself
-    too."""
+    """Find streams that are split over the ranks twice: by a library, and by the dataset itself."""
     held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
+    size = loader.world_size
     batch = max(
         (len(one) // max(1, each.batches) for one, each in zip(samples, ranks, strict=True)),
         default=1,
     )
-    if (
-        held
-        and abs(seen - held / loader.world_size) <= batch
-        and seen < held - batch * loader.world_size
-    ):
+    if held and abs(seen - held / size) <= batch and seen < held - batch * size:
         result.find(
             Cause.SAMPLES_MISSING,
             f"pass {ranks[0].begin['number']} over a stream: the dataset holds {held} samples, and"
-            f" the ranks were given {seen} of them together, one in {loader.world_size}: it is"
-            " split over the ranks twice",
+            f" the ranks were given {seen} of them together, one in {size}: it is split over the"
+            " ranks twice",
             line=loader.line,
         )
 
@@ -507,13 +499,12 @@ def _check_stream(
 def _check_evaluation_pass(
     result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]
 ) -> int:
-    """Find samples that count twice. Returns the number of samples that were seen to count once
-    each."""
-    samples, are_places = loader.samples(ranks)
+    """Find samples that count twice. Returns the number of samples that were seen to count once."""
+    samples, are_indices = loader.samples(ranks)
     if not all(each.is_complete for each in ranks):
         result.miss("a pass of an evaluation did not come to its end: its samples are not compared")
         return 0
-    if not are_places:
+    if not are_indices:
         result.miss(
             "the samples of an evaluation cannot be told apart: what its dataset holds is not the"
             " same on all ranks, or not read"
@@ -521,60 +512,43 @@ def _check_evaluation_pass(
         return 0
     if _all_equal(samples):  # every rank evaluates all: that counts each once too
         return len(samples[0])
-    counts = Counter(each for one in samples for each in one)
-    twice = sum(count - 1 for count in counts.values())
-    if twice and any(
-        row["place"] > ranks[0].begin["place"] for row in records.ranks[0].of("gather_for_metrics")
-    ):
+    counted = [each for one in samples for each in one]
+    twice, count = _repeated(counted), len(set(counted))
+    if not twice:
+        return count
+    gathers = records.ranks[0].of("gather_for_metrics")
+    if any(row["place"] > ranks[0].begin["place"] for row in gathers):
         result.miss(
             "an evaluation repeats samples, and gather_for_metrics drops some: whether each counts"
             " once is not seen"
         )
         return 0
-    if twice:
-        total = sum(counts.values())
-        why = (
-            ", to give all ranks the same number"
-            if loader.sampler.get("num_replicas", 1) > 1
-            else ""
-        )
-        result.find(
-            Cause.EVALUATION_REPEATS,
-            f"an evaluation over {len(counts)} samples counted {total}: {twice} of them twice{why}",
-            line=loader.line,
-        )
-        return 0
-    return len(counts)
+    why = ", to give all ranks the same number" if loader.splits else ""
+    result.find(
+        Cause.EVALUATION_REPEATS,
+        f"an evaluation over {count} samples counted {len(counted)}: {twice} of them twice{why}",
+        line=loader.line,
+    )
+    return 0
 
 
 def _check_orders(result: AreaResult, loader: LoaderPasses) -> None:
     passes = [ranks[0] for ranks in loader.passes if ranks[0].is_training]
-    orders = [each.indices if each.indices is not None else each.contents for each in passes]
-    sampler = loader.sampler
-    shuffles = (
-        sampler.get("shuffle", sampler["type"] == "RandomSampler") or "Random" in sampler["type"]
-    )
+    kind, is_random = loader.sampler["type"], "Random" in loader.sampler["type"]
+    if not (loader.sampler.get("shuffle", kind == "RandomSampler") or is_random):
+        return
+    orders = [each.contents if each.indices is None else each.indices for each in passes]
     for number, (one, other) in enumerate(pairwise(orders)):
         count = min(len(one), len(other))
-        if shuffles and count >= LEAST_SAMPLES and list(one[:count]) == list(other[:count]):
+        if count >= LEAST_SAMPLES and one[:count] == other[:count]:
             begin = passes[number + 1].begin
-            result.find(
-                Cause.SAME_ORDER,
+            text = (
                 f"the first {count} samples of rank 0 are the same in epochs {number} and"
                 f" {number + 1}, in the same order"
-                + (
-                    f"; the sampler's epoch was {begin['sampler']['epoch']} in both"
-                    if "epoch" in sampler
-                    else ""
-                ),
-                line=begin["loop"] or loader.line,
             )
-
-
-def _draws_with_replacement(loader: LoaderPasses) -> bool:
-    return (
-        bool(loader.sampler.get("replacement")) or loader.sampler["type"] == "WeightedRandomSampler"
-    )
+            if "epoch" in loader.sampler:
+                text += f"; the sampler's epoch was {begin['sampler']['epoch']} in both"
+            result.find(Cause.SAME_ORDER, text, line=begin["loop"] or loader.line)
 
 
 def _all_equal(samples: Sequence[Sequence[Any]]) -> bool:

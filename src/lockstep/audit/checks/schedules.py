@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
-from lockstep.audit.checks.area_result import AreaResult
-from lockstep.audit.finding import Area
+from lockstep.audit.finding import Area, AreaResult, Cause
 from lockstep.audit.records import Rank, Records
-from lockstep.audit.remedies import Cause
 from lockstep.evidence.rows import Row
 
 LEAST_STEPS = 4
@@ -18,58 +15,41 @@ def check_schedules(records: Records) -> AreaResult:
     result = AreaResult(Area.SCHEDULE)
     if not records.steps:
         return result
-    compared = 0
+    compared = judged = 0
     for rows in records.together():
         rates = [row["lr"] for row in rows]
         compared += any(rate is not None for each in rates for rate in each)
         if any(each != rates[0] for each in rates):
-            texts = ", ".join(
-                f"{each[0]:.4g}" if each and each[0] is not None else "none" for each in rates
-            )
-            result.find_at(
-                rows[0],
-                Cause.LEARNING_RATES_DIFFER,
-                f"{texts} on the ranks",
-            )
+            texts = [f"{each[0]:.4g}" if each and each[0] is not None else "none" for each in rates]
+            result.find(Cause.LEARNING_RATES_DIFFER, f"{', '.join(texts)} on the ranks", rows[0])
     rank = records.ranks[0]
-    judged = 0
-    for optimizer in sorted({row["optimizer"] for row in rank.of("schedule")}):
-        judged += _check_speed(result, records, rank, optimizer)
+    stepped = rank.of("schedule")
+    for optimizer in sorted({row["optimizer"] for row in stepped}):
+        if optimizer < 0:
+            result.miss("a schedule's optimizer was not seen")
+        else:
+            own = (row["schedule"] for row in stepped if row["optimizer"] == optimizer)
+            judged += sum(
+                _check_speed(result, records, optimizer, each) for each in dict.fromkeys(own)
+            )
         _check_skipped(result, rank, optimizer)
-    seen = (
-        [f"one learning rate on all ranks in {compared} steps"]
-        if compared and records.world_size > 1
-        else []
-    )
+    seen = []
     if not compared:
         result.miss("no learning rate was seen in steps that all ranks took")
+    elif records.world_size > 1:
+        seen = [f"one learning rate on all ranks in {compared} steps"]
     if judged:
         seen.append("no schedule is stepped more often than its optimizer")
-    elif not rank.of("schedule"):
+    elif not stepped:
         result.miss("no schedule of torch was stepped")
     result.right = "; ".join(seen)
     return result
 
 
-def _check_speed(result: AreaResult, records: Records, rank: Rank, optimizer: int) -> int:
-    """Returns the number of schedules whose speed was judged."""
-    if optimizer < 0:
-        result.miss("a schedule's optimizer was not seen")
-        return 0
-    schedules = dict.fromkeys(
-        row["schedule"] for row in rank.of("schedule") if row["optimizer"] == optimizer
-    )
-    between = [_calls_between_steps(rank, optimizer, schedule) for schedule in schedules]
-    return sum(_check_calls(result, records, rank, optimizer, each) for each in between)
-
-
-def _check_calls(
-    result: AreaResult,
-    records: Records,
-    rank: Rank,
-    optimizer: int,
-    between: Sequence[Sequence[Row]],
-) -> bool:
+def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule: int) -> bool:
+    """Find a schedule that is stepped several times a step. True if its speed was judged."""
+    rank = records.ranks[0]
+    between = _calls_between_steps(rank, optimizer, schedule)
     if len(between) < LEAST_STEPS:
         result.miss(
             f"a schedule was stepped among {len(between)} steps of its optimizer, too few to tell"
@@ -92,19 +72,18 @@ def _check_calls(
 
 def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> bool:
     """A schedule that Accelerate steps once per process is right if its length was counted so."""
-    steps = [row for row in rank.steps if row["optimizer"] == optimizer]
-    done = calls * len(steps)
-    if last["horizon"] is None:
+    steps = sum(row["optimizer"] == optimizer for row in rank.steps)
+    if (horizon := last["horizon"]) is None:
         result.miss(
             f"Accelerate steps {last['type']} {calls} times a step; whether its length was counted"
             " so cannot be seen"
         )
         return False
-    if done > 1.05 * last["horizon"] + calls:
+    if calls * steps > 1.05 * horizon + calls:
         result.find(
             Cause.SCHEDULE_SPEED,
             f"{last['type']} was stepped {calls} times for each optimizer step, and came to its end"
-            f" (after {last['horizon']}) in step {last['horizon'] // calls} of {len(steps)}",
+            f" (after {horizon}) in step {horizon // calls} of {steps}",
             line=last["line"],
         )
     return True
@@ -121,15 +100,13 @@ def _calls_between_steps(rank: Rank, optimizer: int, schedule: int) -> list[list
 
 
 def _check_skipped(result: AreaResult, rank: Rank, optimizer: int) -> None:
-    skipped: Sequence[Row] = []
-    for row in rank.rows:
-        if row.get("optimizer") != optimizer:
+    is_skipped = False
+    for row in rank.of("step", "skipped_step", "schedule"):
+        if row["optimizer"] != optimizer:
             continue
-        if row["kind"] == "step":
-            skipped = []
-        elif row["kind"] == "skipped_step":
-            skipped = [row]
-        elif row["kind"] == "schedule" and skipped:
+        if row["kind"] != "schedule":
+            is_skipped = row["kind"] == "skipped_step"
+        elif is_skipped:
             result.find(
                 Cause.SCHEDULE_ON_SKIPPED_STEP,
                 "the loss scale was too large, the optimizer's step was skipped, and the schedule"
