@@ -3,8 +3,9 @@ be told their names."""
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.base.errors import UserError
 from lockstep.comm.mesh import full_tensor
 from lockstep.order import Order
 
@@ -71,6 +73,21 @@ def recipe(**changes: Any) -> ls.Recipe:
     if given.keys().isdisjoint({"steps", "epochs"}):
         given["steps"] = 2
     return ls.Recipe(**given)
+
+
+def each_of(
+    function: Callable[..., Any], run_dir: str, cases: Iterable[Sequence[Any]]
+) -> list[Any]:
+    """Returns `function(folder, *case)` of each case, in a folder of its own. In place of what a
+    case refuses: its error, as "LossError: ..."."""
+    found = []
+    for number, case in enumerate(cases):
+        try:
+            found.append(function(f"{run_dir}/{number}", *case))
+        except UserError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        gc.collect()  # nothing is left of a session that an error has ended
+    return found
 
 
 def samples_at(start: int, stop: int, *, of: int, seed: int = 0) -> list[int]:

@@ -17,7 +17,17 @@ from tiers import tiered
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
-from training.subjects import DATA_PLANS, recipe, same, samples_at, squared_error, state_of
+from training.subjects import (
+    DATA_PLANS,
+    adamw,
+    each_of,
+    recipe,
+    rows,
+    same,
+    samples_at,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
@@ -41,26 +51,28 @@ SEEN_ONCE = samples_at(32, 33, of=SAMPLES)[0]
 
 
 class Everything(nn.Module):
-    """Dropout, BatchNorm, tied weights, and parts that some microbatches, one step or no step at
-    all uses."""
+    """Dropout, BatchNorm, tied weights, and, if they are wanted, parts that some microbatches, one
+    step or no step at all uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: bool = True) -> None:
         super().__init__()
+        self.parts = parts
         self.embedding = nn.Embedding(11, 8)
         self.norm = nn.BatchNorm1d(8)
         self.dropout = nn.Dropout(0.3)
         self.hidden = nn.Linear(8, 8)
-        self.sometimes = nn.Linear(8, 8)
-        self.once = nn.Linear(8, 8)
-        self.never = nn.Linear(8, 8)
+        if parts:
+            self.sometimes = nn.Linear(8, 8)
+            self.once = nn.Linear(8, 8)
+            self.never = nn.Linear(8, 8)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, index: Tensor, token: Tensor) -> Tensor:
         x = torch.tanh(self.hidden(self.dropout(self.norm(self.embedding(token)))))
-        if index[0] % 2:
+        if self.parts and index[0] % 2:
             x = x + self.sometimes(x)
-        if bool((index == SEEN_ONCE).any()):
+        if self.parts and bool((index == SEEN_ONCE).any()):
             x = x + self.once(x)
         return self.head(x)
 
@@ -109,16 +121,16 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def everything(optimizer: Callable[[nn.Module], Any], **changes: Any) -> ls.Recipe:
-    given: dict[str, Any] = {
+def everything(**changes: Any) -> ls.Recipe:
+    given = {
+        "model": Everything,
+        "data": tokens(),
+        "loss": loss,
         "global_batch": 32,
-        "microbatch": 4,
         "clip_norm": 0.5,
         "steps": STEPS,
-        "loss": loss,
-        **changes,
     }
-    return recipe(model=Everything, data=tokens(), optimizer=optimizer, **given)
+    return recipe(**{**given, **changes})
 
 
 def in_two_dtypes() -> nn.Module:
@@ -150,68 +162,80 @@ class LaidOutOtherwise(nn.Module):
         return features @ self.transposed @ self.strided
 
 
-CASES: dict[str, Callable[[], ls.Recipe]] = {
-    "AdamW (foreach), 8 microbatches": lambda: everything(foreach_adamw),
-    "AdamW (foreach), 7 microbatches": lambda: everything(foreach_adamw, global_batch=28),
-    "AdamW (fused), 8 microbatches": lambda: everything(fused_adamw),
-    "AdamW (fused), 7 microbatches, the last one short": lambda: everything(
-        fused_adamw, global_batch=27
-    ),
-    "momentum SGD, 8 microbatches": lambda: everything(momentum),
-    "epochs with a short last batch of 1 microbatch": lambda: everything(
-        foreach_adamw, steps=None, epochs=1
-    ),
-    "one microbatch": lambda: everything(foreach_adamw, global_batch=4),
-    "weights from the forward": lambda: everything(foreach_adamw, loss=weighted_loss),
-    "two terms": lambda: everything(foreach_adamw, loss=two_terms, weight=count),
-    "two terms, one microbatch": lambda: everything(
-        foreach_adamw, loss=two_terms, weight=count, global_batch=4
-    ),
-    "weights from the forward, one microbatch": lambda: everything(
-        foreach_adamw, loss=weighted_loss, global_batch=4
-    ),
-    "a loss in float64": lambda: everything(foreach_adamw, loss=loss_in_float64),
-    "parameters in float32 and float64": lambda: recipe(
-        model=in_two_dtypes, loss=squared_error, global_batch=28
-    ),
-    "parameters that are not contiguous": lambda: recipe(
-        model=LaidOutOtherwise,
-        loss=squared_error,
-        optimizer=momentum,
-        global_batch=28,
-        clip_norm=0.1,
-    ),
-    "bf16": lambda: everything(foreach_adamw, precision="bf16"),
-    "fp16": lambda: everything(foreach_adamw, precision="fp16"),
+FEW: dict[str, Any] = {
+    "model": lambda: Everything(parts=False),
+    "optimizer": foreach_adamw,
+    "global_batch": 12,
+    "steps": 2,
+}
+"""Three microbatches a step, for what depends on neither parts nor counts."""
+CASES: dict[str, dict[str, Any]] = {
+    "AdamW (foreach), 8 microbatches": {"optimizer": foreach_adamw},
+    "momentum SGD, 8 microbatches": {"optimizer": momentum},
+    "AdamW (fused), 7 microbatches, the last one short": {
+        "optimizer": fused_adamw,
+        "global_batch": 27,
+    },
+    "weights from the forward, one microbatch": {**FEW, "loss": weighted_loss, "global_batch": 4},
+    "AdamW (fused), 8 microbatches": {"optimizer": fused_adamw},
+    "AdamW (foreach), 7 microbatches": {**FEW, "global_batch": 28},
+    "epochs with a short last batch of 1 microbatch": {
+        **FEW,
+        "global_batch": 32,
+        "steps": None,
+        "epochs": 1,
+    },
+    "one microbatch": {**FEW, "global_batch": 4},
+    "weights from the forward": {**FEW, "loss": weighted_loss},
+    "two terms": {**FEW, "loss": two_terms, "weight": count},
+    "two terms, one microbatch": {**FEW, "loss": two_terms, "weight": count, "global_batch": 4},
+    "a loss in float64": {**FEW, "loss": loss_in_float64},
+    "bf16": {**FEW, "precision": "bf16"},
+    "fp16": {**FEW, "precision": "fp16"},
+    "parameters in float32 and float64": {
+        "model": in_two_dtypes,
+        "loss": squared_error,
+        "data": rows(48),
+        "optimizer": adamw,
+        "global_batch": 28,
+    },
+    "parameters that are not contiguous": {
+        "model": LaidOutOtherwise,
+        "loss": squared_error,
+        "data": rows(48),
+        "optimizer": momentum,
+        "global_batch": 28,
+        "clip_norm": 0.1,
+    },
 }
 USES_EVERYTHING = [name for name in CASES if "8 microbatches" in name]
+SOME = list(CASES)[:4]
 COMPARED = ["momentum SGD, 8 microbatches", "parameters that are not contiguous"]
-
-
-SOME = [
-    *USES_EVERYTHING,
-    "AdamW (fused), 7 microbatches, the last one short",
-    "weights from the forward, one microbatch",
-]
+"""Trained in fast numerics too."""
+BRIEF = {
+    BOTH: SOME[::2],
+    "shard=2": [
+        *SOME,
+        "AdamW (foreach), 7 microbatches",
+        "weights from the forward",
+        "two terms, one microbatch",
+        "bf16",
+        "fp16",
+    ],
+}
+"""Fewer cases of plans that take long; shard=3, which is slow, has them all."""
 UNSHARDED = ("parameters in float32 and float64", "parameters that are not contiguous")
 """FSDP2 wants one dtype in a group of parameters, and contiguous ones."""
 
 
-def cases(plan: str) -> list[str]:
-    """All for a few plans, the telling ones for the others."""
-    names = (
-        CASES
-        if plan in ("replicate=1", "replicate=2", "replicate=3", "shard=2", "shard=3")
-        else SOME
-    )
+def cases(plan: str, numerics: str) -> list[str]:
+    """All for a few plans, some for the others."""
+    names = list(CASES) if plan in (ALONE, "replicate=3", "shard=3") else SOME
+    if numerics == "fast":
+        names = COMPARED
+    elif plan in BRIEF:
+        names = BRIEF[plan]
     return [name for name in names if "shard" not in plan or name not in UNSHARDED]
-
-
-def tier_of(plan: str, name: str) -> Any:
-    """The telling cases run with every change, and all others for one plan of each axis."""
-    if name not in SOME and plan not in ("replicate=3", "shard=2"):
-        return pytest.mark.slow
-    return () if plan in TELLING else pytest.mark.slow
 
 
 class Weights(ls.Hook):
@@ -226,89 +250,77 @@ class Weights(ls.Hook):
     after_step = on_start
 
 
-def train_all_cases(run_dir: str, plan: str, names: Sequence[str]) -> dict[str, Any]:
+def train_all_cases(run_dir: str, plan: str) -> dict[tuple[str, str], Any]:
     found = {}
-    for name in names:
-        weights = Weights()
-        result = ls.train(CASES[name](), plan=plan, run_dir=f"{run_dir}/{name}", hooks=[weights])
-        found[name] = (result.fingerprint, result.loss, weights.states)
+    for numerics in ("bitwise", "fast"):
+        for name in cases(plan, numerics):
+            weights = Weights()
+            result = ls.train(
+                everything(**CASES[name]),
+                plan=f"{plan},numerics={numerics}",
+                run_dir=f"{run_dir}/{numerics}/{name}",
+                hooks=[weights],
+            )
+            found[numerics, name] = (result.fingerprint, result.loss, weights.states)
     return found
 
 
 @pytest.fixture(scope="module")
 def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    @cache
-    def run(plan: str, numerics: str, telling: bool) -> list[Any]:
-        names = (
-            cases(plan)
-            if numerics == "bitwise"
-            else [name for name in cases(plan) if name in {*USES_EVERYTHING, *COMPARED}]
+    """Returns, given a plan, what each rank found by numerics and case."""
+    return cache(
+        lambda plan: pool.run(
+            PLANS[plan], train_all_cases, str(tmp_path_factory.mktemp("runs")), plan
         )
-        names = [name for name in names if (name in SOME) == telling]
-        return pool.run(
-            PLANS[plan],
-            train_all_cases,
-            str(tmp_path_factory.mktemp("runs")),
-            f"{plan},numerics={numerics}",
-            names,
-        )
-
-    return lambda plan, numerics, name: [
-        result[name] for result in run(plan, numerics, name in SOME)
-    ]
+    )
 
 
-@pytest.mark.parametrize(
-    ("plan", "name"),
-    [
-        pytest.param(plan, name, marks=tier_of(plan, name))
-        for plan in PLANS
-        if plan != ALONE
-        for name in cases(plan)
-    ],
-)
+@pytest.mark.parametrize("plan", tiered(PLANS, always=TELLING, most=0))
 def test_the_fingerprint_and_the_loss_are_those_of_one_process(
-    trained: Callable[..., list[Any]], plan: str, name: str
+    trained: Callable[..., list[Any]], plan: str
 ) -> None:
-    ((fingerprint, loss, _),) = trained(ALONE, "bitwise", name)
-    for rank, result in enumerate(trained(plan, "bitwise", name)):
-        assert result[:2] == (fingerprint, loss), f"rank {rank}"
+    alone = trained(ALONE)[0]
+    for rank, found in enumerate(trained(plan)):
+        wrong = [
+            name
+            for name in cases(plan, "bitwise")
+            if found["bitwise", name][:2] != alone["bitwise", name][:2]
+        ]
+        assert not wrong, f"on rank {rank}"
 
 
 def test_the_cases_have_fingerprints_of_their_own(trained: Callable[..., list[Any]]) -> None:
-    assert len({trained(ALONE, "bitwise", name)[0][0] for name in CASES}) >= len(CASES) - 1
+    found = trained(ALONE)[0]
+    assert len({found["bitwise", name][0] for name in CASES}) >= len(CASES) - 1
 
 
-@pytest.mark.parametrize("numerics", ["fast", "bitwise"])
 @pytest.mark.parametrize("plan", tiered(PLANS, always=TELLING, most=1))
-@pytest.mark.parametrize("name", USES_EVERYTHING)
 def test_a_parameter_moves_in_exactly_the_steps_that_use_it(
-    trained: Callable[..., list[Any]], plan: str, numerics: str, name: str
+    trained: Callable[..., list[Any]], plan: str
 ) -> None:
-    for rank, (_, _, states) in enumerate(trained(plan, numerics, name)):
-        steps = list(pairwise(states))
-        moved = {
-            part: [not same(before[part], after[part]) for before, after in steps]
-            for part in states[0]
-        }
-        for part in ("weight", "bias"):
-            assert moved[f"never.{part}"] == [False, False, False], f"rank {rank}"
-            assert moved[f"once.{part}"] == [False, True, False], f"rank {rank}"
-            assert moved[f"sometimes.{part}"] == moved[f"hidden.{part}"] == [True, True, True], (
-                f"rank {rank}"
-            )
-        assert same(states[-1]["head.weight"], states[-1]["embedding.weight"])
+    expected = {
+        "never": [False, False, False],
+        "once": [False, True, False],
+        "sometimes": [True, True, True],
+        "hidden": [True, True, True],
+    }
+    for rank, found in enumerate(trained(plan)):
+        for case, (_, _, states) in found.items():
+            if case[1] not in USES_EVERYTHING:
+                continue
+            for part in (f"{layer}.{kind}" for layer in expected for kind in ("weight", "bias")):
+                moved = [not same(one[part], other[part]) for one, other in pairwise(states)]
+                assert moved == expected[part.partition(".")[0]], f"rank {rank}, {case}, {part}"
+            assert same(states[-1]["head.weight"], states[-1]["embedding.weight"]), case
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS, always=TELLING, most=1))
 def test_fast_and_bitwise_differ_by_rounding_only(
     trained: Callable[..., list[Any]], plan: str
 ) -> None:
-    for name in COMPARED:
-        if name not in cases(plan):
-            continue
-        fast = trained(plan, "fast", name)[0][2][-1]
-        for part, value in trained(ALONE, "bitwise", name)[0][2][-1].items():
+    for name in cases(plan, "fast"):
+        fast = trained(plan)[0]["fast", name][2][-1]
+        for part, value in trained(ALONE)[0]["bitwise", name][2][-1].items():
             torch.testing.assert_close(fast[part], value, rtol=1e-4, atol=1e-5)
 
 
@@ -345,31 +357,22 @@ def train_augmented(run_dir: str, workers: int) -> tuple[str, float, float]:
     return result.fingerprint, result.loss, result.metrics["loss"]
 
 
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 1), (2, 0), (2, 3)])
 def test_augmentation_depends_neither_on_ranks_nor_on_loader_workers(
-    pool: WorkerPool, tmp_path: Path, world_size: int, workers: int
-) -> None:
-    (alone,) = pool.run(1, train_augmented, str(tmp_path / "alone"), 0)
-    assert (
-        pool.run(world_size, train_augmented, str(tmp_path / "run"), workers)
-        == [alone] * world_size
-    )
-
-
-def train_with_seeds(run_dir: str, seeds: Sequence[int]) -> list[str]:
-    given = [everything(foreach_adamw, seed=seed) for seed in seeds]
-    return [
-        ls.train(each, run_dir=f"{run_dir}/{number}", plan="numerics=bitwise").fingerprint
-        for number, each in enumerate(given)
-    ]
-
-
-def test_a_run_depends_on_its_seed_and_on_no_run_before_it(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    for fingerprints in pool.run(2, train_with_seeds, str(tmp_path), [0, 1, 0, 2**63 - 1]):
-        assert fingerprints[0] == fingerprints[2]
-        assert len(set(fingerprints)) == 3
+    found = [
+        (size, workers, result)
+        for size, counts in ((1, [0, 1]), (2, [0, 3]))
+        for ranks in pool.run(
+            size,
+            each_of,
+            train_augmented,
+            str(tmp_path / str(size)),
+            [(count,) for count in counts],
+        )
+        for workers, result in zip(counts, ranks, strict=True)
+    ]
+    assert [each for each in found if each[2] != found[0][2]] == []
 
 
 def train_in_two_phases(run_dir: str) -> tuple[str, list[int]]:
@@ -386,13 +389,30 @@ def train_in_two_phases(run_dir: str) -> tuple[str, list[int]]:
     return ls.fingerprint(model), counts
 
 
-def test_phases_with_batches_of_other_sizes_have_the_same_bits_too(
+def train_with_seed(run_dir: str, seed: int) -> str:
+    given = everything(optimizer=foreach_adamw, seed=seed, steps=1)
+    return ls.train(given, run_dir=run_dir, plan="numerics=bitwise").fingerprint
+
+
+def in_phases_and_with_seeds(run_dir: str, seeds: Sequence[int]) -> tuple[Any, list[str]]:
+    return train_in_two_phases(f"{run_dir}/phases"), each_of(
+        train_with_seed, run_dir, [(seed,) for seed in seeds]
+    )
+
+
+def test_phases_of_other_batches_and_seeds_have_the_same_bits_at_any_world_size(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
+    """And a run depends on its seed, and on no run before it."""
     found = [
         result
         for size in (1, 2, 3)
-        for result in pool.run(size, train_in_two_phases, str(tmp_path / str(size)))
+        for result in pool.run(
+            size, in_phases_and_with_seeds, str(tmp_path / str(size)), [0, 1, 0, 2**63 - 1]
+        )
     ]
     assert found == [found[0]] * 6
-    assert found[0][1] == [2, 2, 5, 5, 1, 1]
+    (_, counts), fingerprints = found[0]
+    assert counts == [2, 2, 5, 5, 1, 1]
+    assert fingerprints[0] == fingerprints[2]
+    assert len(set(fingerprints)) == 3
