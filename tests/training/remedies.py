@@ -1905,7 +1905,7 @@ ELSEWHERE = {
         "training/test_collectives.py::test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks"
     ),
     "{text}; or drop numerics=bitwise": (
-        "training/test_loss_check.py::test_a_loss_that_keeps_a_value_is_an_event"
+        "training/test_loss_check.py::test_a_loss_is_named_or_refused_if_it_depends_on_the_cut_or_keeps_a_value"
     ),
     "draw from these generators, or drop numerics=bitwise": (
         "training/test_ordinary_mistakes.py::test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise"

@@ -4,7 +4,7 @@ can be told their names."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,17 @@ def started_apart(plan: str, run_dir: str, folder: str, other: int) -> tuple[str
         starting.open_tensors = opened  # type: ignore[attr-defined]
 
 
-def trained(run_dir: str, at: int | None, weights: Any) -> str:
-    """A run from weights."""
-    return str(run("replicate=1", run_dir, at, {"weights": weights}))
+def started_each(plan: str, run_dir: str, given: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [started(plan, f"{run_dir}/{place}", each) for place, each in enumerate(given)]
+
+
+def computed_each(plan: str, run_dir: str, given: Sequence[Any]) -> list[list[str]]:
+    return [computed(plan, f"{run_dir}/{place}", each) for place, each in enumerate(given)]
+
+
+def trained_each(run_dir: str, given: Sequence[tuple[str, int | None, Any]]) -> list[str]:
+    """Runs in folders from weights, each asked to end after so many steps."""
+    return [
+        str(run("replicate=1", f"{run_dir}/{name}", at, {"weights": weights}))
+        for name, at, weights in given
+    ]

@@ -3,7 +3,6 @@ be told their names."""
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -86,7 +85,6 @@ def each_of(
             found.append(function(f"{run_dir}/{number}", *case))
         except UserError as error:
             found.append(f"{type(error).__name__}: {error}")
-        gc.collect()  # nothing is left of a session that an error has ended
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from training.subjects import OUTPUTS, network, recipe
+from training.subjects import OUTPUTS, each_of, network, recipe
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
@@ -169,16 +169,6 @@ def by_group(model: nn.Module) -> torch.optim.Optimizer:
     return ByGroup(model.parameters(), lr=0.1)
 
 
-def test_what_its_refusal_recommends_works(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, train, "by identity", str(tmp_path / "alone"), "numerics=bitwise")
-    assert set(
-        pool.run(2, train, "by identity", str(tmp_path / "whole"), "replicate=2,numerics=bitwise")
-    ) == {alone}
-    assert set(
-        pool.run(2, train, "by group", str(tmp_path / "mended"), "shard=2,numerics=bitwise")
-    ) == {alone}
-
-
 def no_bias() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, OUTPUTS, bias=False)
@@ -221,30 +211,60 @@ def train(name: str, run_dir: str, plan: str, **options: Any) -> str:
     return ls.train(given, run_dir=run_dir, plan=plan, **options).fingerprint
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "replicate=2",
-        "shard=2",
-        "shard=3",
-        pytest.param("replicate=2,shard=2", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", ["muon", "adafactor", "both"])
-def test_each_tensor_is_updated_as_a_whole(
-    pool: WorkerPool, tmp_path: Path, name: str, plan: str
-) -> None:
-    (alone,) = pool.run(1, train, name, str(tmp_path / "alone"), "numerics=bitwise")
-    ranks = {"shard=3": 3, "replicate=2,shard=2": 4}.get(plan, 2)
-    assert set(pool.run(ranks, train, name, str(tmp_path / "run"), f"{plan},numerics=bitwise")) == {
-        alone
-    }
-    events = [
-        line
-        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-        if "optimizer-on-whole-tensors" in line
+MATRICES = ["muon", "adafactor", "both"]
+TRAININGS = {
+    1: [(name, "numerics=bitwise") for name in (*MATRICES, "by identity")]
+    + [("muon", "numerics=fast")],
+    2: [
+        (name, f"{plan},numerics=bitwise")
+        for plan in ("replicate=2", "shard=2")
+        for name in MATRICES
     ]
-    assert len(events) == ("shard" in plan)
+    + [
+        ("by identity", "replicate=2,numerics=bitwise"),
+        ("by group", "shard=2,numerics=bitwise"),
+        ("muon", "shard=2,numerics=fast"),
+    ],
+    3: [(name, "shard=3,numerics=bitwise") for name in MATRICES],
+    4: [(name, "replicate=2,shard=2,numerics=bitwise") for name in MATRICES],
+}
+"""By the number of processes: optimizers and plans."""
+
+
+def train_each(run_dir: str, processes: int) -> list[Any]:
+    return each_of(train_noting, run_dir, TRAININGS[processes])
+
+
+def train_noting(run_dir: str, name: str, plan: str) -> tuple[str, int]:
+    """The fingerprint, and how many events tell of whole tensors."""
+    fingerprint = train(name, run_dir, plan)
+    return fingerprint, Path(run_dir, "events.jsonl").read_text().count("optimizer-on-whole-tens")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
+    """The folder of the runs of one process, and what they gave."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, dict(zip(TRAININGS[1], train_each(str(folder), 1), strict=True))
+
+
+@pytest.mark.parametrize("processes", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_tensor_is_updated_as_a_whole(
+    pool: WorkerPool, tmp_path: Path, alone: tuple[Path, dict[Any, Any]], processes: int
+) -> None:
+    """And what the refusal of one that cannot be tried recommends works: replicate, or groups."""
+    for found in pool.run(processes, train_each, str(tmp_path), processes):
+        for (name, plan), (fingerprint, events) in zip(TRAININGS[processes], found, strict=True):
+            by = "by identity" if name == "by group" else name
+            if "fast" not in plan:
+                assert fingerprint == alone[1][by, "numerics=bitwise"][0], (name, plan)
+            assert events == ("shard" in plan and name != "by group"), (name, plan)
+    if processes == 2:
+        fast = TRAININGS[1].index(("muon", "numerics=fast"))
+        expected = load_file(alone[0] / str(fast) / "model.safetensors")
+        sharded = load_file(tmp_path / str(len(TRAININGS[2]) - 1) / "model.safetensors")
+        for name, value in expected.items():
+            assert torch.allclose(value, sharded[name], atol=1e-3), f"fast: {name}"
 
 
 def lose_a_worker(run_dir: str, plan: str) -> None:
@@ -266,22 +286,18 @@ def resumed(run_dir: str, plan: str) -> str:
     return train("both", run_dir, plan, saving=ls.Saving(every=2))
 
 
-def test_its_state_is_saved_and_read_by_any_plan(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, train, "both", str(tmp_path / "alone"), "numerics=bitwise")
+def test_its_state_is_saved_and_read_by_any_plan(
+    pool: WorkerPool, tmp_path: Path, alone: tuple[Path, dict[Any, Any]]
+) -> None:
+    expected = alone[1]["both", "numerics=bitwise"][0]
     pool.run(2, lose_a_worker, str(tmp_path / "run"), "shard=2,numerics=bitwise")
     assert set(pool.run(3, resumed, str(tmp_path / "run"), "replicate=3,numerics=bitwise")) == {
-        alone
+        expected
     }
-    pool.run(1, lose_a_worker, str(tmp_path / "other"), "numerics=bitwise")
-    assert set(pool.run(2, resumed, str(tmp_path / "other"), "shard=2,numerics=bitwise")) == {alone}
-
-
-def test_fast_numerics_agree_to_rounding(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(1, train, "muon", str(tmp_path / "alone"), "numerics=fast")
-    pool.run(2, train, "muon", str(tmp_path / "run"), "shard=2,numerics=fast")
-    alone, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "run"))
-    for name, value in alone.items():
-        assert torch.allclose(value, sharded[name], atol=1e-3), name
+    lose_a_worker(str(tmp_path / "other"), "numerics=bitwise")
+    assert set(pool.run(2, resumed, str(tmp_path / "other"), "shard=2,numerics=bitwise")) == {
+        expected
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@ other is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import recipe, rows, squared_error
+from training.subjects import each_of, recipe
 
 import lockstep as ls
-from lockstep.base.errors import LossError
 from lockstep.hooks.loss_check import LossCheck
 from lockstep.testing.pool import WorkerPool
 
@@ -86,68 +87,6 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
-def train(
-    run_dir: str, loss: Callable[..., Any], plan: str, **changes: Any
-) -> tuple[str, list[str]]:
-    given = recipe(
-        model=classifier, data=labelled(), inputs=output_of, loss=loss, microbatch=8, **changes
-    )
-    result = ls.train(given, run_dir=run_dir, plan=plan)
-    return result.fingerprint, [
-        event.details["reason"]
-        for event in result.events
-        if event.name == "loss-depends-on-microbatches"
-    ]
-
-
-@pytest.mark.parametrize("loss", [class_weighted, contrastive])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loss_that_is_no_mean_over_samples_is_named(
-    pool: WorkerPool, tmp_path: Path, loss: Any, world_size: int
-) -> None:
-    (_, reasons), *_ = pool.run(world_size, train, str(tmp_path / "run"), loss, "replicate=auto")
-    (reason,) = reasons
-    assert reason.startswith("loss is ")
-    assert reason.endswith(" for its two halves together")
-
-
-def train_in(run_dir: str, loss: Callable[..., Any], precision: Any) -> list[str]:
-    return train(run_dir, loss, "replicate=1", precision=precision)[1]
-
-
-@pytest.mark.parametrize("loss", [plain, noisy, fails_on_halves])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_other_losses_are_not(pool: WorkerPool, tmp_path: Path, loss: Any, precision: str) -> None:
-    assert pool.run(1, train_in, str(tmp_path / "run"), loss, precision) == [[]]
-
-
-def train_centred(run_dir: str, plan: str) -> list[str]:
-    given = recipe(
-        model=classifier, data=labelled(), inputs=output_of, loss=Centred(), microbatch=8
-    )
-    events = ls.train(given, run_dir=run_dir, plan=plan).events
-    return [event.details["reason"] for event in events if event.name == "loss-keeps-state"]
-
-
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "pipeline=2"])
-def test_a_loss_that_keeps_a_value_is_an_event(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    (reason,) = pool.run(2, train_centred, str(tmp_path / "run"), plan)[0]
-    assert reason.startswith("loss of the first microbatch is ")
-
-
-@pytest.mark.parametrize(
-    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
-)
-def test_a_loss_that_keeps_a_value_is_refused_where_bits_count(
-    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
-) -> None:
-    with pytest.raises(
-        LossError,
-        match=r"^loss of the first microbatch is .*make it a buffer .*; or drop numerics=bitwise$",
-    ):
-        pool.run(ranks, train_centred, str(tmp_path / "run"), f"{plan},numerics=bitwise")
-
-
 class Remembers(nn.Module):
     """Carries a hidden state from one forward to the next, in an attribute."""
 
@@ -164,30 +103,6 @@ class Remembers(nn.Module):
         self.hidden = hidden.detach().mean(0)
         output: Tensor = self.last(hidden)
         return output
-
-
-def train_remembering(run_dir: str, plan: str) -> int:
-    given = recipe(
-        model=Remembers,
-        data=labelled(),
-        inputs=output_of,
-        loss=plain,
-        microbatch=8,
-        tensor={"first": "colwise", "last": "rowwise"},
-    )
-    return ls.train(given, run_dir=run_dir, plan=plan).steps
-
-
-@pytest.mark.parametrize(
-    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
-)
-def test_a_model_that_keeps_a_value_is_refused_where_bits_count(
-    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
-) -> None:
-    with pytest.raises(
-        LossError, match=r"^loss of the first microbatch is .*the loss or the model keeps a value"
-    ):
-        pool.run(ranks, train_remembering, str(tmp_path / "run"), f"{plan},numerics=bitwise")
 
 
 class Carried(nn.Module):
@@ -210,6 +125,9 @@ class Carried(nn.Module):
 
 class Burnt(Carried):
     """The remedy: the hidden state is computed in the forward, from what came before."""
+
+    def __init__(self) -> None:
+        super().__init__("both")
 
     def forward(self, x: Tensor) -> Tensor:
         self.hidden = self.cell(self.norm(self.layer(x.flip(1)))).detach()
@@ -243,60 +161,6 @@ class Buffered(Remembers):
         self.register_buffer("hidden", torch.zeros(16))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "each": lambda: Carried("both"),
-    "training": lambda: Carried("training"),
-    "evaluation": lambda: Carried("evaluation"),
-    "queue": Queue,
-    "burnt": lambda: Burnt("both"),
-    "buffered": Buffered,
-}
-
-
-def train_carrying(run_dir: str, plan: str, name: str) -> Any:
-    """The refusal; or the fingerprint, and what was reported beside."""
-    given = recipe(
-        model=MODELS[name],
-        data=labelled(),
-        inputs=output_of,
-        loss=plain,
-        microbatch=8,
-        global_batch=16,
-    )
-    try:
-        result = ls.train(given, run_dir=run_dir, plan=plan)
-    except LossError as error:
-        return str(error)
-    return result.fingerprint, [
-        event.details["reason"] for event in result.events if event.name.startswith("loss-")
-    ]
-
-
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_a_state_that_has_the_size_of_the_batch_or_is_kept_in_one_mode_alone_is_refused(
-    pool: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    for name in ("each", "training", "evaluation", "queue"):
-        one, other = pool.run(
-            2, train_carrying, str(tmp_path / name), f"{plan},numerics=bitwise", name
-        )
-        assert one == other
-        assert "keeps a value that it changes" in one
-
-
-@pytest.mark.parametrize("name", ["burnt", "buffered"])
-def test_the_remedies_for_a_kept_state_are_the_same_on_any_number_of_processes(
-    pool: WorkerPool, tmp_path: Path, name: str
-) -> None:
-    (alone,) = pool.run(
-        1, train_carrying, str(tmp_path / "alone"), "replicate=1,numerics=bitwise", name
-    )
-    assert alone[1] == []
-    for plan in ("replicate=2", "shard=2"):
-        found = pool.run(2, train_carrying, str(tmp_path / plan), f"{plan},numerics=bitwise", name)
-        assert {fingerprint for fingerprint, _ in found} == {alone[0]}
-
-
 def test_the_trial_leaves_the_model_and_the_loss_as_they_were(tmp_path: Path) -> None:
     seen = []
 
@@ -315,45 +179,10 @@ def test_the_trial_leaves_the_model_and_the_loss_as_they_were(tmp_path: Path) ->
 
     centred = Centred()
     given = recipe(
-        model=MODELS["each"], data=labelled(), inputs=output_of, loss=centred, microbatch=8
+        model=lambda: Carried("both"), data=labelled(), inputs=output_of, loss=centred, microbatch=8
     )
     ls.train(given, run_dir=str(tmp_path / "run"), hooks=[Looks()])
     assert seen == [(None, [0], [0.0] * 8, [0.0] * CLASSES)]
-
-
-def unchecked(run_dir: str, loss: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
-    given = recipe(
-        **{
-            "model": classifier,
-            "data": labelled(),
-            "inputs": output_of,
-            "loss": loss,
-            "microbatch": 8,
-            **changes,
-        }
-    )
-    return [
-        event.details["reason"]
-        for event in ls.train(given, run_dir=run_dir).events
-        if event.name == "loss-not-checked"
-    ]
-
-
-def test_what_is_not_compared_is_an_event(tmp_path: Path) -> None:
-    def reasons(loss: Callable[..., Any], **changes: Any) -> list[str]:
-        return unchecked(str(tmp_path / str(len(list(tmp_path.iterdir())))), loss, changes)
-
-    assert reasons(plain) == []
-    assert reasons(fails_on_halves) == [
-        "it fails on a half of the first microbatch: ValueError: eight samples at a time"
-    ]
-    assert reasons(noisy) == ["it draws random numbers, without dropout too"]
-    (reason,) = reasons(
-        lambda output, batch: F.cross_entropy(output, batch["y"]),
-        collate=with_a_scalar,
-        inputs=lambda batch: batch["x"],
-    )
-    assert reason.startswith("its first microbatch cannot be cut in two")
 
 
 def with_a_scalar(samples: list[Any]) -> dict[str, Tensor]:
@@ -375,78 +204,6 @@ def weighted_sum(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
     return ls.Sum(class_weighted(output, batch) * len(batch[1]))
 
 
-def test_a_batch_with_other_rows_than_samples_is_cut_too(tmp_path: Path) -> None:
-    given = recipe(
-        model=classifier, data=labelled(), collate=without_some, inputs=output_of,
-        loss=weighted_sum, weight=lambda batch: len(batch[1]),
-        microbatch=8,
-    )  # fmt: skip
-    names = [event.name for event in ls.train(given, run_dir=str(tmp_path / "run")).events]
-    assert "loss-depends-on-microbatches" in names
-    assert "loss-not-checked" not in names
-
-
-def train_with_weights(run_dir: str) -> list[str]:
-    return train(run_dir, class_weighted_sum, "replicate=2", weight=sum_of_weights)[1]
-
-
-def test_the_remedy_is_not(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, train_with_weights, str(tmp_path / "run")) == [[], []]
-
-
-def train_under(run_dir: str, loss: Callable[..., Any], plan: str) -> list[str]:
-    return train(run_dir, loss, plan, tensor={"0": "colwise", "3": "rowwise"})[1]
-
-
-@pytest.mark.parametrize("loss", [class_weighted, contrastive])
-@pytest.mark.parametrize("plan", ["shard=2", "tensor=2", "pipeline=2"])
-def test_where_a_forward_has_collectives_it_is_tried_on_the_output(
-    pool: WorkerPool, tmp_path: Path, loss: Any, plan: str
-) -> None:
-    (reason,) = pool.run(2, train_under, str(tmp_path / "run"), loss, plan)[0]
-    assert reason.startswith("loss is ")
-
-
-@pytest.mark.parametrize("loss", [plain, noisy, fails_on_halves])
-@pytest.mark.parametrize("plan", ["shard=2", "pipeline=2"])
-def test_other_losses_are_not_named_there(
-    pool: WorkerPool, tmp_path: Path, loss: Any, plan: str
-) -> None:
-    assert pool.run(2, train_under, str(tmp_path / "run"), loss, plan) == [[], []]
-
-
-@pytest.mark.parametrize("loss", [noisy, changes_its_batch])
-def test_there_it_changes_nothing_that_is_learned(
-    pool: WorkerPool, tmp_path: Path, loss: Any
-) -> None:
-    plan = "shard=2,numerics=bitwise"
-    found = pool.run(2, train, str(tmp_path / "with"), loss, plan)
-    assert pool.run(2, train_without_the_check, str(tmp_path / "without"), loss, plan) == [
-        fingerprint for fingerprint, _ in found
-    ]
-
-
-def test_the_check_changes_nothing_that_is_learned(pool: WorkerPool, tmp_path: Path) -> None:
-    found = pool.run(2, train, str(tmp_path / "with"), changes_its_batch, "numerics=bitwise")
-    without = pool.run(
-        2, train_without_the_check, str(tmp_path / "without"), changes_its_batch, "numerics=bitwise"
-    )
-    assert without == [fingerprint for fingerprint, _ in found]
-
-
-def train_without_the_check(run_dir: str, loss: Callable[..., Any], plan: str) -> str:
-    with patch.object(LossCheck, "before_step", LossCheck.after_step):
-        return train(run_dir, loss, plan)[0]
-
-
-def train_one_each(run_dir: str) -> int:
-    return ls.train(recipe(loss=squared_error, data=rows(48), microbatch=1), run_dir=run_dir).steps
-
-
-def test_a_microbatch_of_one_sample_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, train_one_each, str(tmp_path / "run")) == [2, 2]
-
-
 class OnlyForTraining(nn.Module):
     """A layer that fails in evaluation mode."""
 
@@ -462,35 +219,184 @@ def only_for_training() -> nn.Module:
     )
 
 
-def train_only(run_dir: str, plan: str, microbatch: int) -> float:
+def trained(run_dir: str, plan: str, changes: dict[str, Any], checked: bool = True) -> Any:
+    """The fingerprint, the loss, and what was reported of the loss; without the check if asked."""
     given = recipe(
-        model=only_for_training,
-        blocks=["1"],
-        data=labelled(),
-        inputs=output_of,
-        loss=plain,
-        microbatch=microbatch,
+        **{
+            "model": classifier,
+            "data": labelled(),
+            "inputs": output_of,
+            "loss": plain,
+            "microbatch": 8,
+            "tensor": {"0": "colwise", "3": "rowwise"} if "tensor" in plan else None,
+            **changes,
+        }
     )
-    return ls.train(given, plan=plan, run_dir=run_dir).loss
+    with nullcontext() if checked else patch.object(LossCheck, "before_step", LossCheck.after_step):
+        result = ls.train(given, run_dir=run_dir, plan=plan)
+    said = [
+        f"{event.name}: {event.details.get('reason', '')}"
+        for event in result.events
+        if event.name.startswith("loss-")
+    ]
+    return result.fingerprint, result.loss, " ".join(said)
 
 
-@pytest.mark.parametrize("microbatch", [1, 4])
-@pytest.mark.parametrize("plan", ["shard=2", "pipeline=2", "shard=2,pipeline=2"])
-def test_a_model_that_fails_in_evaluation_mode_is_trained(
-    pool: WorkerPool, tmp_path: Path, plan: str, microbatch: int
+DEPENDS = "loss-depends-on-microbatches: loss is "
+KEEPS = "loss-keeps-state: loss of the first microbatch is "
+REFUSED = "LossError: loss of the first microbatch is "
+NOT_CHECKED = "loss-not-checked: "
+NOT_TRIED = (
+    "whether it keeps state: it fails in the trial: ValueError: no targets in evaluation mode"
+)
+ALONE, BOTH = "replicate=1", "shard=2,pipeline=2"
+UNSPLIT = f"{ALONE} replicate=2 shard=2 pipeline=2"
+EVERY = f"{UNSPLIT} tensor=2"
+BITWISE = " ".join(f"{plan},numerics=bitwise" for plan in (ALONE, "replicate=2", "shard=2"))
+ONLY: dict[str, Any] = {"model": only_for_training, "blocks": ["1"]}
+DEPENDS_THERE = (DEPENDS, " for its two halves together")
+IS_FINE = ("not", "loss-depends")
+CHANGES = ("keeps a value that it changes",)
+TABLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    (EVERY, {"loss": class_weighted}, DEPENDS_THERE),
+    (EVERY, {"loss": contrastive}, DEPENDS_THERE),
+    *((UNSPLIT, {"loss": loss}, IS_FINE) for loss in (plain, noisy, fails_on_halves)),
+    *(
+        (ALONE, {"loss": loss, "precision": "bf16"}, IS_FINE)
+        for loss in (plain, noisy, fails_on_halves)
+    ),
+    (
+        f"{ALONE} replicate=2",
+        {"loss": class_weighted_sum, "weight": sum_of_weights},
+        IS_FINE,
+    ),
+    ("replicate=2", {"microbatch": 1}, IS_FINE),
+    (
+        ALONE,
+        {"collate": without_some, "loss": weighted_sum, "weight": lambda batch: len(batch[1])},
+        ("loss-depends", "not", NOT_CHECKED),
+    ),
+    (ALONE, {"loss": plain}, ("not", "loss-")),
+    (
+        ALONE,
+        {"loss": fails_on_halves},
+        (f"{NOT_CHECKED}it fails on a half of the first microbatch: ValueError: eight samples",),
+    ),
+    (ALONE, {"loss": noisy}, (f"{NOT_CHECKED}it draws random numbers, without dropout too",)),
+    (
+        ALONE,
+        {
+            "loss": lambda output, batch: F.cross_entropy(output, batch["y"]),
+            "collate": with_a_scalar,
+            "inputs": lambda batch: batch["x"],
+        },
+        (f"{NOT_CHECKED}its first microbatch cannot be cut in two",),
+    ),
+    (UNSPLIT, {"loss": Centred}, (KEEPS,)),
+    (BITWISE, {"loss": Centred}, (REFUSED, "make it a buffer", "; or drop numerics=bitwise")),
+    (BITWISE, {"model": Remembers}, (REFUSED, "the loss or the model keeps a value")),
+    (BITWISE, {"model": partial(Carried, "both")}, CHANGES),
+    (BITWISE, {"model": partial(Carried, "training")}, CHANGES),
+    (BITWISE, {"model": partial(Carried, "evaluation")}, CHANGES),
+    (BITWISE, {"model": Queue}, CHANGES),
+    (BITWISE, {"model": Burnt}, ("not", "loss-")),
+    (BITWISE, {"model": Buffered}, ("not", "loss-")),
+    ("shard=2", {**ONLY, "microbatch": 1}, (NOT_TRIED,)),
+    ("shard=2", {**ONLY, "microbatch": 4}, (NOT_TRIED,)),
+    (f"{ALONE} pipeline=2 {BOTH}", {**ONLY, "microbatch": 1}, ()),
+    (f"{ALONE} pipeline=2 {BOTH}", {**ONLY, "microbatch": 4}, ()),
+]
+"""Plans, changes of the recipe, and words of what is said; after "not", words that are not."""
+
+
+def table(processes: int) -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
+    for plans, changes, words in TABLE:
+        for plan in plans.split():
+            if processes == (4 if plan == BOTH else int(plan.partition("=")[2][0])):
+                made = {"loss": changes["loss"]()} if changes.get("loss") is Centred else {}
+                yield plan, {**changes, **made}, words
+
+
+def trained_each(run_dir: str, processes: int) -> list[Any]:
+    return each_of(trained, run_dir, [row[:2] for row in table(processes)])
+
+
+@pytest.fixture(scope="module")
+def found(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """Returns what each rank says of each row, given the number of processes."""
+
+    @cache
+    def run(processes: int) -> Any:
+        folder = str(tmp_path_factory.mktemp("runs"))
+        if processes == 1:
+            return [trained_each(folder, 1)]
+        return pool.run(processes, trained_each, folder, processes, timeout_seconds=50)
+
+    return run
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loss_is_named_or_refused_if_it_depends_on_the_cut_or_keeps_a_value(
+    found: Callable[[int], Any], processes: int
 ) -> None:
-    (expected,) = pool.run(1, train_only, str(tmp_path / "one"), "replicate=1", microbatch)
-    ranks = 4 if "," in plan else 2
-    assert pool.run(ranks, train_only, str(tmp_path / "run"), plan, microbatch) == pytest.approx(
-        [expected] * ranks
+    for (plan, changes, words), *ranks in zip(table(processes), *found(processes), strict=True):
+        at = words.index("not") if "not" in words else len(words)
+        for result in ranks:
+            said = result if isinstance(result, str) else result[2]
+            assert all(word in said for word in words[:at]), (plan, changes, said)
+            assert not any(word in said for word in words[at + 1 :]), (plan, changes, said)
+
+
+def test_the_remedies_for_a_kept_state_are_the_same_on_any_number_of_processes(
+    found: Callable[[int], Any],
+) -> None:
+    for model in (Burnt, Buffered):
+        made = {
+            fingerprint
+            for processes in (1, 2)
+            for (_, changes, _), *results in zip(table(processes), *found(processes), strict=True)
+            if changes.get("model") is model
+            for fingerprint, _, _ in results
+        }
+        assert len(made) == 1, model
+
+
+def with_and_without(run_dir: str) -> list[Any]:
+    """The fingerprints of trainings with the check and without."""
+    return each_of(
+        trained,
+        run_dir,
+        [
+            (f"{plan},numerics=bitwise", {"loss": loss}, checked)
+            for plan, loss in (
+                ("replicate=2", changes_its_batch),
+                ("shard=2", changes_its_batch),
+                ("shard=2", noisy),
+            )
+            for checked in (True, False)
+        ],
     )
-    if plan == "shard=2":
-        told = next(
-            line
-            for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-            if "loss-not-checked" in line
-        )
-        assert (
-            "whether it keeps state: it fails in the trial: ValueError: no targets in evaluation"
-            " mode" in told
-        )
+
+
+def test_the_check_changes_nothing_that_is_learned(pool: WorkerPool, tmp_path: Path) -> None:
+    for results in pool.run(2, with_and_without, str(tmp_path)):
+        made = [fingerprint for fingerprint, _, _ in results]
+        assert made[::2] == made[1::2]
+        assert len(set(made)) > 1
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_model_that_fails_in_evaluation_mode_is_trained(
+    found: Callable[[int], Any], processes: int
+) -> None:
+    def losses(processes: int) -> dict[int, set[float]]:
+        """By the samples of a microbatch, of all plans and ranks."""
+        made: dict[int, set[float]] = {}
+        for (_, changes, _), *results in zip(table(processes), *found(processes), strict=True):
+            if changes.get("model") is only_for_training:
+                made.setdefault(changes["microbatch"], set()).update(loss for _, loss, _ in results)
+        return made
+
+    for microbatch, (loss,) in losses(1).items():
+        found_there = sorted(losses(processes)[microbatch])
+        assert found_there == pytest.approx([loss] * len(found_there)), microbatch

@@ -11,16 +11,19 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
-from training.subjects import network, recipe, rows, sgd, squared_error
+from training.subjects import each_of, network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
-from lockstep.base.errors import DataError, RecipeError
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.loop import steps_of
 
 SAMPLES = 30
-PLANS = {"replicate=2": 2, "replicate=3,workers=1": 3, "shard=2": 2}
+PLANS = {"replicate=3": 3, "shard=2,workers=1": 2}
 LENGTHS = [3 + 7 * index % 11 for index in range(SAMPLES)]
+
+
+OWN: dict[str, Any] = {"global_batch": None, "microbatch": None}
+"""Of a recipe whose sampler makes the batches."""
 
 
 def curriculum(epoch: int, seed: int) -> list[int]:
@@ -46,11 +49,10 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "steps": None,
         "epochs": 3,
     },
-    "batches of its own": {"batch_sampler": nested, "global_batch": None, "microbatch": None},
+    "batches of its own": {**OWN, "batch_sampler": nested},
     "by length": {
+        **OWN,
         "batch_sampler": ls.samplers.by_length(LENGTHS, tokens=40, microbatches=2),
-        "global_batch": None,
-        "microbatch": None,
         "steps": None,
         "epochs": 2,
     },
@@ -76,42 +78,55 @@ def sampled(name: str, **changes: Any) -> ls.Recipe:
 
 
 def train(
-    run_dir: str, name: str, plan: str, resumes: bool = False
+    run_dir: str, name: str, plan: str, saving: ls.Saving | None = None
 ) -> tuple[str, list[list[list[int]]]]:
     seen = Seen()
-    options: dict[str, Any] = {
-        "run_dir": run_dir,
-        "plan": f"{plan},numerics=bitwise",
-        "saving": ls.Saving(every=1),
-    }
-    if resumes:
-        with pytest.raises(RuntimeError, match="lost"):
-            ls.train(sampled(name), hooks=[Seen(fail_at=3)], **options)
-    return ls.train(sampled(name), hooks=[seen], **options).fingerprint, seen.steps
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_samples_and_the_bits_are_those_of_one_process(
-    pool: WorkerPool, tmp_path: Path, name: str
-) -> None:
-    (alone,) = pool.run(1, train, str(tmp_path / "alone"), name, "replicate=1")
-    for plan, ranks in PLANS.items():
-        assert pool.run(ranks, train, str(tmp_path / plan), name, plan) == [alone] * ranks
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_resumed_run_goes_on_with_the_samples_that_come_next(tmp_path: Path, name: str) -> None:
-    fingerprint, steps = train(str(tmp_path / "whole"), name, "replicate=1")
-    assert train(str(tmp_path / "resumed"), name, "replicate=1", resumes=True) == (
-        fingerprint,
-        steps[3:],
+    result = ls.train(
+        sampled(name), hooks=[seen], run_dir=run_dir, plan=f"{plan},numerics=bitwise", saving=saving
     )
+    return result.fingerprint, seen.steps
 
 
-def test_the_samples_are_those_that_the_sampler_gave(tmp_path: Path) -> None:
-    _, steps = train(str(tmp_path / "run"), "batches of its own", "replicate=1")
+def train_each(run_dir: str, plan: str) -> list[Any]:
+    return each_of(train, run_dir, [(name, plan) for name in SAMPLERS])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Fingerprint and samples of one process, by the sampler."""
+    found = train_each(str(tmp_path_factory.mktemp("alone")), "replicate=1")
+    return dict(zip(SAMPLERS, found, strict=True))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_samples_and_the_bits_are_those_of_one_process(
+    pool: WorkerPool, tmp_path: Path, alone: dict[str, Any], plan: str
+) -> None:
+    for found in pool.run(PLANS[plan], train_each, str(tmp_path), plan):
+        assert dict(zip(SAMPLERS, found, strict=True)) == alone
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_resumed_run_goes_on_with_the_samples_that_come_next(
+    tmp_path: Path, alone: dict[str, Any], name: str
+) -> None:
+    saving = ls.Saving(every=1)
+    with pytest.raises(RuntimeError, match="lost"):
+        ls.train(
+            sampled(name),
+            hooks=[Seen(fail_at=3)],
+            run_dir=str(tmp_path),
+            plan="numerics=bitwise",
+            saving=saving,
+        )
+    fingerprint, steps = alone[name]
+    assert train(str(tmp_path), name, "replicate=1", saving) == (fingerprint, steps[3:])
+
+
+def test_the_samples_are_those_that_the_sampler_gave(alone: dict[str, Any]) -> None:
+    _, steps = alone["batches of its own"]
     assert steps == [batch for epoch in range(3) for batch in nested(epoch, 0)][:7]
-    _, steps = train(str(tmp_path / "other"), "a curriculum", "replicate=1")
+    _, steps = alone["a curriculum"]
     order = [sample for step in steps for microbatch in step for sample in microbatch]
     assert [sorted(order[:10]), sorted(order[10:20])] == [list(range(10)), list(range(10, 20))]
     assert order[:10] != sorted(order[:10]), (
@@ -171,104 +186,81 @@ class Stateful:
         return self._generator.permutation(SAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"sampler": Stateful()},
-            DataError,
-            (
-                r"sampler\(0, 0\) returned other indices the second time; it is a function of epoch"
-                r" and seed"
-            ),
-        ),
-        (
-            {"sampler": lambda epoch, seed: range(epoch + 3)},
-            DataError,
-            r"sampler\(1, 0\) returned 4 indices, and 3 in epoch 0",
-        ),
-        (
-            {"sampler": lambda epoch, seed: [SAMPLES]},
-            DataError,
-            r"returned the index 30; the dataset has 30 samples, 0 to 29",
-        ),
-        (
-            {"sampler": lambda epoch, seed: [0.5]},
-            DataError,
-            r"returned \[0.5\]; it returns the indices of an epoch's samples",
-        ),
-        ({"sampler": lambda epoch, seed: []}, DataError, r"returned \[\]"),
-        ({"sampler": [1, 2]}, RecipeError, r"sampler is \[1, 2\]"),
-        (
-            {"sampler": curriculum, "batch_sampler": nested},
-            RecipeError,
-            "batch_sampler with global_batch=16, microbatch=4 or a sampler",
-        ),
-        (
-            {"global_batch": None},
-            RecipeError,
-            "global_batch is None; .* give one, or a batch_sampler",
-        ),
-        (
-            {"sampler": curriculum, "data": ls.Stream(lambda *_: [], shards=4)},
-            RecipeError,
-            "a sampler without a map-style dataset",
-        ),
-        (
-            {"data": DataLoader(rows(8))},
-            DataError,
-            r"is a DataLoader; lockstep makes the batches.* data=loader.dataset",
-        ),
-        (
-            {
-                "batch_sampler": lambda epoch, seed: [[0, 1], [2]],
-                "global_batch": None,
-                "microbatch": None,
-            },
-            DataError,
-            (
-                r"it returns a list of global batches, each a list of microbatches, each a list of"
-                r" indices"
-            ),
-        ),
-        (
-            {
-                "batch_sampler": lambda epoch, seed: [[[0]]] * (epoch + 1),
-                "global_batch": None,
-                "microbatch": None,
-            },
-            DataError,
-            (
-                r"batch_sampler\(1, 0\) returned 2 batches of up to 1 microbatches, and 1 of up to"
-                r" 1 in epoch 0"
-            ),
-        ),
-    ],
-)
-def test_a_wrong_sampler_is_refused(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        ls.train(recipe(**{"data": rows(SAMPLES), **changes}), run_dir=str(tmp_path / "run"))
+BATCHES = "a list of global batches, each a list of microbatches, each a list of indices"
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"sampler": Stateful()},
+        "DataError: sampler(0, 0) returned other indices the second time",
+        "a function of epoch and seed",
+    ),
+    (
+        {"sampler": lambda epoch, seed: range(epoch + 3)},
+        "DataError: sampler(1, 0) returned 4 indices, and 3 in epoch 0",
+        "",
+    ),
+    (
+        {"sampler": lambda epoch, seed: [SAMPLES]},
+        "DataError",
+        "returned the index 30; the dataset has 30 samples, 0 to 29",
+    ),
+    ({"sampler": lambda epoch, seed: [0.5]}, "DataError", "returned [0.5]; it returns the indices"),
+    ({"sampler": lambda epoch, seed: []}, "DataError", "returned []"),
+    ({"sampler": [1, 2]}, "RecipeError", "sampler is [1, 2]"),
+    (
+        {"sampler": curriculum, "batch_sampler": nested},
+        "RecipeError",
+        "batch_sampler with global_batch=16, microbatch=4 or a sampler",
+    ),
+    ({"global_batch": None}, "RecipeError: global_batch is None", "give one, or a batch_sampler"),
+    (
+        {"sampler": curriculum, "data": ls.Stream(lambda *_: [], shards=4)},
+        "RecipeError",
+        "a sampler without a map-style dataset",
+    ),
+    ({"data": DataLoader(rows(8))}, "DataError", "data=loader.dataset"),
+    ({**OWN, "batch_sampler": lambda epoch, seed: [[0, 1], [2]]}, "DataError", BATCHES),
+    (
+        {**OWN, "batch_sampler": lambda epoch, seed: [[[0]]] * (epoch + 1)},
+        "DataError: batch_sampler(1, 0) returned 2 batches of up to 1 microbatches",
+        "1 of up to 1 in epoch 0",
+    ),
+    (
+        {
+            "sampler": curriculum,
+            "epochs": 2,
+            "drop_last": True,
+            "global_batch": 20,
+        },
+        "RecipeError: drop_last=True with 10 samples and global_batch=20",
+        "the only batch of each epoch is short",
+    ),
+]
 
 
-def by_rank(run_dir: str) -> str:
-    import torch.distributed as dist
+def trained(run_dir: str, changes: dict[str, Any]) -> int:
+    return ls.train(recipe(**{"data": rows(SAMPLES), **changes}), run_dir=run_dir).steps
 
+
+def test_a_wrong_sampler_is_refused(tmp_path: Path) -> None:
+    found = each_of(trained, str(tmp_path), [(changes,) for changes, _, _ in WRONG])
+    for (changes, start, words), said in zip(WRONG, found, strict=True):
+        assert said.startswith(start), changes
+        assert words in said, changes
+
+
+def by_rank(run_dir: str) -> list[Any]:
     def sampler(epoch: int, seed: int) -> list[int]:
-        return [dist.get_rank()] * 4
+        return [torch.distributed.get_rank()] * 4
 
-    with pytest.raises(DataError) as raised:
-        ls.train(recipe(data=rows(SAMPLES), sampler=sampler), run_dir=run_dir)
-    return str(raised.value)
+    return each_of(trained, run_dir, [({"sampler": sampler},)])
 
 
 def test_a_sampler_that_differs_between_ranks_is_refused_on_all(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    for message in pool.run(2, by_rank, str(tmp_path / "run")):
-        assert message.startswith(
-            "the sampler returned other indices for epoch 0 on rank 1 than on rank 0"
+    for (said,) in pool.run(2, by_rank, str(tmp_path / "run")):
+        assert said.startswith(
+            "DataError: the sampler returned other indices for epoch 0 on rank 1 than on rank 0"
         )
 
 
@@ -318,23 +310,4 @@ def test_the_steps_of_a_recipe_are_those_that_training_takes(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     given = recipe(**{"data": rows(SAMPLES), **changes})
-    assert steps_of(given) == ls.train(given, run_dir=str(tmp_path / "run")).steps
-
-
-def test_drop_last_counts_the_samples_of_an_epoch_of_the_sampler(tmp_path: Path) -> None:
-    given = recipe(
-        data=rows(SAMPLES),
-        epochs=2,
-        drop_last=True,
-        global_batch=20,
-        microbatch=4,
-        sampler=curriculum,
-    )
-    with pytest.raises(
-        RecipeError,
-        match=(
-            "drop_last=True with 10 samples and global_batch=20; the only batch of each epoch is"
-            " short"
-        ),
-    ):
-        ls.train(given, run_dir=str(tmp_path / "run"))
+    assert steps_of(given) == trained(str(tmp_path / "run"), changes)

@@ -12,10 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import spread
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from training.subjects import adamw, recipe, rows, same, samples_at, squared_error, state_of
+from training.subjects import (
+    adamw,
+    each_of,
+    recipe,
+    rows,
+    same,
+    samples_at,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.assignment import contiguous_range
@@ -146,96 +154,74 @@ def fail(run_dir: str, numerics: str, changes: dict[str, Any]) -> tuple[str, boo
     raise AssertionError("it trained")
 
 
-NOT_FINITE = {
-    "a scalar": ({"loss": squared_error}, "nan"),
-    "a scalar, infinite": ({"loss": infinite}, "nan"),
-    "a scalar whose gradient is finite": ({"loss": hidden}, "nan"),
-    "a sum": ({"loss": as_sum, "weight": weights_of}, "nan"),
-    "a loss with its weight": ({"loss": as_loss}, "nan"),
-    "a scalar in fp16": ({"loss": squared_error, "precision": "fp16"}, "nan"),
-}
+def weightless(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
+    return ls.Loss((model(batch[1]) * 0).sum() + 1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "numerics"), spread(WORLD_SIZES, ["fast", "bitwise"], every=2)
+def not_finite(owner: int) -> str:
+    return (
+        f"after step {BAD_STEP}: the loss is nan in microbatch {BAD_MICROBATCH}, computed by rank"
+        f" {owner} from samples {BAD_SAMPLES}; a step needs a finite loss; the model was not"
+        " changed by this step: check those samples"
+    )
+
+
+GRADIENT = (
+    f"after step {BAD_STEP}: every loss is finite and the gradient is not, first in parameter"
+    " 'powers.0'; a step needs a finite gradient; the model was not changed by this step"
 )
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_a_loss_that_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
-    pool: WorkerPool, tmp_path: Path, world_size: int, numerics: str, name: str
+SLOPE = {"data": with_a_bad_sample(0.0), "loss": with_an_infinite_slope}
+FAILURES: list[tuple[str, dict[str, Any], str | None]] = [
+    ("fast", {"loss": squared_error}, None),
+    ("bitwise", {"loss": squared_error}, None),
+    ("fast", {"loss": infinite}, None),
+    ("bitwise", {"loss": hidden}, None),
+    ("fast", {"loss": as_sum, "weight": weights_of}, None),
+    ("bitwise", {"loss": as_loss}, None),
+    ("fast", {"loss": as_loss}, None),
+    ("fast", {"loss": squared_error, "precision": "fp16"}, None),
+    ("bitwise", {"loss": squared_error, "precision": "fp16"}, None),
+    ("fast", {**SLOPE, "clip_norm": None}, GRADIENT),
+    ("fast", {**SLOPE, "clip_norm": 0.1}, GRADIENT),
+    *(
+        (
+            "fast",
+            {"data": rows(SAMPLES), "loss": with_a_weight_of(value)},
+            f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; it"
+            " divides the summed loss, and must be finite and not negative",
+        )
+        for value in (-2.0, torch.inf, torch.nan)
+    ),
+    (
+        "fast",
+        {"data": rows(SAMPLES), "loss": weightless},
+        "after step 0: term 'loss' of the loss is 4 in a global batch in which its weights add up"
+        " to 0; a term that counts nothing",
+    ),
+]
+"""Numerics, changes of the recipe, and the error's text; None for a loss that is not finite."""
+
+
+def fail_each(run_dir: str) -> list[Any]:
+    return each_of(fail, run_dir, [row[:2] for row in FAILURES])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_what_is_not_finite_is_named_on_all_ranks_and_changes_nothing(
+    pool: WorkerPool, tmp_path: Path, world_size: int
 ) -> None:
-    changes, value = NOT_FINITE[name]
     owner = next(
         rank
         for rank in range(world_size)
         if BAD_MICROBATCH in contiguous_range(GLOBAL_BATCH // MICROBATCH, rank, world_size)
     )
-    for text, unchanged, steps in pool.run(
-        world_size, fail, str(tmp_path / "run"), numerics, changes
-    ):
-        assert text.startswith(
-            f"after step {BAD_STEP}: the loss is {value} in microbatch {BAD_MICROBATCH}, computed"
-            f" by rank {owner} from samples {BAD_SAMPLES}; a step needs a finite loss; the model"
-            " was not changed by this step: check those samples"
-        )
-        assert unchanged
-        assert steps == BAD_STEP
-
-
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_gradient_that_is_not_finite_is_named_by_its_parameter(
-    pool: WorkerPool, tmp_path: Path, world_size: int, clip_norm: float | None
-) -> None:
-    changes = {
-        "data": with_a_bad_sample(0.0),
-        "loss": with_an_infinite_slope,
-        "clip_norm": clip_norm,
-    }
-    for text, unchanged, steps in pool.run(
-        world_size, fail, str(tmp_path / "run"), "fast", changes
-    ):
-        assert text.startswith(
-            f"after step {BAD_STEP}: every loss is finite and the gradient is not, first in"
-            " parameter 'powers.0'; a step needs a finite gradient; the model was not changed by"
-            " this step"
-        )
-        assert unchanged
-        assert steps == BAD_STEP
-
-
-@pytest.mark.parametrize("value", [-2.0, torch.inf, torch.nan])
-def test_a_weight_that_counts_nothing_is_named_and_changes_nothing(
-    pool: WorkerPool, tmp_path: Path, value: float
-) -> None:
-    changes = {"data": rows(SAMPLES), "loss": with_a_weight_of(value)}
-    for text, unchanged, steps in pool.run(2, fail, str(tmp_path / "run"), "fast", changes):
-        assert (
-            text
-            == f"after step {BAD_STEP}: the weight of microbatch {BAD_MICROBATCH} is {value}; it"
-            " divides the summed loss, and must be finite and not negative"
-        )
-        assert unchanged
-        assert steps == BAD_STEP
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_that_add_up_to_nothing_change_nothing(
-    pool: WorkerPool, tmp_path: Path, world_size: int
-) -> None:
-    changes = {"data": rows(SAMPLES), "loss": weightless}
-    for text, unchanged, steps in pool.run(
-        world_size, fail, str(tmp_path / "run"), "fast", changes
-    ):
-        assert text.startswith(
-            "after step 0: term 'loss' of the loss is 4 in a global batch in which its weights add"
-            " up to 0; a term that counts nothing"
-        )
-        assert unchanged
-        assert steps == 0
-
-
-def weightless(model: nn.Module, batch: Sequence[Tensor]) -> ls.Loss:
-    return ls.Loss((model(batch[1]) * 0).sum() + 1.0, 0.0)
+    everyone = pool.run(world_size, fail_each, str(tmp_path), timeout_seconds=50)
+    for (numerics, changes, text), *ranks in zip(FAILURES, *everyone, strict=True):
+        for said, unchanged, steps in ranks:
+            case = (numerics, changes, said)
+            assert said.startswith(text or not_finite(owner)), case
+            assert unchanged, case
+            assert steps == (0 if changes["loss"] is weightless else BAD_STEP), case
 
 
 class Scale(Standing):
@@ -271,30 +257,37 @@ def three_adamws(model: Halves) -> list[torch.optim.Optimizer]:
     ]
 
 
-@pytest.mark.parametrize(("world_size", "global_batch"), [(1, 16), (2, 16), (3, 8), (4, 4)])
-@pytest.mark.parametrize("three_optimizers", [False, True])
+def overflow_each(run_dir: str, global_batch: int) -> list[Any]:
+    return each_of(overflow, run_dir, [(three, global_batch) for three in (False, True)])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "global_batch"),
+    [(1, 16), (2, 16), (3, 8), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
 def test_an_overflow_of_fp16_skips_the_step_on_all_ranks_and_halves_the_scale(
-    pool: WorkerPool, tmp_path: Path, world_size: int, global_batch: int, three_optimizers: bool
+    pool: WorkerPool, tmp_path: Path, world_size: int, global_batch: int
 ) -> None:
     bad = POSITION // global_batch
-    everyone = pool.run(world_size, overflow, str(tmp_path / "run"), three_optimizers, global_batch)
-    for seen, events, rate in everyone:
-        assert same(seen, everyone[0][0])
-        skipped = [
-            step
-            for step, (before, after) in enumerate(pairwise(seen))
-            if same(before["model"], after["model"])
-        ]
-        assert skipped == [event.step for event in events] == [bad]
-        assert same(seen[bad]["optimizers"], seen[bad + 1]["optimizers"])
-        scale = seen[0]["scale"]
-        assert [standing["scale"] for standing in seen] == [scale] * (bad + 1) + [scale / 2] * (
-            len(seen) - bad - 1
-        )
-        assert events[0].details == {
-            "reason": "the scaled gradient overflowed; the loss scale was halved"
-        }
-        assert rate == 1e-2 * 0.5 ** (len(seen) - 2)
+    everyone = pool.run(world_size, overflow_each, str(tmp_path), global_batch)
+    for three_optimizers, *ranks in zip((False, True), *everyone, strict=True):
+        for seen, events, rate in ranks:
+            assert same(seen, ranks[0][0]), three_optimizers
+            skipped = [
+                step
+                for step, (before, after) in enumerate(pairwise(seen))
+                if same(before["model"], after["model"])
+            ]
+            assert skipped == [event.step for event in events] == [bad], three_optimizers
+            assert same(seen[bad]["optimizers"], seen[bad + 1]["optimizers"]), three_optimizers
+            scale = seen[0]["scale"]
+            assert [standing["scale"] for standing in seen] == [scale] * (bad + 1) + [scale / 2] * (
+                len(seen) - bad - 1
+            ), three_optimizers
+            assert events[0].details == {
+                "reason": "the scaled gradient overflowed; the loss scale was halved"
+            }
+            assert rate == 1e-2 * 0.5 ** (len(seen) - 2), three_optimizers
 
 
 def rootless(model: Any, batch: Any) -> Any:
@@ -314,25 +307,28 @@ def never_step(run_dir: str, steps: int) -> tuple[str, int]:
     raise AssertionError("it trained")
 
 
+def never_step_each(run_dir: str) -> list[Any]:
+    return each_of(never_step, run_dir, [(40,), (9,)])
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_gradient_that_is_not_finite_at_any_scale_of_fp16_ends_the_run(
     pool: WorkerPool, tmp_path: Path, world_size: int
 ) -> None:
-    for text, steps in pool.run(world_size, never_step, str(tmp_path / "run"), 40):
+    """And a run none of whose steps was applied has failed."""
+    for (text, steps), (none_applied, in_vain) in pool.run(
+        world_size, never_step_each, str(tmp_path)
+    ):
         assert text.startswith(
             "after step 17: every loss is finite and the gradient is not, first in parameter"
         )
         assert "after 18 steps in a row, at a loss scale of 0.5" in text
         assert steps == 17
-
-
-def test_a_run_none_of_whose_steps_was_applied_has_failed(pool: WorkerPool, tmp_path: Path) -> None:
-    for text, steps in pool.run(2, never_step, str(tmp_path / "run"), 9):
-        assert text.startswith(
+        assert none_applied.startswith(
             "none of the 9 steps was applied: the fp16 gradient overflowed in each, at last at a"
             " loss scale of 256"
         )
-        assert steps == 9
+        assert in_vain == 9
 
 
 def test_eight_overflows_in_a_row_are_told_once(

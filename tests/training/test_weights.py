@@ -15,13 +15,14 @@ from tiers import tiered
 from torch import nn
 from training.kept import MODELS, PLANS
 from training.started import (
-    computed,
+    computed_each,
     read_bytes,
     started,
     started_apart,
+    started_each,
     theirs,
     tied,
-    trained,
+    trained_each,
     values,
     write,
 )
@@ -59,14 +60,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_model_has_the_files_values_under_every_plan(
     pool: WorkerPool, tmp_path: Path, folder: Path, plan: str
 ) -> None:
-    processes = {**PLANS, "split=2": 1}[plan]
-    for number, file in enumerate(("one.safetensors", "several", "tutorial.pt")):
-        found = pool.run(processes, started, plan, str(tmp_path / str(number)), str(folder / file))
-        assert [fingerprint for fingerprint, _ in found] == [
-            ls.fingerprint(theirs())
-        ] * processes, found
-        assert found[0][1]["converted"] == {}
-        assert found[0][1]["kept"] == []
+    files = "one.safetensors", "several", "tutorial.pt"
+    if plan not in ("replicate=1", "replicate=2"):
+        files = files[:2]
+    for found in pool.run(
+        {**PLANS, "split=2": 1}[plan],
+        started_each,
+        plan,
+        str(tmp_path),
+        [str(folder / file) for file in files],
+    ):
+        for file, (fingerprint, said) in zip(files, found, strict=True):
+            assert fingerprint == ls.fingerprint(theirs()), (file, said)
+            assert (said["converted"], said["kept"]) == ({}, []), file
 
 
 @pytest.mark.parametrize("plan", ["shard=3", "tensor=2", "pipeline=2"])
@@ -82,102 +88,80 @@ def test_each_rank_reads_what_it_holds_and_no_more(
 def test_initial_values_are_not_computed_where_they_would_be_replaced(
     pool: WorkerPool, tmp_path: Path, folder: Path
 ) -> None:
-    assert pool.run(
-        2, computed, "shard=2", str(tmp_path / "run"), str(folder / "one.safetensors")
-    ) == [[], []]
-    kept = ls.Weights(str(folder / "one.safetensors"), {"blocks.0.*": None}, missing="keep")
-    for names in pool.run(2, computed, "shard=2", str(tmp_path / "kept"), kept):
-        assert names
-        assert all(name.startswith("blocks.0.") for name in names)
+    path = str(folder / "one.safetensors")
+    kept = ls.Weights(path, {"blocks.0.*": None}, missing="keep")
+    for none, some in pool.run(2, computed_each, "shard=2", str(tmp_path), [path, kept]):
+        assert none == []
+        assert some
+        assert all(name.startswith("blocks.0.") for name in some)
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "pipeline=2"])
-def test_what_the_file_lacks_is_refused_or_keeps_the_factorys_values(
+def test_what_fits_is_taken_and_what_does_not_is_said_on_every_rank(
     pool: WorkerPool, tmp_path: Path, folder: Path, plan: str
 ) -> None:
-    names = {"blocks.1.*": None}
-    path = str(folder / "one.safetensors")
-    for number, said in enumerate(
-        pool.run(2, started, plan, str(tmp_path / "refused"), ls.Weights(path, names))
-    ):
-        assert said[0] == "refused", number
-        assert said[1].startswith(
-            f"weights {path!r} are not this model's: not in the file: blocks.1."
-        ), said
-        assert "missing='keep' keeps the factory's values" in said[1]
-    found = pool.run(
-        2, started, plan, str(tmp_path / "kept"), ls.Weights(path, names, missing="keep")
+    """What the file lacks is refused, or keeps the factory's values; a tied parameter may be in it
+    under one of its names, and not with two values; a wrapper is named and not guessed."""
+    path, state, lacking = (
+        str(folder / "one.safetensors"),
+        theirs().state_dict(),
+        {"blocks.1.*": None},
     )
-    (fresh,) = pool.run(1, values, str(tmp_path / "fresh"))
-    expected = {
-        name: fresh[name] if name.startswith("blocks.1.") else tensor
-        for name, tensor in theirs().state_dict().items()
-    }
-    assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(expected)] * 2
-    assert all(name.startswith("blocks.1.") for name in found[0][1]["kept"])
-
-
-def test_a_tied_parameter_may_be_in_the_file_under_one_of_its_names_and_not_with_two_values(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    state = dict(theirs().state_dict())
     first, second = tied()
-    for number, name in enumerate((first, second)):
-        write(
-            tmp_path / "one.safetensors",
-            {key: value for key, value in state.items() if key != name},
-        )
-        found = pool.run(
-            2, started, "shard=2", str(tmp_path / str(number)), str(tmp_path / "one.safetensors")
-        )
-        assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * 2
-    state[second] = state[second].clone()
-    state[second][-1, -1] += 1
-    write(tmp_path / "two.safetensors", state)
-    for kind, text in pool.run(
-        2, started, "shard=2", str(tmp_path / "two"), str(tmp_path / "two.safetensors")
-    ):
-        assert kind == "refused"
-        pairs = (first, second), (second, first)
-        assert any(
-            f"have different values for {one!r} and {other!r}" in text for one, other in pairs
-        )
-
-
-@pytest.mark.parametrize(
-    ("wrapped", "names"),
-    [
+    for name in (first, second):
+        rest = {key: value for key, value in state.items() if key != name}
+        write(tmp_path / f"without {name}.safetensors", rest)
+    two = {**state, second: state[second].clone()}
+    two[second][-1, -1] += 1
+    write(tmp_path / "two.safetensors", two)
+    training = {"model": state, "optimizer": {"state": {0: torch.ones(3)}}, "epoch": 3}
+    torch.save(training, tmp_path / "training.pt")
+    torch.save({f"module.{name}": each for name, each in state.items()}, tmp_path / "ddp.pt")
+    wrappers = {
+        str(tmp_path / "training.pt"): {"model.*": "*", "optimizer.*": None},
+        str(tmp_path / "ddp.pt"): {"module.*": "*"},
+    }
+    fresh = values(str(tmp_path / "fresh"))
+    whole = ls.fingerprint(theirs())
+    kept = {
+        name: fresh[name] if name.startswith("blocks.1.") else tensor
+        for name, tensor in state.items()
+    }
+    table: list[tuple[Any, tuple[str, ...] | str]] = [
         (
-            lambda state: {"model": state, "optimizer": {"state": {0: torch.ones(3)}}, "epoch": 3},
-            {"model.*": "*", "optimizer.*": None},
+            ls.Weights(path, lacking),
+            (
+                f"weights {path!r} are not this model's: not in the file: blocks.1.",
+                "missing='keep' keeps the factory's values",
+            ),
         ),
+        (ls.Weights(path, lacking, missing="keep"), ls.fingerprint(kept)),
+        *((str(tmp_path / f"without {name}.safetensors"), whole) for name in (first, second)),
         (
-            lambda state: {f"module.{name}": value for name, value in state.items()},
-            {"module.*": "*"},
+            str(tmp_path / "two.safetensors"),
+            ("have different values for", repr(first), repr(second)),
         ),
-    ],
-    ids=["a dict of several", "DDP's"],
-)
-def test_a_wrapper_is_named_and_not_guessed(
-    pool: WorkerPool, tmp_path: Path, wrapped: Any, names: dict[str, str | None]
-) -> None:
-    path = str(tmp_path / "wrapped.pt")
-    torch.save(wrapped(theirs().state_dict()), path)
-    for kind, text in pool.run(2, started, "replicate=2", str(tmp_path / "refused"), path):
-        assert kind == "refused"
-        assert text.endswith(f"; the names would fit with ls.Weights(path, names={names})"), text
-    found = pool.run(2, started, "replicate=2", str(tmp_path / "loaded"), ls.Weights(path, names))
-    assert [fingerprint for fingerprint, _ in found] == [ls.fingerprint(theirs())] * 2
+        *(
+            (path, (f"; the names would fit with ls.Weights(path, names={names})",))
+            for path, names in wrappers.items()
+        ),
+        *((ls.Weights(path, names), whole) for path, names in wrappers.items()),
+    ]
+    given = [weights for weights, _ in table]
+    for found in pool.run(2, started_each, plan, str(tmp_path / "run"), given):
+        for (weights, expected), (fingerprint, said) in zip(table, found, strict=True):
+            if isinstance(expected, str):
+                assert fingerprint == expected, (weights, said)
+            else:
+                assert fingerprint == "refused", weights
+                assert all(words in said for words in expected), (weights, said)
+        assert all(name.startswith("blocks.1.") for name in found[1][1]["kept"])
 
 
-def test_other_floating_point_types_are_converted_and_said(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_other_floating_point_types_are_converted_and_said(tmp_path: Path) -> None:
     short = {name: value.to(torch.bfloat16) for name, value in theirs().state_dict().items()}
     write(tmp_path / "short.safetensors", short)
-    ((found, said),) = pool.run(
-        1, started, "replicate=1", str(tmp_path / "run"), str(tmp_path / "short.safetensors")
-    )
+    found, said = started("replicate=1", str(tmp_path / "run"), str(tmp_path / "short.safetensors"))
     assert found == ls.fingerprint({name: value.float() for name, value in short.items()})
     assert said["converted"] == {"bfloat16 to float32": said["tensors"]}
 
@@ -337,10 +321,11 @@ def test_a_run_that_goes_on_takes_the_checkpoint(
     pool: WorkerPool, tmp_path: Path, folder: Path
 ) -> None:
     path = str(folder / "one.safetensors")
-    (whole,) = pool.run(1, trained, str(tmp_path / "whole"), None, path)
-    assert "preempted" in pool.run(1, trained, str(tmp_path / "run"), 3, path)[0]
-    assert pool.run(1, trained, str(tmp_path / "run"), None, path) == [whole]
-    assert whole != pool.run(1, trained, str(tmp_path / "other"), None, None)[0]
+    given = [("whole", None, path), ("run", 3, path), ("run", None, path), ("other", None, None)]
+    ((whole, stopped, ended, other),) = pool.run(1, trained_each, str(tmp_path), given)
+    assert "preempted" in stopped
+    assert ended == whole
+    assert other != whole
 
 
 @pytest.mark.timeout(300)  # on a busy machine, importing transformers alone takes half a minute
