@@ -76,7 +76,6 @@ def test_no_command_prints_and_no_page_escapes_in_another_way() -> None:
                 is_json = [ast.unparse(each).startswith("json.dumps(") for each in node.args] == [
                     True
                 ]
-                assert (is_json, node.keywords) == (
-                    True,
-                    [],
-                ), f"{path}:{node.lineno}: take show or say"
+                assert (is_json, node.keywords) == (True, []), (
+                    f"{path}:{node.lineno}: take show or say"
+                )

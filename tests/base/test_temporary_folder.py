@@ -87,9 +87,7 @@ def test_a_process_that_starts_at_the_same_moment_leaves_the_folder_alone(
     ["fifo", "link to a fifo", "link to a file", "folder", "link to a folder", "another user's"],
 )
 def test_what_another_user_puts_there_is_neither_waited_for_nor_removed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    made: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str
 ) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()

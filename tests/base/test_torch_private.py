@@ -559,10 +559,7 @@ def test_a_parameter_is_gathered_in_another_dtype(mesh, uses_weight):
         model.weight.dtype,
         model.weight.grad.dtype,
         bool(model.weight.grad.full_tensor().any()),
-    ) == (
-        *(torch.float32, torch.float32),
-        uses_weight,
-    )
+    ) == (*(torch.float32, torch.float32), uses_weight)
 
 
 def test_default_mps_generator():
@@ -630,12 +627,7 @@ def test_divisor():
     assert [
         torch_private.divisor((x.sum() / by).grad_fn)
         for by in (4, 2.5, torch.tensor(3.0), torch.tensor([1.0, 2.0]))
-    ] == [
-        4,
-        2.5,
-        3,
-        None,
-    ]
+    ] == [4, 2.5, 3, None]
     assert type((x / 2).grad_fn).__name__ == "DivBackward0"
     assert torch_private.divisor((x + 1).grad_fn) is None
 

@@ -45,9 +45,7 @@ def test_what_is_saved_is_loaded_on_any_number_of_processes(
 
 
 def test_a_save_runs_nothing_that_is_in_the_working_directory(
-    pool: WorkerPool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

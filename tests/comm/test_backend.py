@@ -109,11 +109,7 @@ def test_gloo_carries_the_tensors_on_the_cpu_beside_an_accelerator() -> None:
         group_backends("ucc", CPU),
         group_backends("gloo", CPU),
         group_backends("ucc", CUDA),
-    ] == [
-        "cpu:ucc",
-        "gloo",
-        "cpu:gloo,cuda:ucc",
-    ]
+    ] == ["cpu:ucc", "gloo", "cpu:gloo,cuda:ucc"]
     assert accelerator.process_group_device(CUDA, "nccl") == CUDA
     assert accelerator.process_group_device(CUDA, "ucc") is None
 

@@ -39,10 +39,6 @@ class DevicePool(WorkerPool):
 def devices() -> Iterator[WorkerPool]:
     with DevicePool(
         max_workers=4,
-        preload=[
-            "lockstep.run",
-            "lockstep.model.pipeline.stage",
-            "torch.distributed.checkpoint",
-        ],
+        preload=["lockstep.run", "lockstep.model.pipeline.stage", "torch.distributed.checkpoint"],
     ) as pool:
         yield pool

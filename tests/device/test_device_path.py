@@ -34,66 +34,49 @@ def train(plan: str, run_dir: str, **settings: Any) -> tuple[str, int]:
     return result.fingerprint, result.steps
 
 
-def four_steps_then_four(before: str, after: str, run_dir: str) -> tuple[str, int]:
-    ls.train(steps(steps=4), plan=before, run_dir=run_dir)
-    return train(after, run_dir, allow_change=["steps"])
+def on_one_device(folder: str) -> tuple[list[tuple[str, int]], list[float], str]:
+    """Return what is learned whole, by a bitwise plan, and split, the peak that is logged and the
+    device's, and why DataParallel is refused."""
+    learned = [train("replicate=1", f"{folder}/whole")]
+    rows = Path(folder, "whole", "metrics.jsonl").read_text().splitlines()
+    logged = max(json.loads(row).get("memory_bytes", 0.0) for row in rows)
+    peaks = [logged, torch.accelerator.max_memory_allocated()]
+    learned += [train("numerics=bitwise", f"{folder}/bits"), train("split=2", f"{folder}/split")]
+    try:
+        train("data_parallel=2", f"{folder}/refused")
+    except PlanError as error:
+        return learned, peaks, str(error)
+    return learned, peaks, "trained"
 
 
-def test_a_run_goes_on_under_another_plan_with_the_same_bits(
+def on_several_devices(size: int, folder: str) -> list[tuple[str, int]]:
+    """Return what is learned with parameters that wait on the CPU, and by a run that goes on under
+    another plan."""
+    plan = f"shard={size},numerics=bitwise"
+    ls.train(steps(steps=2), plan=f"replicate={size},numerics=bitwise", run_dir=f"{folder}/goes on")
+    return [
+        train(f"{plan},offload=yes", f"{folder}/offload"),
+        train(plan, f"{folder}/goes on", allow_change=["steps"]),
+    ]
+
+
+def test_a_model_learns_the_same_split_offloaded_and_going_on_under_another_plan(
     devices: WorkerPool, tmp_path: Path
 ) -> None:
-    expected = devices.run(
-        2, on_device, train, "replicate=2,numerics=bitwise", str(tmp_path / "whole")
+    (((whole, bits, split), (logged, counted), refused),) = devices.run(
+        1, on_device, on_one_device, str(tmp_path / "1")
     )
-    plans = ("replicate=2,numerics=bitwise", "shard=2,numerics=bitwise")
-    assert (
-        devices.run(2, on_device, four_steps_then_four, *plans, str(tmp_path / "halves"))
-        == expected
-    )
-
-
-def test_parameters_that_wait_on_the_cpu_learn_the_same_on_any_number_of_devices(
-    devices: WorkerPool, tmp_path: Path
-) -> None:
-    on_two = devices.run(
-        2, on_device, train, "shard=2,numerics=bitwise,offload=yes", str(tmp_path / "two")
-    )
-    on_three = devices.run(
-        3, on_device, train, "shard=3,numerics=bitwise,offload=yes", str(tmp_path / "three")
-    )
-    assert set(on_two) == set(on_three)
-
-
-def test_a_model_split_over_devices_learns_the_same(devices: WorkerPool, tmp_path: Path) -> None:
-    expected = devices.run(1, on_device, train, "replicate=1", str(tmp_path / "one device"))
-    assert devices.run(1, on_device, train, "split=2", str(tmp_path / "two devices")) == expected
-
-
-def test_torchs_data_parallel_is_refused_where_it_knows_no_such_device(
-    devices: WorkerPool, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        PlanError,
-        match=(
-            r"data_parallel=2 on standin; torch\.nn\.DataParallel works on CUDA and ROCm alone; use"
-            r" replicate=2"
-        ),
-    ):
-        devices.run(1, on_device, train, "data_parallel=2", str(tmp_path / "run"))
-
-
-def peak(run_dir: str) -> tuple[float, int]:
-    ls.train(steps(), run_dir=run_dir)
-    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return (
-        max(row.get("memory_bytes", 0.0) for row in rows),
-        torch.accelerator.max_memory_allocated(),
-    )
-
-
-def test_peak_memory_is_the_devices(devices: WorkerPool, tmp_path: Path) -> None:
-    ((logged, counted),) = devices.run(1, on_device, peak, str(tmp_path / "run"))
-    assert logged == counted > 0
+    assert split == whole
+    assert logged == counted > 0, "the peak of the memory is the device's"
+    assert refused.startswith("data_parallel=2 on standin; ")
+    assert "use replicate=2" in refused
+    offloaded = set()
+    for size in (2, 3):
+        folder = str(tmp_path / f"{size}")
+        for waiting, goes_on in devices.run(size, on_device, on_several_devices, size, folder):
+            assert goes_on == bits, f"{size} devices"
+            offloaded.add(waiting)
+    assert len(offloaded) == 1, "on any number of devices"
 
 
 SCRIPT = """
@@ -129,6 +112,7 @@ def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
     return done.stdout
 
 
+@pytest.mark.command
 def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     found = {
@@ -155,6 +139,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.command
 @pytest.mark.parametrize(
     "launcher",
     [

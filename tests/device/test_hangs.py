@@ -56,7 +56,7 @@ def of_means(output: Any, batch: Any) -> ls.Loss:
 def recipe() -> ls.Recipe:
     """The host reads nothing of a step, not even weights from the other ranks: it goes ahead of its
     device."""
-    return steps(weight=None, loss=of_means)
+    return steps(weight=None, loss=of_means, global_batch=20, steps=8)
 
 
 def run(
@@ -72,19 +72,8 @@ def run(
     environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
     if ahead is not None:
         environment["STAND_IN_HOST_AHEAD"] = ahead
-    line = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "run",
-        "--nproc",
-        "2",
-        "--run-dir",
-        "run",
-        *options,
-        "train.py",
-        how,
-    ]
+    command = ["-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run", *options]
+    line = [sys.executable, *command, "train.py", how]
     return subprocess.run(
         line, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False
     )

@@ -3,9 +3,10 @@ does not log."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +26,7 @@ from lockstep.testing.pool import WorkerPool
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook
 
-PLANS = {
+SAME_BITS = {
     "replicate=1": 1,
     "replicate=2": 2,
     "replicate=3": 3,
@@ -33,8 +34,11 @@ PLANS = {
     "shard=3": 3,
     "replicate=2,shard=2": 4,
 }
-STAGES = {"tensor=2": 2, "split=2": 1, "pipeline=2": 2, "pipeline=2,replicate=2": 4}
-HOST_EXCHANGES = {"pipeline=2": 2, "pipeline=2,replicate=2": 2}
+PLANS = {**SAME_BITS, "tensor=2": 2, "split=2": 1, "pipeline=2": 2, "pipeline=2,replicate=2": 4}
+"""Plan -> its number of processes."""
+SMALL = [plan for plan in PLANS if plan not in ("replicate=3", "shard=3")]
+EXCHANGES = "exchanges between hosts"
+HOST_WAITS = {"pipeline=2": {EXCHANGES: 2}, "pipeline=2,replicate=2": {EXCHANGES: 2}}
 """Collectives between hosts in a step: stages learn of the shapes of microbatches, and of failed
 forwards."""
 
@@ -52,34 +56,35 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+def foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
 def of_outputs(output: torch.Tensor, batch: Any) -> ls.Sum:
     return ls.Sum(((output - batch[2]) ** 2).mean(1).sum())
 
 
 def steps(**changes: Any) -> ls.Recipe:
+    """Five steps of three microbatches, changed as asked."""
     given: dict[str, Any] = {
         "loss": of_outputs,
         "weight": lambda batch: len(batch[1]),
         "inputs": lambda batch: batch[1],
-    }
-    given |= {
         "model": network,
         "optimizer": fused,
-        "global_batch": 20,
-        "steps": 8,
+        "global_batch": 12,
+        "steps": 5,
         "clip_norm": 0.5,
+        "tensor": {"0": "colwise", "3": "rowwise"},
     }
-    return recipe(**{**given, "tensor": {"0": "colwise", "3": "rowwise"}, **changes})
-
-
-EXCHANGES = "exchanges between hosts"
+    return recipe(**{**given, **changes})
 
 
 class Waits(ls.Hook):
-    """Counts what the host waits for in each step, but for the first: there it sets up, and tries
-    the loss."""
+    """Notes the model's device, and counts what the host waits for in each step."""
 
     def __init__(self) -> None:
+        self.device = ""
         self.waits: list[dict[str, int]] = []
         self.exchanges = 0
 
@@ -99,6 +104,9 @@ class Waits(ls.Hook):
 
         return counting
 
+    def on_start(self, run: Any) -> None:
+        self.device = str(next(run.model.parameters()).device)
+
     def before_step(self, run: Any) -> None:
         import standin
 
@@ -108,151 +116,28 @@ class Waits(ls.Hook):
 
 
 def train(plan: str, run_dir: str, **changes: Any) -> tuple[str, str, list[dict[str, int]]]:
-    """Return the fingerprint, the device, and the host's waits in each step between the third and
-    the last."""
-    hook, where = Waits(), []
+    """Return the fingerprint, the device, and the host's waits in the third and the fourth step. In
+    the first it sets up, and tries the loss."""
+    hook = Waits()
     with hook.watching_hosts():
-        result = ls.train(
-            steps(**changes), plan=plan, run_dir=run_dir, hooks=[hook, Where(where)], log_every=100
-        )
-    return result.fingerprint, where[0], hook.waits[3:]
+        result = ls.train(steps(**changes), plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
+    assert len(hook.waits) == 5
+    return result.fingerprint, hook.device, hook.waits[3:]
 
 
-class Where(ls.Hook):
-    def __init__(self, found: list[str]) -> None:
-        self.found = found
-
-    def on_start(self, run: Any) -> None:
-        self.found.append(str(next(run.model.parameters()).device))
+# What is trained under a plan
 
 
-@pytest.fixture(scope="module")
-def expected(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The fingerprint of one process."""
-    ((fingerprint, device, _),) = devices.run(
-        1, on_device, train, "numerics=bitwise", str(tmp_path_factory.mktemp("one") / "run")
-    )
-    assert device == "standin:0"
-    return fingerprint
+def bitwise(plan: str, run_dir: str) -> tuple[str, str, list[dict[str, int]]]:
+    return train(f"{plan},numerics=bitwise", run_dir, global_batch=20)
 
 
-@pytest.mark.parametrize("plan", tiered(PLANS))
-def test_the_bits_are_those_of_one_process_and_the_host_waits_for_nothing(
-    devices: WorkerPool, tmp_path: Path, expected: str, plan: str
-) -> None:
-    everyone = devices.run(
-        PLANS[plan], on_device, train, f"{plan},numerics=bitwise", str(tmp_path / "run")
-    )
-    for rank, (fingerprint, device, waits) in enumerate(everyone):
-        assert (fingerprint, device) == (expected, f"standin:{rank}")
-        assert waits == [{}] * 5
-
-
-class ReadsBeforeItWrites(nn.Module):
-    def __init__(self, *, reads: bool) -> None:
-        super().__init__()
-        self.layer, self.reads, self.fills = nn.Linear(6, 3), reads, []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.fills.append(torch.utils.deterministic.fill_uninitialized_memory)
-        output = self.layer(x)
-        return output + torch.empty_like(output) if self.reads else output
-
-
-def trained_with(plan: str, run_dir: str, reads: bool) -> tuple[list[bool], str]:
-    """Return whether new tensors are filled in each forward and after the run, and the error."""
-    model, error = ReadsBeforeItWrites(reads=reads), ""
-    changes = {
-        "model": lambda: model,
-        "global_batch": 20,
-        "microbatch": 20,
-        "steps": 3,
-        "tensor": None,
+def fast(plan: str, run_dir: str) -> dict[str, list[dict[str, int]]]:
+    """Return the host's waits in each precision."""
+    return {
+        precision: train(plan, f"{run_dir}-{precision}", precision=precision)[2]
+        for precision in ("fp32", "bf16", "fp16")
     }
-    try:
-        train(plan, run_dir, **changes)
-    except LossError as raised:
-        error = str(raised)
-    return [*model.fills, torch.utils.deterministic.fill_uninitialized_memory], error
-
-
-def test_bitwise_fills_new_tensors_in_the_first_step_where_reading_one_is_seen(
-    devices: WorkerPool, tmp_path: Path
-) -> None:
-    ((fills, error),) = devices.run(
-        1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "right"), False
-    )
-    assert (fills[0], fills[-3:], error) == (True, [False, False, True], "")
-    ((_, error),) = devices.run(
-        1, on_device, trained_with, "numerics=bitwise", str(tmp_path / "reads"), True
-    )
-    assert "after step 0: the loss is nan" in error
-
-
-@pytest.mark.parametrize("plan", tiered({**PLANS, **STAGES}))
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_in_fast_numerics_the_host_waits_for_nothing(
-    devices: WorkerPool, tmp_path: Path, plan: str, precision: str
-) -> None:
-    everyone = devices.run(
-        {**PLANS, **STAGES}[plan], on_device, train_in, precision, plan, str(tmp_path / "run")
-    )
-    exchanges = HOST_EXCHANGES.get(plan)
-    for _, _, waits in everyone:
-        assert waits == [{} if exchanges is None else {EXCHANGES: exchanges}] * 5
-
-
-def train_in(precision: str, plan: str, run_dir: str) -> Any:
-    return train(plan, run_dir, precision=precision)
-
-
-class Summed(ls.Hook):
-    """Counts the tensors that the latest step has summed over replicas before its backward has
-    ended, and after it."""
-
-    def __init__(self) -> None:
-        self.during = self.after = 0
-
-    def on_start(self, run: Any) -> None:
-        original = World.sum_each
-
-        def noting(world: World, tensors: Any) -> None:
-            self.after = len(tensors)
-            original(world, tensors)
-
-        World.sum_each = noting  # type: ignore[method-assign]
-
-    def after_backward(self, run: Any, model: nn.Module) -> None:
-        scatters = getattr(run.training.modules[0].reducer, "_scatters", [])
-        self.during = sum(len(scatter.summed) for scatter in scatters)
-
-    def on_end(self, run: Any) -> None:
-        World.sum_each = SUM_EACH  # type: ignore[method-assign]
-
-
-SUM_EACH = World.sum_each
-
-
-def train_summing(plan: str, run_dir: str) -> tuple[float, int, int]:
-    """Return the loss, and what `Summed` has counted. All tensors are as large as those that are
-    summed in place."""
-    hook = Summed()
-    with patch.object(comm_world, "IN_PLACE_BYTES", 1):
-        result = ls.train(steps(), plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
-    return result.loss, hook.during, hook.after
-
-
-@pytest.mark.parametrize(
-    ("plan", "during", "after"), [("replicate=2,shard=2", 6, 0), ("replicate=2,tensor=2", 0, 7)]
-)
-def test_replicas_sum_in_the_last_backward_or_in_place(
-    devices: WorkerPool, tmp_path: Path, plan: str, during: int, after: int
-) -> None:
-    ((alone, _, _),) = devices.run(
-        1, on_device, train_summing, "replicate=1", str(tmp_path / "alone")
-    )
-    for found in devices.run(4, on_device, train_summing, plan, str(tmp_path / "run")):
-        assert found == (pytest.approx(alone, rel=1e-5), during, after)
 
 
 class Overflows(ls.Hook):
@@ -268,53 +153,23 @@ def overflowing(output: torch.Tensor, batch: Any) -> ls.Sum:
     return ls.Sum(300 * ((output - batch[2]) ** 2).mean(1).sum())
 
 
-def train_fp16(plan: str, run_dir: str, is_fused: bool) -> tuple[str, list[int], float]:
-    """Return the fingerprint, the steps that were skipped, and the loss scale that was saved."""
-    hook = Overflows()
-    optimizer = fused if is_fused else foreach
-    given = steps(precision="fp16", loss=overflowing, optimizer=optimizer)
-    result = ls.train(
-        given, plan=plan, run_dir=run_dir, hooks=[hook], log_every=3, saving=ls.Saving(every=4)
-    )
-    return result.fingerprint, hook.skipped, result.loss
-
-
-def foreach(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-
-
-@pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2"])
-def test_a_loss_scale_on_the_device_skips_the_steps_that_one_on_the_host_skips(
-    devices: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    ranks = PLANS[plan]
-    on_the_device = devices.run(ranks, on_device, train_fp16, plan, str(tmp_path / "device"), True)
-    on_the_host = devices.run(ranks, on_device, train_fp16, plan, str(tmp_path / "host"), False)
-    for (_, skipped, loss), (_, expected, expected_loss) in zip(
-        on_the_device, on_the_host, strict=True
-    ):
-        assert skipped == expected != []
-        assert loss == pytest.approx(expected_loss, rel=1e-3)
-
-
-def failing(output: torch.Tensor, batch: Any) -> ls.Sum:
-    raise ValueError("on purpose")
-
-
-def train_failing(run_dir: str) -> str:
-    try:
-        ls.train(steps(loss=failing), plan="pipeline=2", run_dir=run_dir)
-    except Exception as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_failed_forward_of_a_stage_is_raised_on_every_rank(
-    devices: WorkerPool, tmp_path: Path
-) -> None:
-    first, last = devices.run(2, on_device, train_failing, str(tmp_path / "run"))
-    assert last == "on purpose"
-    assert first == "rank 1 of the pipeline failed: ValueError: on purpose"
+def loss_scale(plan: str, run_dir: str) -> list[tuple[list[int], float]]:
+    """Return the steps that were skipped, and the loss, with the scale on the device and on the
+    host."""
+    found = []
+    for optimizer in (fused, foreach):
+        hook = Overflows()
+        given = steps(precision="fp16", loss=overflowing, optimizer=optimizer, steps=8)
+        result = ls.train(
+            given,
+            plan=plan,
+            run_dir=f"{run_dir}-{optimizer.__name__}",
+            hooks=[hook],
+            log_every=3,
+            saving=ls.Saving(every=4),
+        )
+        found.append((hook.skipped, result.loss))
+    return found
 
 
 class Asks(ControlHook):
@@ -331,18 +186,10 @@ class Asks(ControlHook):
             self.agreed.append(run.step)
 
 
-def train_asking(plan: str, run_dir: str) -> list[int]:
+def asking(plan: str, run_dir: str) -> list[int]:
     hook = Asks()
-    ls.train(steps(), plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
+    ls.train(steps(steps=6), plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
     return hook.agreed
-
-
-@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2"])
-def test_ranks_of_an_axis_agree_on_a_request_of_one_a_step_later(
-    devices: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    first, second = devices.run(2, on_device, train_asking, plan, str(tmp_path / "run"))
-    assert first == second == [5]
 
 
 class EvaluationWaits(ls.Hook):
@@ -375,28 +222,15 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().sum())
 
 
-def evaluated(plan: str, run_dir: str) -> tuple[dict[str, float], list[dict[str, int]]]:
+def evaluated(plan: str, run_dir: str) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the metrics, and the host's waits in the second evaluation: a pipeline discovers
+    shapes in the first."""
     hook = EvaluationWaits()
     metrics = {"error": ls.Mean(errors), "difference": ls.Gathered(both, difference)}
-    given = steps(
-        steps=4, evaluation=ls.Evaluation(data=rows(37, seed=6), every=2, metrics=metrics)
-    )
+    evaluation = ls.Evaluation(data=rows(37, seed=6), every=1, metrics=metrics)
+    given = steps(steps=2, evaluation=evaluation)
     result = ls.train(given, plan=plan, run_dir=run_dir, hooks=[hook], log_every=100)
-    return result.metrics, hook.waits
-
-
-@pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2", "pipeline=2"])
-def test_an_evaluation_waits_for_the_device_once(
-    devices: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    """The second one: a pipeline discovers shapes in the first. The last microbatch may be under
-    way when taken."""
-    ranks = {**PLANS, **STAGES}[plan]
-    everyone = devices.run(ranks, on_device, evaluated, plan, str(tmp_path / "run"))
-    for metrics, waits in everyone:
-        assert metrics == everyone[0][0]
-        assert waits[-1].pop("event.synchronize", 0) <= 1
-        assert sum(waits[-1].values()) <= 1, waits[-1]
+    return result.metrics, hook.waits[1]
 
 
 class Puts(nn.Sequential):
@@ -410,53 +244,22 @@ class Puts(nn.Sequential):
         scores = super().forward(rows)
         places, values = torch.zeros(1, dtype=torch.long, device=rows.device), scores.new_ones(1)
         added = scores.new_zeros(3)
-        added = (
-            added.put_(places, values)
-            if self.by == "put_"
-            else added.view(-1).index_copy_(0, places, values)
-        )
-        return scores + added
+        if self.by == "put_":
+            return scores + added.put_(places, values)
+        return scores + added.view(-1).index_copy_(0, places, values)
 
 
-def puts(by: str, plan: str, run_dir: str) -> str:
-    try:
-        return ls.train(
-            steps(model=lambda: Puts(by), tensor=None), plan=plan, run_dir=run_dir
-        ).fingerprint
-    except PlanError as error:
-        return str(error)
-
-
-def test_an_operation_that_does_not_repeat_is_refused_in_the_words_of_the_plan(
-    devices: WorkerPool, tmp_path: Path
-) -> None:
-    found: dict[str, list[str]] = {"put_": [], "index_copy_": []}
-    for ranks in (1, 2):
-        plan = f"replicate={ranks},numerics=bitwise"
-        for by in found:
-            found[by] += devices.run(
-                ranks, on_device, puts, by, plan, str(tmp_path / f"{by}-{ranks}")
-            )
-    assert all(
-        "torch has no implementation of put_" in text and "index_copy_" in text
-        for text in found["put_"]
-    )
-    assert len(set(found["index_copy_"])) == 1
-
-
-def normalized() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def train_normalized(plan: str, run_dir: str) -> list[dict[str, int]]:
-    return train(plan, run_dir, model=normalized, tensor=None)[2]
-
-
-def test_the_host_does_not_wait_for_running_statistics(devices: WorkerPool, tmp_path: Path) -> None:
-    assert (
-        devices.run(2, on_device, train_normalized, "shard=2", str(tmp_path / "run"))
-        == [[{}] * 5] * 2
-    )
+def puts(plan: str, run_dir: str) -> dict[str, str]:
+    """Return the error or the fingerprint with each operation."""
+    found = {}
+    for by in ("put_", "index_copy_"):
+        given = steps(model=lambda by=by: Puts(by), tensor=None, steps=2)
+        try:
+            result = ls.train(given, plan=f"{plan},numerics=bitwise", run_dir=f"{run_dir}-{by}")
+            found[by] = result.fingerprint
+        except PlanError as error:
+            found[by] = str(error)
+    return found
 
 
 class WithSpare(nn.Module):
@@ -471,22 +274,240 @@ class WithSpare(nn.Module):
         return self.body(x)
 
 
-def train_with_spare(plan: str, run_dir: str) -> tuple[str, list[dict[str, int]]]:
+def with_spare(plan: str, run_dir: str) -> tuple[str, list[dict[str, int]]]:
     """Train with one microbatch a step: other ranks have none."""
     given: dict[str, Any] = {"model": WithSpare, "global_batch": 4, "tensor": None}
-    fingerprint, _, _ = train(f"{plan},numerics=bitwise", f"{run_dir}/bitwise", **given)
-    return fingerprint, train(plan, f"{run_dir}/fast", **given)[2]
+    fingerprint, _, _ = train(f"{plan},numerics=bitwise", f"{run_dir}-bitwise", **given)
+    return fingerprint, train(plan, f"{run_dir}-fast", **given)[2]
 
 
-def test_the_host_does_not_wait_to_know_what_other_ranks_have_used(
-    devices: WorkerPool, tmp_path: Path
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def running_statistics(plan: str, run_dir: str) -> list[dict[str, int]]:
+    return train(plan, run_dir, model=normalized, tensor=None)[2]
+
+
+class ReadsBeforeItWrites(nn.Module):
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.layer, self.reads, self.fills = nn.Linear(6, 3), reads, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fills.append(torch.utils.deterministic.fill_uninitialized_memory)
+        output = self.layer(x)
+        return output + torch.empty_like(output) if self.reads else output
+
+
+def fills(plan: str, run_dir: str) -> list[tuple[list[bool], str]]:
+    """Return whether new tensors are filled in each forward and after the run, and the error, of a
+    model that does not read one before it writes it and of one that does."""
+    found = []
+    for reads in (False, True):
+        model, error = ReadsBeforeItWrites(reads=reads), ""
+        try:
+            ls.train(
+                steps(model=lambda m=model: m, microbatch=12, steps=3, tensor=None),
+                plan=f"{plan},numerics=bitwise",
+                run_dir=f"{run_dir}-{reads}",
+                log_every=100,
+            )
+        except LossError as raised:
+            error = str(raised)
+        flags = [*model.fills, torch.utils.deterministic.fill_uninitialized_memory]
+        found.append((flags, error))
+    return found
+
+
+def failing(output: torch.Tensor, batch: Any) -> ls.Sum:
+    raise ValueError("on purpose")
+
+
+def failed_forward(plan: str, run_dir: str) -> str:
+    try:
+        ls.train(steps(loss=failing), plan=plan, run_dir=run_dir)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+DONE: dict[Callable[[str, str], Any], list[str]] = {
+    bitwise: list(SAME_BITS),
+    fast: SMALL,
+    loss_scale: ["replicate=1", "replicate=2", "shard=2"],
+    asking: ["tensor=2", "pipeline=2"],
+    evaluated: ["replicate=1", "replicate=2", "shard=2", "pipeline=2"],
+    with_spare: ["replicate=1", "replicate=2", "shard=2"],
+    running_statistics: ["shard=2"],
+    fills: ["replicate=1"],
+    puts: ["replicate=1", "replicate=2"],
+    failed_forward: ["pipeline=2"],
+}
+"""The trainings, and the plans of each. The ranks of a plan do all of them, in this order."""
+
+Found = Callable[[Callable[[str, str], Any], str], list[Any]]
+
+
+def all_of(plan: str, folder: str) -> dict[str, Any]:
+    """Return what each training returns, or its traceback after FAILED."""
+    found: dict[str, Any] = {}
+    for name in (function.__name__ for function, plans in DONE.items() if plan in plans):
+        try:
+            found[name] = globals()[name](plan, f"{folder}/{name}")
+        except Exception:
+            found[name] = (FAILED, traceback.format_exc())
+    return found
+
+
+FAILED = "the training failed"
+
+
+@pytest.fixture(scope="module")
+def found(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank returns of a training under a plan."""
+
+    @cache
+    def ranks(plan: str) -> list[dict[str, Any]]:
+        return devices.run(
+            PLANS[plan], on_device, all_of, plan, str(tmp_path_factory.mktemp("all"))
+        )
+
+    def of_each_rank(function: Callable[[str, str], Any], plan: str) -> list[Any]:
+        answers = [each[function.__name__] for each in ranks(plan)]
+        for answer in answers:
+            if isinstance(answer, tuple) and answer[0] == FAILED:
+                pytest.fail(f"{function.__name__} under {plan}: {answer[1]}", pytrace=False)
+        return answers
+
+    return of_each_rank
+
+
+def plans_of(function: Callable[[str, str], Any]) -> Any:
+    return pytest.mark.parametrize("plan", tiered({plan: PLANS[plan] for plan in DONE[function]}))
+
+
+@plans_of(bitwise)
+def test_the_bits_are_those_of_one_process_and_the_host_waits_for_nothing(
+    found: Found, plan: str
 ) -> None:
-    ((expected, _),) = devices.run(
-        1, on_device, train_with_spare, "replicate=1", str(tmp_path / "one")
-    )
-    for plan in ("replicate=2", "shard=2"):
-        for fingerprint, waits in devices.run(
-            2, on_device, train_with_spare, plan, str(tmp_path / plan)
+    ((expected, _, _),) = found(bitwise, "replicate=1")
+    assert found(bitwise, plan) == [
+        (expected, f"standin:{rank}", [{}, {}]) for rank in range(PLANS[plan])
+    ]
+
+
+@plans_of(fast)
+def test_in_fast_numerics_the_host_waits_for_nothing(found: Found, plan: str) -> None:
+    waits = [HOST_WAITS.get(plan, {})] * 2
+    for by_precision in found(fast, plan):
+        assert by_precision == dict.fromkeys(("fp32", "bf16", "fp16"), waits)
+
+
+@plans_of(loss_scale)
+def test_a_loss_scale_on_the_device_skips_the_steps_that_one_on_the_host_skips(
+    found: Found, plan: str
+) -> None:
+    for (skipped, loss), (expected, expected_loss) in found(loss_scale, plan):
+        assert skipped == expected != []
+        assert loss == pytest.approx(expected_loss, rel=1e-3)
+
+
+def test_a_failed_forward_of_a_stage_is_raised_on_every_rank(found: Found) -> None:
+    assert found(failed_forward, "pipeline=2") == [
+        "rank 1 of the pipeline failed: ValueError: on purpose",
+        "on purpose",
+    ]
+
+
+@plans_of(asking)
+def test_ranks_of_an_axis_agree_on_a_request_of_one_a_step_later(found: Found, plan: str) -> None:
+    assert found(asking, plan) == [[5], [5]]
+
+
+@plans_of(evaluated)
+def test_an_evaluation_waits_for_the_device_once(found: Found, plan: str) -> None:
+    """The last microbatch may be under way when it is taken."""
+    for metrics, waits in (everyone := found(evaluated, plan)):
+        assert metrics == everyone[0][0]
+        others = {name: count for name, count in waits.items() if name != "event.synchronize"}
+        assert waits.get("event.synchronize", 0) <= 1
+        assert sum(others.values()) <= 1, others
+
+
+def test_an_operation_that_does_not_repeat_is_refused_and_its_remedy_has_the_bits_of_one_process(
+    found: Found,
+) -> None:
+    everyone = found(puts, "replicate=1") + found(puts, "replicate=2")
+    for said in everyone:
+        assert "torch has no implementation of put_" in said["put_"]
+        assert "index_copy_" in said["put_"]
+    assert len({said["index_copy_"] for said in everyone}) == 1
+
+
+def test_bitwise_fills_new_tensors_in_the_first_step_where_reading_one_is_seen(
+    found: Found,
+) -> None:
+    (((flags, none), (_, error)),) = found(fills, "replicate=1")
+    assert (flags[0], flags[-3:], none) == (True, [False, False, True], "")
+    assert "after step 0: the loss is nan" in error
+
+
+def test_the_host_does_not_wait_for_running_statistics(found: Found) -> None:
+    assert found(running_statistics, "shard=2") == [[{}, {}]] * 2
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_the_host_does_not_wait_to_know_what_other_ranks_have_used(found: Found, plan: str) -> None:
+    ((expected, _),) = found(with_spare, "replicate=1")
+    assert found(with_spare, plan) == [(expected, [{EXCHANGES: 1}] * 2)] * 2
+
+
+# Sums over replicas
+
+
+class Summed(ls.Hook):
+    """Counts the tensors that the latest step has summed over replicas before its backward has
+    ended, and after it."""
+
+    def __init__(self) -> None:
+        self.during = self.after = 0
+
+    def sum_each(self, world: World, tensors: Any) -> None:
+        self.after = len(tensors)
+        SUM_EACH(world, tensors)
+
+    def after_backward(self, run: Any, model: nn.Module) -> None:
+        scatters = getattr(run.training.modules[0].reducer, "_scatters", [])
+        self.during = sum(len(scatter.summed) for scatter in scatters)
+
+
+SUM_EACH = World.sum_each
+
+
+def summing(plans: list[str], folder: str) -> list[tuple[float, int, int]]:
+    """Return the loss under each plan, and what `Summed` has counted. All tensors are as large as
+    tensors that are summed in place."""
+    found = []
+    for plan in plans:
+        hook = Summed()
+        with (
+            patch.object(comm_world, "IN_PLACE_BYTES", 1),
+            patch.object(World, "sum_each", lambda *given, hook=hook: hook.sum_each(*given)),
         ):
-            assert fingerprint == expected
-            assert waits == [{EXCHANGES: 1}] * 5
+            result = ls.train(
+                steps(steps=3), plan=plan, run_dir=f"{folder}/{plan}", hooks=[hook], log_every=100
+            )
+        found.append((result.loss, hook.during, hook.after))
+    return found
+
+
+def test_replicas_sum_in_the_last_backward_or_in_place(
+    devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = str(tmp_path_factory.mktemp("summing"))
+    (((alone, _, _),),) = devices.run(1, on_device, summing, ["replicate=1"], folder)
+    plans = ["replicate=2,shard=2", "replicate=2,tensor=2"]
+    for found in devices.run(4, on_device, summing, plans, folder):
+        loss = pytest.approx(alone, rel=1e-5)
+        assert found == [(loss, 6, 0), (loss, 0, 7)]

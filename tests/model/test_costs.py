@@ -235,11 +235,9 @@ def test_a_rank_sends_and_holds_what_the_pages_say(
         assert sent <= cost.sent <= 1.02 * sent + EXTRA_BYTES, (
             f"rank {rank} sent {cost.sent / sent:.3f} of the formula"
         )
-        assert (cost.parameters, cost.gradients, cost.optimizer) == (
-            held,
-            held,
-            2 * held,
-        ), f"rank {rank}"
+        assert (cost.parameters, cost.gradients, cost.optimizer) == (held, held, 2 * held), (
+            f"rank {rank}"
+        )
         if "shard=" in plan and "sharding=gradients" not in plan:
             assert cost.weights == 0, f"rank {rank}"
         if case.activations is not None:

@@ -41,8 +41,7 @@ def test_layers_are_placed_in_runs_and_no_other_runs_need_less_memory(
     names = [str(place) for place in range(len(nbytes))]
     if len(names) < devices:
         with pytest.raises(
-            RecipeError,
-            match=f"^split={devices} and a model of {len(names)} layers ",
+            RecipeError, match=f"^split={devices} and a model of {len(names)} layers "
         ):
             device_indices(names, nbytes, rest, devices)
         return
