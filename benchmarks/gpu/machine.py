@@ -142,7 +142,7 @@ def rates() -> None:
 
 def copies() -> None:
     """What a checkpoint's copy into shared memory could cost."""
-    from lockstep.checkpoint.shared_file import SharedFile
+    from lockstep.checkpoint.writer import SharedFile
 
     size = 1 << 30
     source = torch.ones(size, dtype=torch.uint8, device="cuda")

@@ -14,8 +14,8 @@ import torch
 from checkpoint.states import ATTEMPT, here, laid_out, values
 from torch import Tensor
 
-from lockstep.checkpoint.images.reader import Images, open_images
-from lockstep.checkpoint.images.writer import ImageWriter
+from lockstep.checkpoint.image_writer import ImageWriter
+from lockstep.checkpoint.images import Images, open_images
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool

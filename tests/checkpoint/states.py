@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep.checkpoint.images.reader import open_images
+from lockstep.checkpoint.images import open_images
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError
 from lockstep.checkpoint.object_store import open_storage

@@ -15,8 +15,8 @@ from checkpoint.given_images import STEPS, give_away, listening, on_hosts, read,
 from checkpoint.states import ATTEMPT, loaded, numbered
 from hypothesis import given, strategies as st
 
-from lockstep.checkpoint.images import slots
-from lockstep.checkpoint.images.writer import ImageWriter, buddy_of_each
+from lockstep.checkpoint import images as slots
+from lockstep.checkpoint.image_writer import ImageWriter, buddy_of_each
 from lockstep.testing.pool import WorkerFailed, WorkerPool
 
 

@@ -21,9 +21,15 @@ import torch
 from checkpoint.states import ATTEMPT, save, values
 from torch import Tensor
 
-from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError, FileEntry, Manifest, hash_blocks
+from lockstep.checkpoint.manifest import (
+    BLOCK_BYTES,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    check,
+    hash_blocks,
+)
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
 from lockstep.checkpoint.tensor_shards import TensorShard

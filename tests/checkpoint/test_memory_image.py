@@ -19,9 +19,9 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
-from lockstep.checkpoint.images import slots
-from lockstep.checkpoint.images.reader import open_images
-from lockstep.checkpoint.images.writer import ImageWriter, image_interval
+from lockstep.checkpoint import images as slots
+from lockstep.checkpoint.image_writer import ImageWriter, image_interval
+from lockstep.checkpoint.images import open_images
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
@@ -172,8 +172,9 @@ def _write_for_ever(writer: ImageWriter, state: dict[str, Tensor], step: int) ->
 
 def _steps_of(writer: ImageWriter) -> list[int]:
     """The step of each slot: a forked process wrote it, of which this one knows nothing."""
-    parts = [slots._part(writer.descriptors[0], number * slots.SLOT_BYTES) for number in range(2)]
-    return [-1 if part is None else part.header.name.step for part in parts]
+    starts = (0, slots.SLOT_BYTES)
+    data = [os.pread(writer.descriptors[0], slots.HEADER_BYTES, start) for start in starts]
+    return [-1 if header is None else header.name.step for header in map(slots.Header.read, data)]
 
 
 def written(turned: bool) -> list[Any]:

@@ -21,9 +21,15 @@ from checkpoint.servers import Line, environment, s3
 
 from lockstep.base.errors import RunDirectoryError
 from lockstep.checkpoint import object_store
-from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import BLOCK_BYTES, DamagedError, FileEntry, Manifest, hash_blocks
+from lockstep.checkpoint.manifest import (
+    BLOCK_BYTES,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    check,
+    hash_blocks,
+)
 from lockstep.checkpoint.object_store import PART_BYTES, ObjectStorage, open_storage
 from lockstep.checkpoint.saver import SaveResult
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage

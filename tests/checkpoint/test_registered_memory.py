@@ -7,8 +7,8 @@ import torch
 
 from lockstep.base import accelerator
 from lockstep.checkpoint import saver
-from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.tensor_shards import FileLayout
+from lockstep.checkpoint.writer import SharedFile
 
 
 class Event:

@@ -156,8 +156,12 @@ class Fuzz:
     def resume(self) -> None:
         """What a run reads and writes in its directory before its first step."""
         from lockstep.base.events import Event, EventLog
-        from lockstep.checkpoint.integrity import read_manifest
-        from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+        from lockstep.checkpoint.manifest import (
+            DamagedError,
+            UnknownFormatError,
+            UnreachableError,
+            read_manifest,
+        )
         from lockstep.checkpoint.storage import FolderStorage
         from lockstep.logging.metrics import MetricsLog
         from lockstep.logging.run_directory import RunDirectory

@@ -21,8 +21,7 @@ from hostile.fuzz import Fuzz
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lockstep.base.errors import CheckpointError, LaunchError, RunDirectoryError, UserError
-from lockstep.checkpoint.integrity import check
-from lockstep.checkpoint.manifest import DamagedError, Manifest
+from lockstep.checkpoint.manifest import DamagedError, Manifest, check
 from lockstep.checkpoint.saved_model import read_safetensors
 from lockstep.checkpoint.storage import FolderStorage
 from lockstep.cli.arguments.target import Target

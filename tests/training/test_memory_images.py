@@ -15,8 +15,8 @@ import torch
 from training.kept import of_all, recipe
 
 import lockstep as ls
-from lockstep.checkpoint.images.reader import open_images
-from lockstep.checkpoint.images.writer import ImageWriter
+from lockstep.checkpoint.image_writer import ImageWriter
+from lockstep.checkpoint.images import open_images
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.state import restore, state_of

@@ -61,7 +61,11 @@ def emergency_save(
             raise StateChangedError(
                 f"the device went on from step {name.step} while its state was copied"
             )
-        _write(folder, name, _file(part), layout, content, values)
+        data = content.numpy().data
+        folder.write(name, _file(part), split_blocks(data))
+        mine = FileEntry(hash_blocks(data), layout.starts)
+        text = json.dumps([mine.to_json(), values])
+        folder.write(name, note(_file(part)), [text.encode()])
         notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
         # two ranks that finish at once both see all notes
         if None not in notes and folder.claim(name, _COMMIT):
@@ -80,30 +84,9 @@ def _copy(tensors: Mapping[str, Tensor]) -> tuple[FileLayout, Tensor]:
     content[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
     for shard in layout.starts:
         start, stop = layout.span(shard)
-        part = (
-            to_local(tensors[shard.name])
-            .detach()
-            .to("cpu")
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-        )
-        content[start:stop] = part.reshape(-1).view(torch.uint8)
+        part = to_local(tensors[shard.name]).detach().to("cpu").resolve_conj().resolve_neg()
+        content[start:stop] = part.contiguous().reshape(-1).view(torch.uint8)
     return layout, content
-
-
-def _write(
-    folder: Storage,
-    name: CheckpointName,
-    file: str,
-    layout: FileLayout,
-    content: Tensor,
-    values: JsonObject,
-) -> None:
-    data = content.numpy().data
-    folder.write(name, file, split_blocks(data))
-    mine = FileEntry(hash_blocks(data), layout.starts)
-    folder.write(name, note(file), [json.dumps([mine.to_json(), values]).encode()])
 
 
 def _commit(folder: Storage, name: CheckpointName, notes: list[Any], metadata: JsonObject) -> None:
@@ -113,9 +96,8 @@ def _commit(folder: Storage, name: CheckpointName, notes: list[Any], metadata: J
         folder.remove(name, f"{_file(part)}.claim")
     folder.remove(name, f"{_COMMIT}.claim")
     values = merge_objects([values for _, values in notes])
-    folder.commit(
-        name, Manifest(step=name.step, files=files, values=values, metadata=metadata).encode()
-    )
+    manifest = Manifest(step=name.step, files=files, values=values, metadata=metadata)
+    folder.commit(name, manifest.encode())
 
 
 def _read(text: bytes | None) -> Any:

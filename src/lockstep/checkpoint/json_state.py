@@ -25,8 +25,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REME
     """Convert `value` to JSON. Its tensors are added to `tensors` by path, as in
     `average/fc.weight`.
 
-    Raises `CheckpointError`, with path, type and `remedy`, unless it holds JSON's types, tuples,
-    tensors, and NumPy numbers and arrays alone.
+    Raises `CheckpointError`, with path, type and `remedy`, for anything but JSON's types, tuples,
+    tensors, and NumPy numbers and arrays.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -36,32 +36,22 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REME
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
             raise _cannot(name, f"a numpy array of {array.dtype}", remedy)
-        return {
-            _TAG: "numpy",
-            "value": encode(torch.from_numpy(array.copy()), name, tensors, remedy),
-            "scalar": isinstance(value, np.generic),
-        }
+        encoded = encode(torch.from_numpy(array.copy()), name, tensors, remedy)
+        return {_TAG: "numpy", "value": encoded, "scalar": isinstance(value, np.generic)}
     if isinstance(value, Tensor):
         return _named(value, name, tensors, remedy)
     if isinstance(value, list | tuple):
-        items = [
-            encode(item, f"{name}/{place}", tensors, remedy) for place, item in enumerate(value)
-        ]
+        items = [encode(item, f"{name}/{at}", tensors, remedy) for at, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "value": items}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and _TAG not in value:
-            return {
-                key: encode(item, f"{name}/{key}", tensors, remedy) for key, item in value.items()
-            }
         for key in value:
             if not isinstance(key, str | int | float | bool | None):
                 raise _cannot(name, f"a dict with a key {key!r} (a {type(key).__name__})", remedy)
-        return {
-            _TAG: "dict",
-            "value": [
-                [key, encode(item, f"{name}/{key}", tensors, remedy)] for key, item in value.items()
-            ],
-        }
+        pairs = [
+            [key, encode(item, f"{name}/{key}", tensors, remedy)] for key, item in value.items()
+        ]
+        is_json = all(isinstance(key, str) for key in value) and _TAG not in value
+        return dict(pairs) if is_json else {_TAG: "dict", "value": pairs}
     raise _cannot(name, f"a {type(value).__qualname__}", remedy)
 
 
@@ -96,18 +86,10 @@ def tensors_in(encoded: Any) -> list[str]:
 
 
 def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -> Any:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if (
-        tensor.layout != torch.strided
-        or tensor.is_meta
-        or tensor.is_quantized
-        or dtype not in DTYPES
-    ):
-        raise _cannot(
-            name,
-            f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}",
-            remedy,
-        )
+    is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    if not is_dense or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        what = f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}"
+        raise _cannot(name, what, remedy)
     while name in tensors:  # {"a": {"b": ...}, "a/b": ...}, or {1: ..., "1": ...}
         name += "'"
     tensors[name] = tensor.detach()

@@ -17,11 +17,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.integrity import read_block, read_manifest
 from lockstep.checkpoint.manifest import (
     BLOCK_BYTES,
     BlockHashes,
     UnreadableError,
+    read_block,
+    read_manifest,
 )
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
@@ -52,14 +53,10 @@ class _Span:
         self._data = self.own
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
-        """Return the range [first, last) of the shard's elements that holds the copy's."""
-        first = sum(
-            side.start * stride for side, stride in zip(copy.source, self._strides, strict=True)
-        )
-        return first, first + 1 + sum(
-            (side.stop - side.start - 1) * stride
-            for side, stride in zip(copy.source, self._strides, strict=True)
-        )
+        """Return the range [first, last) of the shard's elements that holds the copied ones."""
+        sides = list(zip(copy.source, self._strides, strict=True))
+        first = sum(side.start * stride for side, stride in sides)
+        return first, 1 + sum((side.stop - 1) * stride for side, stride in sides)
 
     def _in_place(self, elements: int) -> Tensor | None:
         """Return the target's memory as bytes if the span can be read into it; else None."""
@@ -69,16 +66,12 @@ class _Span:
             and part.is_contiguous()
             and part.numel() == elements
             and part.dtype == self._dtype
+            and not part.is_conj()
+            and not part.is_neg()
+            and part.device.type == "cpu"
+            and part.nbytes >= SMALL_BYTES
         )
-        if (
-            not fits
-            or part.is_conj()
-            or part.is_neg()
-            or part.device.type != "cpu"
-            or part.nbytes < SMALL_BYTES
-        ):
-            return None
-        return part.view(-1).view(torch.uint8)
+        return part.view(-1).view(torch.uint8) if fits else None
 
     @property
     def data(self) -> Tensor:
@@ -93,9 +86,8 @@ class _Span:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
                 lengths = [side.stop - side.start for side in copy.source]
-                source = torch.as_strided(
-                    values, lengths, self._strides, self._ends(copy)[0] - self._first
-                )
+                at = self._ends(copy)[0] - self._first
+                source = torch.as_strided(values, lengths, self._strides, at)
                 fill(self._target[copy.target], source)
         self._data = None
 
@@ -115,11 +107,12 @@ class CheckpointReader:
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)
-        self._locations: dict[TensorShard, tuple[str, int]] = {}
+        self._locations = {
+            shard: (file, start)
+            for file, entry in self.manifest.files.items()
+            for shard, start in entry.shards.items()
+        }
         """Shard -> its file and its first byte there."""
-        for file, entry in self.manifest.files.items():
-            for shard, start in entry.shards.items():
-                self._locations[shard] = file, start
         self._spare: list[bytearray] = []
         """Buffers of one block each."""
 
@@ -152,27 +145,23 @@ class CheckpointReader:
             spans[file].append(_Span(shard, at, several, state))
         for file, here in spans.items():
             hashes = self.manifest.files[file].hashes
-            found: dict[int, _Block] = {}
+            blocks: dict[int, _Block] = {}
             for span in sorted(here, key=lambda span: span.start):
                 for number in hashes.covering(span.start, span.stop):
-                    found.setdefault(number, _Block(file, hashes, number, [])).spans.append(span)
-            yield from found.values()
+                    blocks.setdefault(number, _Block(file, hashes, number, [])).spans.append(span)
+            yield from blocks.values()
 
     def _rest(
         self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World
     ) -> Iterator[_Block]:
         """Yield this rank's share of the blocks that no rank needed, to be verified."""
         for file, entry in self.manifest.files.items():
-            done = {
-                block
-                for ranges in everyone
-                for start, stop in ranges[file]
-                for block in range(start, stop)
-            }
+            done: set[int] = set()
+            for ranges in everyone:
+                done.update(*(range(*ends) for ends in ranges[file]))
             rest = [block for block in range(len(entry.hashes.blocks)) if block not in done]
-            yield from (
-                _Block(file, entry.hashes, number, []) for number in rest[world.rank :: world.size]
-            )
+            for number in rest[world.rank :: world.size]:
+                yield _Block(file, entry.hashes, number, [])
 
     def _read_all(self, blocks: Iterable[_Block]) -> None:
         """Read and verify blocks, several at a time."""
@@ -189,9 +178,8 @@ class CheckpointReader:
             for block in blocks:
                 if len(ahead) == 2 * self._folder.readers:
                     finish()
-                ahead.append(
-                    (block, threads.submit(self._read, block, [span.data for span in block.spans]))
-                )
+                data = [span.data for span in block.spans]
+                ahead.append((block, threads.submit(self._read, block, data)))
             while ahead:
                 finish()
 
@@ -214,14 +202,8 @@ class CheckpointReader:
                 parts += [other[at - start : first - start], part.numpy().data]
                 at = last
         parts.append(other[at - start :])
-        read_block(
-            self._folder,
-            self._name,
-            block.file,
-            block.hashes,
-            block.number,
-            [part for part in parts if part],
-        )
+        parts = [part for part in parts if part]
+        read_block(self._folder, self._name, block.file, block.hashes, block.number, parts)
         for part, source in through:
             part.copy_(source)
         self._spare.append(spare)
@@ -231,11 +213,11 @@ def copies_by_shard(
     state: Mapping[str, Tensor], saved: Sequence[TensorShard]
 ) -> dict[TensorShard, list[ShardCopy]]:
     """Return the copies that fill this rank's tensors, by saved shard; none for an empty shard."""
-    found: dict[TensorShard, list[ShardCopy]] = {}
+    copies: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):
-            found.setdefault(copy.shard, []).append(copy)
-    return found
+            copies.setdefault(copy.shard, []).append(copy)
+    return copies
 
 
 def fill(target: Tensor, source: Tensor) -> None:
@@ -251,22 +233,20 @@ def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
     """Return the result of `read`. Every rank calls it, and raises what it raised on any rank."""
     failure: tuple[str, str] | None = None
     try:
-        found = read()
+        result = read()
     except UnreadableError as error:
         failure = type(error).__name__, str(error)
-    failures = [each for each in world.gather_values(failure) if each is not None]
-    if failures:
-        kind, text = failures[0]
+    for kind, text in filter(None, world.gather_values(failure)):
         raise {each.__name__: each for each in UnreadableError.__subclasses__()}[kind](text)
-    return found
+    return result
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
     """Join ascending numbers into ranges [start, stop)."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][1] == number:
-            found[-1][1] += 1
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
         else:
-            found.append([number, number + 1])
-    return found
+            ranges.append([number, number + 1])
+    return ranges

@@ -1,14 +1,17 @@
-"""The manifest of a checkpoint: hashes of its files' blocks, positions of shards, and all other
-state. Needs no torch.
+"""The manifest of a checkpoint (hashes of its files' blocks, positions of shards, all other state),
+and reads that are verified with it. Needs no torch.
 
 Blocks let a part of a file be read and checked alone (law 6).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ from blake3 import blake3
 
 from lockstep.base.errors import LockstepError
 from lockstep.base.foreign_files import NUMBER, check_kinds
+from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import TensorShard, check_cover, whole_number
 
 JsonObject = Mapping[str, Any]
@@ -25,11 +29,26 @@ HASH_BYTES = 16
 """A prefix of BLAKE3's 32."""
 MOST_BYTES = 1 << 30
 """Largest manifest that is read."""
+_HEAD_BYTES = 1 << 20
+"""Bytes of a manifest that are read first; of a file that is no manifest, no more are read."""
+DAMAGE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EIO,
+    errno.EINVAL,
+    errno.EFBIG,
+)
+"""Error numbers of a file that is missing, damaged, or not a run's."""
 _METADATA = {
     "recipe": dict, "plan": str, "world_size": int, "saved": str, "score": {"metric": str,
     "mode": str, "value": NUMBER},
     "optimizers": list, "code": dict, "versions": {"python": str},
 }  # fmt: skip
+_NOT_AS_WRITTEN = (
+    *(ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError),
+)
 _FILE_NAME = re.compile(r"(?:rank|part)-\d{1,9}\.safetensors")
 _HASH = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _HEAD = re.compile(rb'\{"format":(\d{1,9}),"blake3":"([0-9a-f]{32})","content":')
@@ -109,14 +128,12 @@ class FileEntry:
         if len(shards) != len(entry["shards"]):
             raise ValueError("a file has a shard twice")
         at = 0
-        for start, stop, name in sorted(
-            (start, start + shard.bytes, shard.name) for shard, start in shards.items()
-        ):
-            if start < at or stop > size:
+        for shard, start in sorted(shards.items(), key=lambda pair: (pair[1], pair[0].bytes)):
+            if start < at or start + shard.bytes > size:
                 raise ValueError(
-                    f"a shard of {name!r} overlaps another, or reaches beyond its file"
+                    f"a shard of {shard.name!r} overlaps another, or reaches beyond its file"
                 )
-            at = stop
+            at = start + shard.bytes
         return cls(BlockHashes(size, blocks), shards)
 
 
@@ -131,10 +148,8 @@ class Manifest:
 
     def encode(self) -> bytes:
         files = {name: file.to_json() for name, file in self.files.items()}
-        content = json.dumps(
-            {"step": self.step, "metadata": self.metadata, "values": self.values, "files": files},
-            separators=(",", ":"),
-        )
+        head = {"step": self.step, "metadata": self.metadata, "values": self.values}
+        content = json.dumps({**head, "files": files}, separators=(",", ":"))
         digest = _hash(FORMAT, content.encode())
         return f'{{"format":{FORMAT},"blake3":"{digest}","content":{content}}}\n'.encode()
 
@@ -167,38 +182,121 @@ class Manifest:
             score = metadata.get("score")
             if score is not None and (
                 score.get("mode") not in ("min", "max")
-                or score.get("metric") is None
-                or score.get("value") is None
+                or None in (score.get("metric"), score.get("value"))
             ):
                 raise ValueError(f"its score is {score}")
-            return cls(
-                step=whole_number(content["step"]), files=files, values=values, metadata=metadata
-            )
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+            step = whole_number(content["step"])
+            return cls(step=step, files=files, values=values, metadata=metadata)
+        except _NOT_AS_WRITTEN as error:
             raise DamagedError(f"the manifest cannot be parsed: {error}") from error
-
-
-def begins_as_manifest(data: bytes) -> bool:
-    """True if `data` begins as a manifest of any format."""
-    return _HEAD.match(data) is not None
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
     """Merge JSON objects recursively. Of other values the first rank's counts."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
-            both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-            found[key] = merge_objects([found[key], value]) if both else found.get(key, value)
-    return found
+            both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+            merged[key] = merge_objects([merged[key], value]) if both else merged.get(key, value)
+    return merged
 
 
 def _hash(known: int, content: bytes | memoryview) -> str:
     return hash_bytes([f"{known}:".encode(), content])
+
+
+def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
+    """Read and verify the manifest. Raises `UnreadableError`."""
+    with _storage_errors(MANIFEST):
+        data = folder.read(name, MANIFEST, 0, _HEAD_BYTES)
+        if len(data) == _HEAD_BYTES and _HEAD.match(data):
+            data += folder.read(name, MANIFEST, _HEAD_BYTES, MOST_BYTES)
+    manifest = Manifest.decode(data)
+    if manifest.step != name.step:
+        raise DamagedError(f"the manifest is that of step {manifest.step}")
+    return manifest
+
+
+def read_block(
+    folder: Storage,
+    name: CheckpointName,
+    file: str,
+    hashes: BlockHashes,
+    block: int,
+    parts: Sequence[memoryview],
+) -> None:
+    """Read a block into `parts`, of its size, and check its hash. Raises `DamagedError`,
+    `UnreachableError`."""
+    start, stop = hashes.span(block)
+    length = 0
+
+    def read() -> Iterator[memoryview]:
+        nonlocal length
+        for part in folder.read_into(name, file, start, parts):
+            length += len(part)
+            yield part
+
+    with _storage_errors(file):
+        digest = hash_bytes(read())  # hash what was just read, while it is in the processor's cache
+    if length < stop - start:
+        raise DamagedError(_too_short(file, start + length, hashes))
+    if digest != hashes.blocks[block]:
+        raise DamagedError(f"{file} has other bytes than were written between {start} and {stop}")
+
+
+def check(folder: Storage, name: CheckpointName) -> list[str]:
+    """Read every byte, and describe each damage. Raises `UnknownFormatError`,
+    `UnreachableError`."""
+    try:
+        manifest = read_manifest(folder, name)
+    except DamagedError as error:
+        return [str(error)]
+    hashes_of = {file: entry.hashes for file, entry in manifest.files.items()}
+    largest = max((min(hashes.size_bytes, BLOCK_BYTES) for hashes in hashes_of.values()), default=0)
+    spare = [bytearray(largest) for _ in range(folder.readers)]
+
+    def wrong_length(file: str) -> str | None:
+        hashes = hashes_of[file]
+        try:
+            with _storage_errors(file):
+                size = folder.size(name, file)
+        except DamagedError as error:
+            return str(error)
+        if size > hashes.size_bytes:
+            return f"{file} goes on behind its end: it has {size} bytes for {hashes.size_bytes}"
+        return _too_short(file, size, hashes) if size < hashes.size_bytes else None
+
+    def wrong_block(at: tuple[str, int]) -> str | None:
+        file, block = at
+        start, stop = hashes_of[file].span(block)
+        buffer = spare.pop()
+        try:
+            parts = [memoryview(buffer)[: stop - start]]
+            read_block(folder, name, file, hashes_of[file], block, parts)
+        except DamagedError as error:
+            return str(error)
+        finally:
+            spare.append(buffer)
+        return None
+
+    with ThreadPoolExecutor(folder.readers) as threads:
+        lengths = list(threads.map(wrong_length, hashes_of))
+        whole = [file for file, wrong in zip(hashes_of, lengths, strict=True) if wrong is None]
+        blocks = [(file, block) for file in whole for block in range(len(hashes_of[file].blocks))]
+        damages = [*lengths, *threads.map(wrong_block, blocks)]
+    return [text for text in damages if text is not None]
+
+
+def _too_short(file: str, size: int, hashes: BlockHashes) -> str:
+    return f"{file} ends too early: it has {size} of {hashes.size_bytes} bytes"
+
+
+@contextmanager
+def _storage_errors(file: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise DamagedError(f"{file} is missing") from error
+        text = f"{file} cannot be read: {error.strerror or error}"
+        raise (DamagedError if error.errno in DAMAGE else UnreachableError)(text) from error

@@ -83,12 +83,11 @@ class ObjectStorage:
                 " s3://bucket/run"
             ) from error
         except ImportError as error:
-            hint = (
-                known_implementations[protocol]["err"]
-                if protocol in known_implementations
-                else str(error)
+            remedy = (
+                f"pip install {PACKAGES[protocol]}"
+                if protocol in PACKAGES
+                else known_implementations.get(protocol, {}).get("err", str(error))
             )
-            remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else hint
             raise RunDirectoryError(
                 f"{url}: the driver of {protocol}:// is not installed; {remedy}"
             ) from error
@@ -96,9 +95,9 @@ class ObjectStorage:
         try:
             self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
         except Exception as error:  # drivers pass on any exception of their libraries
-            reason = f"{protocol}:// cannot hold checkpoints ({type(error).__name__}: {error})"
             raise RunDirectoryError(
-                f"{url}: {reason}; give a path, or a URL like s3://bucket/run"
+                f"{url}: {protocol}:// cannot hold checkpoints ({type(error).__name__}: {error});"
+                " give a path, or a URL like s3://bucket/run"
             ) from error
         self._makes_folders = protocol not in WITHOUT_FOLDERS
 
@@ -160,10 +159,9 @@ class ObjectStorage:
     def read(
         self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
     ) -> bytes:
-        found: bytes = self._ask(
-            self._fs.cat_file, self._at(name, file), start=start or None, end=stop
-        )
-        return found
+        path = self._at(name, file)
+        data: bytes = self._ask(self._fs.cat_file, path, start=start or None, end=stop)
+        return data
 
     def read_into(
         self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]
@@ -195,11 +193,8 @@ class ObjectStorage:
             entries = self._ask(self._fs.ls, self.url, detail=False)
         except FileNotFoundError:
             return []
-        return sorted(
-            name
-            for entry in entries
-            if (name := CheckpointName.parse(entry.rstrip("/").rpartition("/")[2])) is not None
-        )
+        lasts = (entry.rstrip("/").rpartition("/")[2] for entry in entries)
+        return sorted(filter(None, map(CheckpointName.parse, lasts)))
 
     def _is_complete(self, name: CheckpointName) -> bool:
         """True if there is a manifest. The driver's `exists` hides failures."""

@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,38 +89,30 @@ def _in_folder(folder: Path) -> TensorFiles:
 def _checkpoint(folder: str, name: CheckpointName) -> TensorFiles:
     """Open a checkpoint's first model. Every byte read is verified."""
 
-    def of_user(error: Exception) -> RecipeError:
-        return RecipeError(
-            f"weights: checkpoint {name} in {folder} cannot be read ({error}); name another one"
-        )
-
-    try:
-        model = StoredCheckpoint(open_storage(folder), name).model(0)
-    except (UnreadableError, OSError) as error:
-        raise of_user(error) from error
+    @contextmanager
+    def reading() -> Iterator[None]:
+        try:
+            yield
+        except (UnreadableError, OSError) as error:
+            raise RecipeError(
+                f"weights: checkpoint {name} in {folder} cannot be read ({error}); name another one"
+            ) from error
 
     def read(key: str, box: Box) -> Tensor:
-        try:
+        with reading():
             return as_tensor(model, key)[box]
-        except UnreadableError as error:
-            raise of_user(error) from error
 
+    with reading():
+        model = StoredCheckpoint(open_storage(folder), name).model(0)
     return TensorFiles(model.specs, read, lambda: None)
 
 
 def as_tensor(model: StateDictReader, name: str) -> Tensor:
     """Read a tensor of a saved model. Raises `UnreadableError`."""
-    dtype, shape = model.specs[name]
-    data = model.read(name)
-    return (
-        (
-            torch.frombuffer(data, dtype=torch.uint8)
-            if len(data)
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        .view(torch_dtype(dtype))
-        .view(shape)
-    )
+    (dtype, shape), data = model.specs[name], model.read(name)
+    if not len(data):
+        return torch.empty(shape, dtype=torch_dtype(dtype))
+    return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(dtype)).view(shape)
 
 
 def _indexed(index: Path) -> TensorFiles:
@@ -128,11 +120,10 @@ def _indexed(index: Path) -> TensorFiles:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         parts: dict[Path, list[str]] = {}
         for name, file in files.items():
-            if os.path.basename(file) != file or (
-                (index.parent / file).exists() and not (index.parent / file).is_file()
-            ):
+            path = index.parent / file
+            if os.path.basename(file) != file or (path.exists() and not path.is_file()):
                 raise ValueError(f"it names {file!r}, which is no file beside it")
-            parts.setdefault(index.parent / file, []).append(name)
+            parts.setdefault(path, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
             f"weights {str(index)!r} cannot be read as an index of safetensors files"
@@ -151,10 +142,8 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 for name in opened.keys() if names is None else names:
                     part = opened.get_slice(name)
-                    specs[name] = (
-                        _OURS.get(part.get_dtype(), part.get_dtype()),
-                        tuple(part.get_shape()),
-                    )
+                    dtype = part.get_dtype()
+                    specs[name] = _OURS.get(dtype, dtype), tuple(part.get_shape())
                     slices[name] = path, part
             except (OSError, SafetensorError) as error:
                 raise RecipeError(
@@ -181,10 +170,10 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
 def _pickled(path: Path) -> TensorFiles:
     """Open a torch.save file, memory-mapped."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many types for a foreign file
         raise _cannot_load(path, error) from error
-    tensors = dict(_flat(found, "", path))
+    tensors = dict(_flat(content, "", path))
     specs = {
         name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -197,23 +186,22 @@ def _flat(value: Any, name: str, path: Path) -> Iterator[tuple[str, Tensor]]:
     holds = f"weights {str(path)!r} holds"
     if isinstance(value, Tensor):
         if not name or value.layout != torch.strided or value.is_quantized or value.is_meta:
-            what = f"a tensor of layout {value.layout}, type {value.dtype}"
             raise RecipeError(
-                f"{holds} {what} as {name!r}; weights are dense tensors with names; convert it and"
-                " save again"
+                f"{holds} a tensor of layout {value.layout}, type {value.dtype} as {name!r};"
+                " weights are dense tensors with names; convert it and save again"
             )
         yield name, value.detach()
     elif isinstance(value, Mapping | list | tuple):
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            for each, tensor in _flat(part, f"{name}.{key}" if name else str(key), path):
-                if each in found:
+            for full_name, tensor in _flat(part, f"{name}.{key}" if name else str(key), path):
+                if full_name in tensors:
                     raise RecipeError(
-                        f"{holds} two tensors as {each!r}; names must be unique; rename one and"
-                        " save the file again"
+                        f"{holds} two tensors as {full_name!r}; names must be unique; rename one"
+                        " and save the file again"
                     )
-                found[each] = tensor
-        yield from found.items()
+                tensors[full_name] = tensor
+        yield from tensors.items()
 
 
 def _cannot_load(path: Path, error: Exception) -> RecipeError:

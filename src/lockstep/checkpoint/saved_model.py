@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from lockstep.base.foreign_files import open_below, open_named, parse_object
-from lockstep.checkpoint.integrity import read_block, read_manifest
-from lockstep.checkpoint.manifest import DamagedError
+from lockstep.checkpoint.manifest import DamagedError, read_block, read_manifest
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import (
     DTYPES,
     MOST_DIMS,
     TensorShard,
+    box_of,
     item_bytes,
     whole_number,
 )
@@ -100,16 +100,12 @@ class StoredCheckpoint:
         dtype, shape = shards[0][0].dtype, shards[0][0].shape
         whole = np.empty((*shape, item_bytes(dtype)), np.uint8)
         for shard, file, start in shards:
-            box = tuple(
-                slice(at, at + length)
-                for at, length in zip(shard.offsets, shard.lengths, strict=True)
-            )
             if shard.lengths == shape:
                 self._into(whole.reshape(-1).data, file, start)
             else:
                 part = np.empty((*shard.lengths, item_bytes(dtype)), np.uint8)
                 self._into(part.reshape(-1).data, file, start)
-                whole[box] = part
+                whole[box_of(shard.offsets, shard.lengths)] = part
         return whole.reshape(-1).data
 
     def _into(self, target: memoryview, file: str, start: int) -> None:
@@ -118,9 +114,8 @@ class StoredCheckpoint:
         for number in hashes.covering(start, stop):
             first, last = hashes.span(number)
             begin, end = max(first, start), min(last, stop)
-            target[begin - start : end - start] = self._block(file, number)[
-                begin - first : end - first
-            ]
+            block = self._block(file, number)
+            target[begin - start : end - start] = block[begin - first : end - first]
 
     def _read_block(self, file: str, number: int) -> memoryview:
         hashes = self.manifest.files[file].hashes
@@ -151,10 +146,15 @@ def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
             header = parse_object(file.read(length).decode())
         header.pop("__metadata__", None)
         "".join(header).encode()  # half a surrogate pair is no name
-        specs = {key: _spec(entry) for key, entry in header.items()}
-        spans = {
-            key: [whole_number(at) for at in entry["data_offsets"]] for key, entry in header.items()
-        }
+        specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        spans: dict[str, tuple[int, int]] = {}
+        for key, entry in header.items():
+            shape = tuple(whole_number(size) for size in entry["shape"])
+            if len(shape) > MOST_DIMS:
+                raise ValueError(f"a tensor of {len(shape)} dims")
+            specs[key] = _OURS[entry["dtype"]], shape
+            first, last = map(whole_number, entry["data_offsets"])
+            spans[key] = first, last
         _check_spans(specs, spans, size - 8 - length)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"{name} is not a safetensors file: {error}") from error
@@ -174,15 +174,10 @@ def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
     return StateDictReader(specs, read)
 
 
-def _spec(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    shape = tuple(whole_number(size) for size in entry["shape"])
-    if len(shape) > MOST_DIMS:
-        raise ValueError(f"a tensor of {len(shape)} dims")
-    return _OURS[entry["dtype"]], shape
-
-
 def _check_spans(
-    specs: Mapping[str, tuple[str, tuple[int, ...]]], spans: Mapping[str, list[int]], size: int
+    specs: Mapping[str, tuple[str, tuple[int, ...]]],
+    spans: Mapping[str, tuple[int, int]],
+    size: int,
 ) -> None:
     """Raise `ValueError` unless the tensors' bytes follow each other and fill the file."""
     at = 0

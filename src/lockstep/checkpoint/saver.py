@@ -11,7 +11,7 @@ import json
 import secrets
 import subprocess
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,7 +26,6 @@ from lockstep.base import accelerator
 from lockstep.base.processes import own_python
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.object_store import open_storage
-from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.tensor_shards import (
     SMALL_BYTES,
     FileLayout,
@@ -35,6 +34,7 @@ from lockstep.checkpoint.tensor_shards import (
     local_shards,
     torch_dtype,
 )
+from lockstep.checkpoint.writer import SharedFile
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
@@ -84,18 +84,17 @@ class Saver:
         Every rank calls it between saves, or leaves it to the first `save`. Returns an identifier
         that tells the next save's notes from earlier ones.
         """
-        found = local_shards(state)
-        rows = self._world.gather_rows(
-            torch.tensor([[found != self._shards, secrets.randbits(32)]]), [1] * self._world.size
-        )
+        shards = local_shards(state)
+        mine = torch.tensor([[shards != self._shards, secrets.randbits(32)]])
+        rows = self._world.gather_rows(mine, [1] * self._world.size)
         if rows[:, 0].any():
-            mine = assign_to_this_rank(found, self._world)
+            layout = FileLayout(assign_to_this_rank(shards, self._world))
             self.close()
             devices = {to_local(tensor).device for tensor in state.values()}
-            self._memory = _FileContent(FileLayout(mine), self._world.device, devices)
-            self._shards = found
+            self._memory = _FileContent(layout, self._world.device, devices)
+            self._shards = shards
         assert self._memory is not None
-        if self._writer is not None and self._writer.has_ended:
+        if self._writer is not None and self._writer.has_ended():
             self._close_writer()
         if self._writer is None:
             self._writer = _Writer(self._memory)
@@ -104,12 +103,10 @@ class Saver:
     def begin(self) -> None:
         """Note that training stops for a save."""
         if accelerator.can_register_memory(self._world.device):
-            devices = {
-                self._world.device,
-                *(self._memory.streams if self._memory is not None else ()),
-            }
+            streams = self._memory.streams if self._memory is not None else ()
             self._began = {
-                device: accelerator.recorded_event(device, timed=True) for device in devices
+                device: accelerator.recorded_event(device, timed=True)
+                for device in {self._world.device, *streams}
             }
 
     def save(
@@ -133,18 +130,17 @@ class Saver:
         assert self._writer is not None
         self._memory.copy(state, self._began)
         self._began = {}
-        job: dict[str, Any] = {
+        files = [f"rank-{rank}.safetensors" for rank in range(self._world.size)]
+        job = {
             "folder": str(self._folder),
             "step": step,
             "attempt": self._attempt,
             "save": identifier,
+            "file": files[self._world.rank],
+            "values": values,
         }
-        job |= {"file": _file(self._world.rank), "values": values}
         if self._world.rank == 0:
-            job |= {
-                "files": [_file(rank) for rank in range(self._world.size)],
-                "metadata": metadata,
-            }
+            job |= {"files": files, "metadata": metadata}
             if keep is not None:
                 job["keep"] = keep
         self._waiting, self._under_way = job, step
@@ -167,16 +163,13 @@ class Saver:
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
         """Wait up to `timeout_seconds` for a save. Returns its result; None if none ended."""
-        if (
-            self._under_way is None
-            or self._writer is None
-            or not self._send_if_copied(timeout_seconds)
-        ):
+        step, writer = self._under_way, self._writer
+        if step is None or writer is None or not self._send_if_copied(timeout_seconds):
             return None
-        answer = self._writer.answer(timeout_seconds)
+        answer = writer.answer(timeout_seconds)
         if answer is None:
             return None
-        step, self._under_way = self._under_way, None
+        self._under_way = None
         # the failed process may still wait for the storage; the next save gets another one
         if answer["error"] is not None:
             self._close_writer()
@@ -212,38 +205,31 @@ class MappedShards:
 
     def __init__(self, layout: FileLayout, file: Tensor) -> None:
         self._file, self._layout = file, layout
-        self._targets = {}
-        for shard in layout.starts:
-            start, stop = layout.span(shard)
-            self._targets[shard.name] = (
-                file[start:stop].view(torch_dtype(shard.dtype)).view(shard.lengths)
-            )
+        self._targets = {
+            shard.name: file[slice(*layout.span(shard))]
+            .view(torch_dtype(shard.dtype))
+            .view(shard.lengths)
+            for shard in layout.starts
+        }
         self._groups = _neighbours(layout)
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
         """Copy this rank's tensors from any device. `non_blocking`: only queue the copies."""
         for group in self._groups:
-            for device, shards in groupby(group, lambda shard: to_local(state[shard.name]).device):
-                self._copy_together(list(shards), state, device, non_blocking=non_blocking)
-
-    def _copy_together(
-        self,
-        shards: Sequence[TensorShard],
-        state: Mapping[str, Tensor],
-        device: torch.device,
-        *,
-        non_blocking: bool,
-    ) -> None:
-        """Copy shards that lie side by side in the file: from a device at once."""
-        if device.type == "cpu" or len(shards) == 1:
-            for shard in shards:
-                source = to_local(state[shard.name])
-                self._targets[shard.name].copy_(source, non_blocking=non_blocking)
-            return
-        packed = torch.cat([_bytes(to_local(state[shard.name])) for shard in shards])
-        (start, _), (_, stop) = self._layout.span(shards[0]), self._layout.span(shards[-1])
-        self._file[start:stop].copy_(packed, non_blocking=non_blocking)
+            sources = [(shard, to_local(state[shard.name])) for shard in group]
+            for device, neighbours in groupby(sources, lambda pair: pair[1].device):
+                pairs = list(neighbours)
+                if device.type == "cpu" or len(pairs) == 1:
+                    for shard, source in pairs:
+                        self._targets[shard.name].copy_(source, non_blocking=non_blocking)
+                else:  # at once
+                    packed = torch.cat([_bytes(source) for _, source in pairs])
+                    start, stop = (
+                        self._layout.span(pairs[0][0])[0],
+                        self._layout.span(pairs[-1][0])[1],
+                    )
+                    self._file[start:stop].copy_(packed, non_blocking=non_blocking)
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
@@ -288,15 +274,13 @@ class _FileContent:
         """For each device, when training stopped and when the copies end."""
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
+        self.streams: list[torch.device] = []
+        """Devices whose copies are queued."""
         if accelerator.can_register_memory(device):
             self.not_registered = accelerator.register_memory(everything, device)
-            self._registered = everything if self.not_registered is None else None
-        self.streams = (
-            [each for each in devices if accelerator.has_streams(each)]
-            if self._registered is not None
-            else []
-        )
-        """Devices whose copies are queued."""
+            if self.not_registered is None:
+                self._registered = everything
+                self.streams = [each for each in devices if accelerator.has_streams(each)]
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
     def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
@@ -358,7 +342,6 @@ class _Writer:
             self._answers.put(line)
         self._answers.put(b"")
 
-    @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
@@ -373,12 +356,10 @@ class _Writer:
             line = self._answers.get(block=timeout_seconds > 0, timeout=timeout_seconds)
         except Empty:
             return None
-        found: dict[str, Any] = (
-            json.loads(line)
-            if line
-            else {"error": f"the writer process ended with status {self._process.wait()}"}
-        )
-        return found
+        if not line:
+            return {"error": f"the writer process ended with status {self._process.wait()}"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -393,13 +374,9 @@ class _Writer:
         self._process.stdout.close()
 
 
-def assign_to_this_rank(found: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return the shards that this rank writes. Every rank calls it."""
-    everyone = world.gather_values([shard.to_json() for shard in found.values()])
+def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
+    """Return those of all ranks' shards that this rank writes. Every rank calls it."""
+    everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
-        [[TensorShard.from_json(shard) for shard in shards] for shards in everyone]
+        [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]
     )[world.rank]
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank}.safetensors"

@@ -124,9 +124,7 @@ class FolderStorage:
                 folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
-        return sorted(
-            name for folder in folders if (name := CheckpointName.parse(folder)) is not None
-        )
+        return sorted(filter(None, map(CheckpointName.parse, folders)))
 
     def remove_uncommitted(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -142,16 +140,14 @@ class FolderStorage:
         return shutil.disk_usage(self.path).free
 
     def begin(self, name: CheckpointName) -> None:
-        if (self.path / str(name)).exists():
-            raise FileExistsError(
-                errno.EEXIST, "the checkpoint exists already", str(self.path / str(name))
-            )
+        committed = self.path / str(name)
+        if committed.exists():
+            raise FileExistsError(errno.EEXIST, "the checkpoint exists already", str(committed))
         self._temporary(name).mkdir(parents=True, exist_ok=True)
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
-        opened = os.open(
-            self._temporary(name) / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY
+        opened = os.open(self._temporary(name) / file, flags, 0o666)
         try:
             for chunk in chunks:
                 rest = memoryview(chunk)
@@ -169,11 +165,7 @@ class FolderStorage:
 
     def claim(self, name: CheckpointName, file: str) -> bool:
         try:
-            os.close(
-                os.open(
-                    self._temporary(name) / f"{file}.claim", os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                )
-            )
+            (self._temporary(name) / f"{file}.claim").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
@@ -227,7 +219,7 @@ class FolderStorage:
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write past the page cache if possible: that takes a tenth of the CPU time."""
+    """Write past the page cache where that is possible: it takes a tenth of the CPU time."""
     if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
         import fcntl
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Box = tuple[slice, ...]
 ALIGNMENT = 64
 SMALL_BYTES = 1 << 20
-"""Bytes of a shard up to which it lies beside the other small ones in a file: a device copies them
-together, because it takes 20 µs to begin a copy, and 20 µs for these bytes."""
+"""Shards of up to these bytes lie side by side in a file. A device copies them together: it takes
+20 µs to begin a copy, and 20 µs for these bytes."""
 MOST_DIMS = 64
 """Torch's limit."""
 _MOST_SPLIT_DIMS = 8
@@ -92,9 +92,9 @@ class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before
     its data exist.
 
-    Shards of a multiple of 64 bytes come first, the small ones last of them, then the others by the
-    size of their elements, largest first. Each is thus aligned for its dtype and can be used in
-    place.
+    Shards of a multiple of 64 bytes come first, with the small ones at their end; then the others
+    by the size of their elements, largest first. So each is aligned for its dtype and can be used
+    in place.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     items = create_default_local_save_plan(dict(state), is_coordinator=True).items
-    found = {item.index.fqn: _shard_of(item) for item in items}
+    shards = [_shard_of(item) for item in items]
     return {
-        name: shard
-        for name, shard in found.items()
+        shard.name: shard
+        for shard in shards
         if math.prod(shard.lengths) or not math.prod(shard.shape)
     }
 
@@ -173,11 +173,8 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
     for shard in saved:
         if shard.name in state and shard.name not in distributed:
             assert tuple(state[shard.name].shape) == shard.shape
-            yield ShardCopy(
-                shard,
-                _box([0] * len(shard.shape), shard.lengths),
-                _box(shard.offsets, shard.lengths),
-            )
+            whole = box_of([0] * len(shard.shape), shard.lengths)
+            yield ShardCopy(shard, whole, box_of(shard.offsets, shard.lengths))
     if not distributed:
         return
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -185,9 +182,8 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
     metadata, by_name = _metadata(saved)
     for item in create_default_local_load_plan(distributed, metadata).items:
         shard = by_name[item.storage_index.fqn][item.storage_index.index or 0]
-        yield ShardCopy(
-            shard, _box(item.storage_offsets, item.lengths), _box(item.dest_offsets, item.lengths)
-        )
+        source = box_of(item.storage_offsets, item.lengths)
+        yield ShardCopy(shard, source, box_of(item.dest_offsets, item.lengths))
 
 
 def whole_number(value: Any) -> int:
@@ -222,13 +218,14 @@ def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
     ]
     if len(split) > _MOST_SPLIT_DIMS:
         return False
+    signed = [(-1, [(0, shape[dim]) for dim in split])]
+    for box in boxes:
+        sides = [(box.offsets[dim], box.offsets[dim] + box.lengths[dim]) for dim in split]
+        signed.append((1, sides))
     count: Counter[tuple[int, ...]] = Counter()
-    for sign, box in [(-1, [(0, shape[dim]) for dim in split])] + [
-        (1, [(box.offsets[dim], box.offsets[dim] + box.lengths[dim]) for dim in split])
-        for box in boxes
-    ]:
+    for sign, sides in signed:
         for ends in product((0, 1), repeat=len(split)):
-            corner = tuple(side[end] for side, end in zip(box, ends, strict=True))
+            corner = tuple(side[end] for side, end in zip(sides, ends, strict=True))
             count[corner] += sign * (-1) ** sum(ends)
     return not any(count.values())
 
@@ -297,5 +294,6 @@ def _metadata(saved: Sequence[TensorShard]) -> tuple[Metadata, dict[str, list[Te
     return Metadata(dict(tensors)), by_name
 
 
-def _box(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
+def box_of(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
+    """Return the slices [offset, offset + length)."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))

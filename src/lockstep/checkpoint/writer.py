@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from lockstep.base.system import signals
+from lockstep.base.system import BINARY, signals
 from lockstep.checkpoint.manifest import (
     BlockHashes,
     FileEntry,
@@ -30,7 +33,6 @@ from lockstep.checkpoint.manifest import (
     split_blocks,
 )
 from lockstep.checkpoint.object_store import open_storage
-from lockstep.checkpoint.shared_file import map_shared_file
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import TensorShard
 
@@ -38,9 +40,47 @@ Scores = Mapping[CheckpointName, float]
 NICENESS = 10
 
 
+class SharedFile:
+    """Memory shared with the writer process, of zeros at first. On Linux it has no name and goes
+    with its last process; elsewhere it is a temporary file."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._path: str | None = None
+        if sys.platform == "linux":
+            self._descriptor = os.memfd_create("lockstep-checkpoint")
+        else:
+            self._descriptor, self._path = tempfile.mkstemp(prefix="lockstep-checkpoint-")
+        os.ftruncate(self._descriptor, size_bytes)
+        self.mapped = mmap.mmap(self._descriptor, size_bytes)
+
+    @property
+    def name(self) -> str:
+        """The argument of `map_shared_file`."""
+        return str(self._descriptor) if self._path is None else self._path
+
+    @property
+    def inherited(self) -> list[int]:
+        """Descriptors that a process which maps the file inherits."""
+        return [self._descriptor] if self._path is None else []
+
+    def close(self) -> None:
+        """Call it when no tensor uses the memory and the other process has ended."""
+        del self.mapped
+        os.close(self._descriptor)
+        if self._path is not None:
+            with suppress(OSError):  # on Windows, if something still maps it
+                os.unlink(self._path)
+
+
+def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
+    """Map another process's `SharedFile` for reading."""
+    descriptor = int(name) if name.isdecimal() else os.open(name, os.O_RDONLY | BINARY)
+    return mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_READ)
+
+
 def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
     """Write this rank's file; on rank 0 also commit. Raises `OSError`."""
-    folder, name = open_storage(job["folder"]), CheckpointName(job["step"], job["attempt"])
+    folder, name, own = open_storage(job["folder"]), _name(job), job["file"]
     folder.begin(name)
     blocks: list[str] = []
 
@@ -48,27 +88,28 @@ def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memory
         blocks.append(hash_bytes([block]))
         return block
 
-    folder.write(name, job["file"], map(hashed, split_blocks(content)))
-    mine = FileEntry(BlockHashes(len(content), tuple(blocks)), shards)
+    folder.write(name, own, map(hashed, split_blocks(content)))
+    files = {own: FileEntry(BlockHashes(len(content), tuple(blocks)), shards)}
     if "files" not in job:
-        folder.write(
-            name,
-            note(job["file"]),
-            [json.dumps([job["save"], mine.to_json(), job["values"]]).encode()],
-        )
+        text = json.dumps([job["save"], files[own].to_json(), job["values"]])
+        folder.write(name, note(own), [text.encode()])
         return
-    others = [file for file in job["files"] if file != job["file"]]
-    notes = {file: _awaited(folder, name, file, job["save"]) for file in others}
-    files = {job["file"]: mine} | {
-        file: FileEntry.from_json(entry) for file, (entry, _) in notes.items()
-    }
-    values = merge_objects([job["values"], *(theirs for _, theirs in notes.values())])
+    values = [job["values"]]
+    others = [file for file in job["files"] if file != own]
+    for file in others:
+        entry, theirs = _awaited(folder, name, file, job["save"])
+        files[file] = FileEntry.from_json(entry)
+        values.append(theirs)
     for file in others:
         folder.remove(name, note(file))
-    folder.commit(
-        name,
-        Manifest(step=name.step, files=files, values=values, metadata=job["metadata"]).encode(),
+    manifest = Manifest(
+        step=name.step, files=files, values=merge_objects(values), metadata=job["metadata"]
     )
+    folder.commit(name, manifest.encode())
+
+
+def _name(job: dict[str, Any]) -> CheckpointName:
+    return CheckpointName(job["step"], job["attempt"])
 
 
 def _awaited(folder: Storage, name: CheckpointName, file: str, save: str) -> tuple[Any, Any]:
@@ -95,17 +136,17 @@ def checkpoints_to_delete(
 ) -> list[CheckpointName]:
     """Return the complete checkpoints to delete, in order, after `newest` is committed.
 
-    Kept are the `last` newest (at least 1), multiples of `every` steps, and the earliest with the
-    best of `scores` (NaN is none). Later ones than `newest` were found damaged at the resumption,
-    and are left alone.
+    Keeps the `last` newest (at least 1), multiples of `every` steps, and the earliest with the best
+    of `scores` (NaN is none). Later ones than `newest` were found damaged at the resumption, and
+    are left alone.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
     if every is not None:
         kept |= {name for name in ordered if name.step % every == 0}
-    found = {name: scores[name] for name in ordered if not math.isnan(scores.get(name, math.nan))}
-    if found:
-        kept.add((min if mode == "min" else max)(found, key=found.__getitem__))
+    scored = [name for name in ordered if not math.isnan(scores.get(name, math.nan))]
+    if scored:
+        kept.add((min if mode == "min" else max)(scored, key=scores.__getitem__))
     return [name for name in ordered if name not in kept]
 
 
@@ -116,11 +157,9 @@ def _retire(job: dict[str, Any]) -> str | None:
     folder, keep = open_storage(job["folder"]), job["keep"]
     names = {str(name): name for name in folder.names()}
     scores = {names[text]: score for text, score in keep["scores"].items() if text in names}
-    newest = CheckpointName(job["step"], job["attempt"])
+    keep = keep | {"newest": _name(job), "scores": scores}
     try:
-        for name in checkpoints_to_delete(
-            names.values(), newest=newest, **keep | {"scores": scores}
-        ):
+        for name in checkpoints_to_delete(names.values(), **keep):
             folder.delete(name)
     except OSError as error:
         return _words(error)

@@ -17,8 +17,7 @@ from lockstep.base.files import replace_atomically
 from lockstep.base.foreign_files import MOST_BYTES, read_below
 from lockstep.base.foreign_text import show
 from lockstep.base.temporary_folder import locked_folder
-from lockstep.checkpoint.integrity import check, read_manifest
-from lockstep.checkpoint.manifest import DamagedError, UnreadableError
+from lockstep.checkpoint.manifest import DamagedError, UnreadableError, check, read_manifest
 from lockstep.checkpoint.saved_model import (
     CONFIGURATION,
     MODEL,

@@ -16,12 +16,12 @@ from lockstep.base.errors import CheckpointError
 from lockstep.base.foreign_text import one_line
 from lockstep.base.units import size
 from lockstep.base.urls import without_password
-from lockstep.checkpoint.integrity import check
 from lockstep.checkpoint.manifest import (
     DamagedError,
     UnknownFormatError,
     UnreachableError,
     UnreadableError,
+    check,
 )
 from lockstep.checkpoint.saved_model import MODEL, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage

@@ -12,8 +12,7 @@ import torch
 from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.base.torch_private import accelerator_groups_failed
 from lockstep.checkpoint.emergency_save import StateChangedError
-from lockstep.checkpoint.integrity import read_manifest
-from lockstep.checkpoint.manifest import UnreadableError
+from lockstep.checkpoint.manifest import UnreadableError, read_manifest
 from lockstep.checkpoint.storage import Storage
 from lockstep.comm.regroup import is_aborted
 from lockstep.comm.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from lockstep.checkpoint.images.writer import ImageWriter, image_interval
+from lockstep.checkpoint.image_writer import ImageWriter, image_interval
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook
 from lockstep.training.recovery.held_state import values_to_hold

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.checkpoint.integrity import read_manifest
-from lockstep.checkpoint.manifest import UnreadableError
+from lockstep.checkpoint.manifest import UnreadableError, read_manifest
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.comm.world import World
 from lockstep.saving import Best, Saving

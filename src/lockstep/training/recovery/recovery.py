@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.base.errors import LockstepError, PlanError, UserError
-from lockstep.checkpoint.images.reader import open_images
+from lockstep.checkpoint.images import open_images
 from lockstep.comm.regroup import leave_groups
 from lockstep.comm.world import World
 from lockstep.launch.failures import FailureRecord

@@ -1,5 +1,5 @@
-"""Images of the state in memory: every few steps each rank copies its part, and the copy outlives
-the rank.
+"""Writes images of the state in memory: every few steps each rank copies its part, and the copy
+outlives the rank.
 
 The launcher holds each rank's memory through `/proc/<process>/fd/<descriptor>`. After a loss, all
 ranks of the next start load from the images of all old ranks, under any plan. Two slots take twice
@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.base.errors import CheckpointError
 from lockstep.base.system import require_linux
 from lockstep.base.torch_private import is_distributed
-from lockstep.checkpoint.images.slots import FILE_START, HEADER_BYTES, Header, ImageMemory, Slot
+from lockstep.checkpoint.images import FILE_START, HEADER_BYTES, Header, ImageMemory, Slot
 from lockstep.checkpoint.manifest import JsonObject
 from lockstep.checkpoint.saver import MappedShards, assign_to_this_rank
 from lockstep.checkpoint.storage import CheckpointName
@@ -34,7 +34,7 @@ class ImageWriter:
     """Writes this rank's images. Every rank makes one, and calls `prepare` and `write` alike."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
-        """`attempt`: see `CheckpointName`; another one for each start that repeats steps.
+        """`attempt`: see `CheckpointName`; each start that repeats steps needs a new one.
         `metadata`: JSON of rank 0."""
         require_linux("images of the state in memory")
         self._world = world
@@ -78,20 +78,12 @@ class ImageWriter:
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
         assert self._layout is not None
-        text = b'{%b,"values":%b}' % (
-            self._described,
-            json.dumps(values, separators=(",", ":")).encode(),
-        )
-        slot.begin()
-        slot.put_file(self._layout.header)
+        encoded = json.dumps(values, separators=(",", ":")).encode()
+        text = b'{%b,"values":%b}' % (self._described, encoded)
+        slot.begin(self._layout.header)
         self._shards[slot].copy(tensors)
-        header = Header(
-            CheckpointName(step, self._attempt),
-            self._world.rank,
-            self._world.size,
-            slot.text_start,
-            len(text),
-        )
+        name = CheckpointName(step, self._attempt)
+        header = Header(name, self._world.rank, self._world.size, slot.text_start, len(text))
         slot.complete(text, header)
         self.sending_seconds = self._buddies.exchange(slot, text, header, common)
         return largest
@@ -107,7 +99,13 @@ class ImageWriter:
     ) -> tuple[int, list[float]]:
         """Plan again if the layout changed on any rank. Returns the newest step whose image all
         ranks have, over which no rank writes, and the largest figures."""
-        kinds = self._kinds_of(tensors)
+        # finding a DTensor's shard takes 100 µs, comparing what it depends on costs next to nothing
+        last = self._last
+        kinds = {
+            name: last[name][1] if name in last and last[name][0] is tensor else _kind(tensor)
+            for name, tensor in tensors.items()
+        }
+        self._last = {name: (tensor, kinds[name]) for name, tensor in tensors.items()}
         newest = min([self._memory.newest, *self._buddies.newest])
         mine = torch.tensor([[kinds != self._kinds, newest, *figures]], dtype=torch.float64)
         rows = self._world.gather_rows(mine, [1] * self._world.size)
@@ -116,19 +114,6 @@ class ImageWriter:
             self._lay_out(FileLayout(assign_to_this_rank(local_shards(tensors), self._world)))
             self._kinds = kinds
         return int(rows[:, 1].min()), rows[:, 2:].amax(0).tolist()
-
-    def _kinds_of(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-        """Return what each shard depends on, by name; known for a tensor of the last image."""
-        kinds = {
-            name: (
-                self._last[name][1]
-                if name in self._last and self._last[name][0] is tensor
-                else _kind(tensor)
-            )
-            for name, tensor in tensors.items()
-        }
-        self._last = {name: (tensor, kinds[name]) for name, tensor in tensors.items()}
-        return kinds
 
     def _lay_out(self, layout: FileLayout) -> None:
         shards = [[*shard.to_json(), start] for shard, start in layout.starts.items()]
@@ -149,9 +134,8 @@ class ImageWriter:
                 f"{failures[0]}; leave the images out, or spread the state over more processes"
             )
         self._shards = {slot: MappedShards(layout, slot.file) for slot in self._memory.slots}
-        self.size_bytes = max(
-            self.size_bytes, 2 * (FILE_START + layout.bytes) + self._buddies.size_bytes
-        )
+        size_bytes = 2 * (FILE_START + layout.bytes) + self._buddies.size_bytes
+        self.size_bytes = max(self.size_bytes, size_bytes)
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
@@ -161,10 +145,9 @@ def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> in
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a tensor's shard depends on: cheap to compare, where finding a DTensor's shard
-    takes 100 µs."""
-    place = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
-    return tensor.dtype, tensor.shape, *place
+    """Return what a tensor's shard depends on."""
+    layout = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
+    return tensor.dtype, tensor.shape, *layout
 
 
 _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
@@ -174,29 +157,25 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
     """Return each rank's buddy, on the next host, evenly spread. `local_sizes`: ranks of each host,
     two hosts or more."""
     starts = [0, *accumulate(local_sizes)]
-    return [
-        starts[(host + 1) % len(local_sizes)]
-        + local_rank % local_sizes[(host + 1) % len(local_sizes)]
-        for host, size in enumerate(local_sizes)
-        for local_rank in range(size)
-    ]
+    buddies = []
+    for host, size in enumerate(local_sizes):
+        following = (host + 1) % len(local_sizes)
+        buddies += [starts[following] + rank % local_sizes[following] for rank in range(size)]
+    return buddies
 
 
 class Buddies:
     """Copies of images on other hosts: the loss of a whole host loses no state. Each rank sends its
-    image to a *buddy* on the next host, which keeps it in two slots of its own and writes the
-    header last: either process may be killed at any moment.
-
-    The images that this rank keeps for others, and its own at its buddy. Every rank makes one
-    and calls all methods alike. On one host they do nothing."""
+    image to a *buddy* on the next host, which keeps it in two slots and writes the header last:
+    either process may be killed at any moment. Every rank makes one and calls all methods alike. On
+    one host they do nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         buddies = buddy_of_each(_local_sizes(world)) if world.local_size != world.size else []
         self._mine = buddies[world.rank] if buddies else None
-        self._kept = {
-            rank: ImageMemory() for rank, buddy in enumerate(buddies) if buddy == world.rank
-        }
+        kept_for = [rank for rank, buddy in enumerate(buddies) if buddy == world.rank]
+        self._kept = {rank: ImageMemory() for rank in kept_for}
         """Memory for each rank whose buddy this one is."""
         self.size_bytes = 0
 
@@ -216,9 +195,8 @@ class Buddies:
         if self._mine is None:
             return
         everyone = self._world.gather_values(file_bytes)
-        self.size_bytes = max(
-            self.size_bytes, sum(2 * (FILE_START + everyone[rank]) for rank in self._kept)
-        )
+        size_bytes = sum(2 * (FILE_START + everyone[rank]) for rank in self._kept)
+        self.size_bytes = max(self.size_bytes, size_bytes)
         for rank, memory in self._kept.items():
             memory.allocate(everyone[rank])
 
@@ -227,17 +205,14 @@ class Buddies:
         `common` stay. Returns the seconds waited for data."""
         if self._mine is None:
             return 0.0
-        slots = {rank: memory.oldest_but(common) for rank, memory in self._kept.items()}
-        heads = {rank: torch.empty(HEADER_BYTES, dtype=torch.uint8) for rank in slots}
-        for slot in slots.values():
+        receiving = []
+        for rank, memory in self._kept.items():
+            slot, head = memory.oldest_but(common), torch.empty(HEADER_BYTES, dtype=torch.uint8)
             slot.begin()
-        receiving = {
-            rank: (
-                self._receive(heads[rank], rank, _HEADER_TAG),
-                self._receive(slot.file, rank, _FILE_TAG),
+            has_head = self._receive(head, rank, _HEADER_TAG)
+            receiving.append(
+                (rank, slot, head, has_head, self._receive(slot.file, rank, _FILE_TAG))
             )
-            for rank, slot in slots.items()
-        }
         sent = {
             _HEADER_TAG: _tensor(header.packed()),
             _FILE_TAG: own.file,
@@ -248,16 +223,16 @@ class Buddies:
             for tag, data in sent.items()
         ]
         seconds = 0.0
-        for rank, (head, file) in receiving.items():
-            head.wait()
+        for rank, slot, head, has_head, has_file in receiving:
+            has_head.wait()
             began = time.perf_counter()
-            theirs = Header.read(bytes(heads[rank].numpy()))
+            theirs = Header.read(bytes(head.numpy()))
             assert theirs is not None
             their_text = torch.empty(theirs.text_bytes, dtype=torch.uint8)
             self._receive(their_text, rank, _TEXT_TAG).wait()
-            file.wait()
+            has_file.wait()
             seconds += time.perf_counter() - began
-            slots[rank].complete(bytes(their_text.numpy()), theirs)
+            slot.complete(bytes(their_text.numpy()), theirs)
         for work in filter(None, sending):
             work.wait()
         return seconds
@@ -275,10 +250,10 @@ class Buddies:
 def _local_sizes(world: World) -> list[int]:
     """Return the number of ranks of each host, whose ranks are contiguous."""
     by_rank = world.gather_rows(torch.tensor([world.local_size]), [1] * world.size).tolist()
-    found: list[int] = []
-    while sum(found) < world.size:
-        found.append(by_rank[sum(found)])
-    return found
+    sizes: list[int] = []
+    while sum(sizes) < world.size:
+        sizes.append(by_rank[sum(sizes)])
+    return sizes
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -1,0 +1,303 @@
+"""Images of the state in memory: how each lies in memory, and how they are read under any plan, on
+any number of ranks, each of which may see only the parts on its machine.
+
+The memory of one rank has two slots, one of which is always complete. It has no name, and lives as
+long as any process holds its descriptor. A slot is, from a multiple of `SLOT_BYTES` on:
+
+    header           step, attempt, rank and number of ranks, position of the text; zeros
+                     until all else is written
+    file             the rank's file of a checkpoint (safetensors)
+    text             JSON: positions of the shards, values, metadata
+
+A write first removes the header of its slot, and writes a new one last. So a killed process leaves
+the other slot intact. Nothing is hashed: memory is not a disk. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.load import copies_by_shard, fill
+from lockstep.checkpoint.manifest import Manifest, merge_objects
+from lockstep.checkpoint.storage import CheckpointName
+from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, torch_dtype
+from lockstep.comm.mesh import to_local
+from lockstep.comm.world import World
+
+SLOT_BYTES = 1 << 40
+"""Distance of the two slots: more than any rank's part. Unwritten pages take no memory."""
+FILE_START = mmap.ALLOCATIONGRANULARITY
+NONE = -1
+"""The step of an incomplete slot."""
+_MAGIC = b"lockstp1"
+_HEADER = struct.Struct("<8s8sQIIQQ")
+_SUM = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _SUM.size
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The identity of an image, and where its text is."""
+
+    name: CheckpointName
+    rank: int
+    size: int
+    text_start: int
+    text_bytes: int
+
+    def packed(self) -> bytes:
+        named = self.name.attempt.encode(), self.name.step, self.rank, self.size
+        data = _HEADER.pack(_MAGIC, *named, self.text_start, self.text_bytes)
+        return data + _SUM.pack(zlib.crc32(data))
+
+    @classmethod
+    def read(cls, data: bytes) -> Header | None:
+        """None if `data` is no whole header."""
+        packed = data[: _HEADER.size]
+        if not packed.startswith(_MAGIC) or _SUM.pack(zlib.crc32(packed)) != data[_HEADER.size :]:
+            return None
+        _, attempt, step, *numbers = _HEADER.unpack(packed)
+        return cls(CheckpointName(step, attempt.decode()), *numbers)
+
+
+class Slot:
+    """One of the two images."""
+
+    def __init__(self, descriptor: int, number: int) -> None:
+        self._descriptor = descriptor
+        self._start = number * SLOT_BYTES
+        self.step = NONE
+        """Step of the complete image; `NONE` if it is not complete."""
+        self.file = torch.empty(0, dtype=torch.uint8)
+        """Mapped bytes of the file."""
+
+    def allocate(self, file_bytes: int) -> None:
+        """Allocate memory and keep the present image. Raises `OSError`."""
+        size = FILE_START + file_bytes
+        self.file = torch.empty(0, dtype=torch.uint8)
+        # it raises here; a first access would end the process
+        os.posix_fallocate(self._descriptor, self._start, size)
+        # page faults make the first write several times slower than later ones
+        populated = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(self._descriptor, size, flags=populated, offset=self._start)
+        self.file = torch.frombuffer(memory, dtype=torch.uint8, offset=FILE_START)
+
+    @property
+    def text_start(self) -> int:
+        return FILE_START + len(self.file)
+
+    def begin(self, file_header: bytes = b"") -> None:
+        """Invalidate the image, and write the beginning of its file."""
+        self.step = NONE
+        self._put(bytes(HEADER_BYTES), 0)
+        if file_header:
+            self._put(file_header, FILE_START)
+
+    def complete(self, text: bytes, header: Header) -> None:
+        """Write the text, then the header."""
+        self._put(text, self.text_start)
+        self._put(header.packed(), 0)
+        self.step = header.name.step
+
+    def _put(self, data: bytes, at: int) -> None:
+        if os.pwrite(self._descriptor, data, self._start + at) != len(data):
+            raise OSError(f"{len(data):,} bytes of an image in memory were not written")
+
+
+class ImageMemory:
+    """Two slots, used in turn: while one is written, the other is complete."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("lockstep-image")
+        os.ftruncate(self.descriptor, 2 * SLOT_BYTES)
+        self.slots = [Slot(self.descriptor, number) for number in range(2)]
+
+    @property
+    def newest(self) -> int:
+        """Step of the newest image."""
+        return max(slot.step for slot in self.slots)
+
+    def oldest_but(self, step: int) -> Slot:
+        """Return the slot with the older image, but never the image of `step`."""
+        free = (slot for slot in self.slots if slot.step != step or step == NONE)
+        return min(free, key=lambda slot: slot.step)
+
+    def allocate(self, file_bytes: int) -> None:
+        """Allocate memory for files of this size in both slots. Raises `OSError`."""
+        for slot in self.slots:
+            slot.allocate(file_bytes)
+
+    def close(self) -> None:
+        """Release the memory here; others may hold its descriptor."""
+        self.slots = []
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A complete image of one rank, mapped."""
+
+    header: Header
+    memory: mmap.mmap
+
+    @property
+    def text(self) -> bytes:
+        return self.memory[self.header.text_start :]
+
+    @property
+    def file(self) -> Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.uint8)[FILE_START : self.header.text_start]
+
+
+def parts_in(path: str) -> list[Part]:
+    """Map the complete images behind `path`. Raises `OSError`."""
+    parts = []
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for start in (0, SLOT_BYTES):
+            header = Header.read(os.pread(descriptor, HEADER_BYTES, start))
+            if header is not None:
+                size = header.text_start + header.text_bytes
+                # torch warns of read-only memory
+                copied = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start)
+                parts.append(Part(header, copied))
+    finally:
+        os.close(descriptor)
+    return parts
+
+
+class Images:
+    """The images whose parts are all seen, each by some rank."""
+
+    def __init__(self, parts: Sequence[Part], world: World) -> None:
+        """Every rank makes one from the parts that it sees, after all writers have stopped."""
+        self._world = world
+        self._mine: dict[tuple[CheckpointName, int], dict[int, Part]] = {}
+        for part in parts:
+            self._mine.setdefault((part.header.name, part.header.size), {})[part.header.rank] = part
+        seen = sorted(
+            [name.step, name.attempt, size, sorted(ranks)]
+            for (name, size), ranks in self._mine.items()
+        )
+        seers: dict[tuple[CheckpointName, int], dict[int, list[int]]] = {}
+        for seer, theirs in enumerate(world.gather_values(seen)):
+            for step, attempt, size, ranks in theirs:
+                by_rank = seers.setdefault((CheckpointName(step, attempt), size), {})
+                for rank in ranks:
+                    by_rank.setdefault(rank, []).append(seer)
+        self._complete = {
+            name: [ranks[rank] for rank in range(size)]
+            for (name, size), ranks in sorted(seers.items())
+            if len(ranks) == size
+        }
+        """For each old rank, the ranks that see its part."""
+
+    @property
+    def names(self) -> list[CheckpointName]:
+        """The oldest first."""
+        return list(self._complete)
+
+    @property
+    def newest(self) -> CheckpointName | None:
+        return max(self._complete, default=None)
+
+    def reader(self, name: CheckpointName) -> ImageReader:
+        """Return a reader of one image. Every rank calls it for the same one."""
+        seers = self._complete[name]
+        return ImageReader(name, self._mine.get((name, len(seers)), {}), seers, self._world)
+
+
+class ImageReader:
+    """Reads the whole state of one step for one rank."""
+
+    def __init__(
+        self,
+        name: CheckpointName,
+        mine: Mapping[int, Part],
+        seers: Sequence[Sequence[int]],
+        world: World,
+    ) -> None:
+        """`mine`: the parts that this rank sees, by old rank. `seers`: for each old rank, the ranks
+        that see its part."""
+        sources = {rank: by[0] for rank, by in enumerate(seers) if len(by) != world.size}
+        texts = {rank: json.loads(part.text) for rank, part in mine.items()}
+        if sources:
+            told = [[rank, texts[rank]] for rank, by in sources.items() if by == world.rank]
+            for theirs in world.gather_values(told):
+                texts.update(theirs)
+        in_order = [texts[rank] for rank in sorted(texts)]
+        self.name = name
+        self.manifest = Manifest(
+            step=name.step,
+            files={},
+            values=merge_objects([text["values"] for text in in_order]),
+            metadata=in_order[0]["metadata"],
+        )
+        self._saved: dict[TensorShard, int | None] = {}
+        """Shard -> the rank that sends it to ranks that do not see it; None if all see it."""
+        self._seen: dict[TensorShard, Tensor] = {}
+        """Memory of the shards that this rank sees."""
+        for rank, text in enumerate(in_order):
+            file = mine[rank].file if rank in mine else None
+            for *described, start in text["shards"]:
+                shard = TensorShard.from_json(described)
+                self._saved[shard] = sources.get(rank)
+                if file is not None:
+                    data = file[start : start + shard.bytes].view(torch_dtype(shard.dtype))
+                    self._seen[shard] = data.view(shard.lengths)
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> dtype and shape of each saved tensor."""
+        return {shard.name: (shard.dtype, shard.shape) for shard in self._saved}
+
+    @torch.no_grad()
+    def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
+        """Copy the values into this rank's tensors; names and shapes are among the saved ones.
+        Every rank calls it. Parts that some rank does not see are sent, shard by shard."""
+        copies = copies_by_shard(state, list(self._saved))
+        for shard, wanted in copies.items():
+            if shard in self._seen:
+                _take(state, wanted, self._seen[shard])
+        sent = {shard: source for shard, source in self._saved.items() if source is not None}
+        if not sent:
+            return
+        lacked = torch.tensor(
+            [[shard in copies and shard not in self._seen for shard in sent]], dtype=torch.uint8
+        )
+        is_lacked = world.gather_rows(lacked, [1] * world.size).any(0)
+        for (shard, source), some_lack_it in zip(sent.items(), is_lacked.tolist(), strict=True):
+            if not some_lack_it:
+                continue
+            values = (
+                self._seen[shard]
+                if world.rank == source
+                else torch.empty(shard.lengths, dtype=torch_dtype(shard.dtype))
+            )
+            world.broadcast(values.reshape(-1).view(torch.uint8), source)
+            if shard not in self._seen:
+                _take(state, copies.get(shard, ()), values)
+
+
+def open_images(paths: Sequence[str], world: World) -> Images:
+    """Map the images behind `paths`, such as /proc/4711/fd/12. Raises `OSError`.
+
+    Every rank calls it. Of each start of the run, an image counts if all its parts are seen on
+    ranks of `world`.
+    """
+    return Images([part for path in paths for part in parts_in(path)], world)
+
+
+def _take(state: Mapping[str, Tensor], copies: Sequence[ShardCopy], values: Tensor) -> None:
+    """Copy one shard's values to this rank's tensors."""
+    for copy in copies:
+        fill(to_local(state[copy.shard.name]).detach()[copy.target], values[copy.source])
