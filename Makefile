@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks website
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test commands slow slurm verify matrix check sizes docs bench peers zoo dist clean
+.PHONY: help venv train test compiled commands slow slurm verify matrix check sizes docs bench peers zoo dist clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,8 +47,12 @@ train: venv ## train a small GPT on the text of Python's standard library, on NP
 test: venv ## the tests, in a few minutes
 	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder
 
+# pytest compiles the tests for itself. With -n, each process would do so at the same time.
+compiled: venv
+	@$(BIN)/python -m pytest -q --collect-only -m ''
+
 commands: venv ## the tests of whole commands that take many seconds each
-	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder -m 'command and not slow'
+	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder -m 'command and not slow' $$(grep -rl --include='test_*.py' 'mark\.command' tests)
 
 slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960

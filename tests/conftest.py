@@ -3,6 +3,7 @@ what it left behind."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ import pytest
 import torch
 from processes import let_signals_end_what_tests_start
 
+from lockstep.base import garbage
 from lockstep.testing import leaks
 from lockstep.testing.pool import WorkerPool
 from lockstep.testing.worker import loopback_store
@@ -40,6 +42,7 @@ PRELOADED = (
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a temporary folder in which nobody else writes; `tmp_path` stays where
     pytest keeps it."""
+    gc.disable()  # until all is collected: a tenth of that time
     let_signals_end_what_tests_start()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[FOLDER] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lockstep-tests-")
@@ -59,6 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[FOLDER])
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported and collected from garbage collection, of which each look for leaks
+    that finds something begins with one."""
+    garbage.freeze_for_good()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -92,6 +102,16 @@ def pool() -> Iterator[WorkerPool]:
         pools.append(pool)
         yield pool
         pools.remove(pool)
+
+
+@pytest.fixture(scope="module")
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a user's process: the collector sees all objects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(garbage, "_is_frozen", False)
+        gc.unfreeze()
+        yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

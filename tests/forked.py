@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import random
@@ -55,8 +56,11 @@ _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 @contextmanager
 def use() -> Iterator[None]:
     """Within, the Python processes that this one starts are forks of it."""
-    for name in PRELOADED:
-        importlib.import_module(name)
+    if missing := [name for name in PRELOADED if name not in sys.modules]:
+        for name in missing:
+            importlib.import_module(name)
+        gc.collect()
+        freeze_for_good()
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]
     try:

@@ -68,22 +68,20 @@ def test_it_is_off_for_what_is_imported_and_on_for_what_the_user_does(tmp_path: 
     assert done.stdout.splitlines()[-1] == str(seen)
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_frozen_objects_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_is_frozen", False)
     assert not garbage.is_frozen()
-    try:
-        garbage.freeze_for_good()
-        assert gc.get_freeze_count() > 0
-        monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it takes long"))
-        assert garbage.is_frozen()
-    finally:
-        gc.unfreeze()
+    garbage.freeze_for_good()
+    assert gc.get_freeze_count() > 0
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it takes long"))
+    assert garbage.is_frozen()
+    gc.unfreeze()
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_objects_that_the_user_has_frozen_are_seen() -> None:
     gc.freeze()
-    try:
-        assert garbage.is_frozen()
-    finally:
-        gc.unfreeze()
+    assert garbage.is_frozen()
+    gc.unfreeze()
     assert not garbage.is_frozen()

@@ -1,13 +1,12 @@
 """Every Python example in the documentation runs as it stands, block after block."""
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import sklearn.metrics  # noqa: F401  # it sets environment variables for good, when first imported
-import tensorboardX  # noqa: F401  # it sets an environment variable when it is first imported
 
 from lockstep.recipe.parameters import declared
 from lockstep.testing.pool import WorkerPool
@@ -18,6 +17,13 @@ PLANS = ("replicate", "shard", "tensor", "pipeline")
 """Each has a page with one example."""
 SLOW_PAGES = ("verify.md",)
 """Their examples are whole verifications, which tests/cli/test_verify.py has too."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import what sets environment variables for good."""
+    for name in ("sklearn.metrics", "tensorboardX"):
+        importlib.import_module(name)
 
 
 def examples(page: Path) -> str:

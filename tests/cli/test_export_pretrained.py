@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,11 @@ import lockstep as ls
 from lockstep.base.errors import CheckpointError
 from lockstep.testing.pool import WorkerPool
 
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed (pip install -e .[dev])"
-)
-# importing transformers takes half a minute on a busy machine
-pytestmark = [pytest.mark.command, pytest.mark.timeout(300)]
-
-transformers.utils.logging.disable_progress_bar()  # tqdm's, which leaves a thread
-
+pytestmark = [
+    pytest.mark.command,
+    pytest.mark.timeout(300),  # importing transformers takes half a minute on a busy machine
+    pytest.mark.skipif(find_spec("transformers") is None, reason="pip install -e .[dev]"),
+]
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 CONFIG: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -31,8 +29,24 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> None:
+    """Import transformers before the first test, and end its progress bar, which leaves a thread."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
 def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**CONFIG))
+
+
+def read(folder: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder)
 
 
 def adapted() -> Any:
@@ -80,11 +94,11 @@ def test_a_folder_that_from_pretrained_loads(pool: WorkerPool, tmp_path: Path, p
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith(f"{tmp_path / 'llama'}: ")
     assert {
-        ls.fingerprint(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama"))
+        ls.fingerprint(read(tmp_path / "llama"))
     } == fingerprints
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert export(checkpoint, tmp_path / "earlier").returncode == 0
-    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "earlier")
+    read(tmp_path / "earlier")
     again = export(tmp_path / "run", tmp_path / "llama")
     assert (again.returncode, "is there already; nothing is overwritten" in again.stderr) == (
         2,
@@ -108,7 +122,7 @@ def test_by_the_models_own_save_pretrained(pool: WorkerPool, tmp_path: Path) -> 
     )
     ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "llama"), llama)
     assert (
-        ls.fingerprint(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama"))
+        ls.fingerprint(read(tmp_path / "llama"))
         == fingerprint
     )
     with pytest.raises(CheckpointError, match="nothing is overwritten"):

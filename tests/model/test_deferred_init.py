@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.keys import key as key_of
 from lockstep.model.initialization.deferred_init import CannotDefer, DeferredModel, KeyedInit, build
 
+pytestmark = pytest.mark.usefixtures("nothing_is_frozen")
+
 KEY = 2**63 + 11
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
 

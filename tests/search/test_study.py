@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import optuna.importance
 import pytest
 from search.storages import (
     PARAMETERS,
@@ -176,6 +176,12 @@ class TestClaims:
         again = storage().claim(2)
         assert again is not None
         assert (again.number, again.is_resumed) == (0, True)
+
+
+@pytest.fixture(scope="module")
+def importance() -> None:
+    """Import what sets environment variables for good."""
+    importlib.import_module("optuna.importance")
 
 
 class TestWhichSearchItIs:
@@ -356,7 +362,7 @@ class TestReports:
             assert (len(opened.results().trials), opened.results().wanted) == (3, 3)
 
     def test_results_are_read_back_with_what_was_searched(
-        self, storage: Open, tmp_path: Path
+        self, importance: None, storage: Open, tmp_path: Path
     ) -> None:
         opened = storage()
         made = [make_trial(opened, 8) for _ in range(8)]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -67,6 +66,8 @@ def scores(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def area(score: Tensor, label: Tensor) -> float:
+    from sklearn.metrics import roc_auc_score
+
     return float(roc_auc_score(label.numpy(), score.numpy()))
 
 

@@ -3,6 +3,7 @@ format."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,11 @@ from torch.nn import functional as F
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
 
-pytest.importorskip("peft", reason="peft is not installed (pip install -e .[dev])")
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed (pip install -e .[dev])"
-)
-# importing transformers takes half a minute on a busy machine
-pytestmark = [pytest.mark.command, pytest.mark.timeout(300)]
-transformers.utils.logging.disable_progress_bar()  # tqdm's, which leaves a thread
+pytestmark = [
+    pytest.mark.command,
+    pytest.mark.timeout(300),  # importing transformers takes half a minute on a busy machine
+    pytest.mark.skipif(find_spec("peft") is None, reason="pip install -e .[dev]"),
+]
 
 PLANS = {"replicate=2": 2, "shard=2": 2, "tensor=2": 2}
 CONFIG: dict[str, Any] = {
@@ -29,6 +28,14 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2, "use_cache": False,
 }  # fmt: skip
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> None:
+    """Import transformers before the first test, and end its progress bar, which leaves a thread."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
 
 
 class SaveAdapters(ls.Hook):
@@ -40,8 +47,9 @@ class SaveAdapters(ls.Hook):
 
 def adapted() -> Any:
     from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    base = LlamaForCausalLM(LlamaConfig(**CONFIG))
     return get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=ALL))
 
 
@@ -72,6 +80,7 @@ def test_it_trains_as_on_one_process_and_saves_the_adapters(
     pool: WorkerPool, tmp_path: Path, plan: str
 ) -> None:
     from peft import PeftModel
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     ((expected, _),) = pool.run(
         1, train, str(tmp_path / "alone"), "replicate=1", timeout_seconds=200
@@ -82,7 +91,7 @@ def test_it_trains_as_on_one_process_and_saves_the_adapters(
     adapters = {name for name in trained if "lora_" in name}
     assert len(adapters) == 2 * 2 * len(ALL)
     assert all(torch.allclose(trained[name], alone[name], atol=1e-4) for name in trained)
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    base = LlamaForCausalLM(LlamaConfig(**CONFIG))
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapters")).state_dict()
     assert all(torch.equal(loaded[name], trained[name]) for name in adapters)
     assert any(trained[name].any() for name in adapters if "lora_B" in name), (
