@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> None:
-    """Import transformers before the first test, and end its progress bar, which leaves a thread."""
+    """Import transformers before the first test. End its progress bar, which leaves a thread."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -93,9 +93,7 @@ def test_a_folder_that_from_pretrained_loads(pool: WorkerPool, tmp_path: Path, p
     made = export(tmp_path / "run", tmp_path / "llama")
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith(f"{tmp_path / 'llama'}: ")
-    assert {
-        ls.fingerprint(read(tmp_path / "llama"))
-    } == fingerprints
+    assert {ls.fingerprint(read(tmp_path / "llama"))} == fingerprints
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert export(checkpoint, tmp_path / "earlier").returncode == 0
     read(tmp_path / "earlier")
@@ -121,10 +119,7 @@ def test_by_the_models_own_save_pretrained(pool: WorkerPool, tmp_path: Path) -> 
         2, train, str(tmp_path / "run"), "shard=2", llama, timeout_seconds=200
     )
     ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "llama"), llama)
-    assert (
-        ls.fingerprint(read(tmp_path / "llama"))
-        == fingerprint
-    )
+    assert ls.fingerprint(read(tmp_path / "llama")) == fingerprint
     with pytest.raises(CheckpointError, match="nothing is overwritten"):
         ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "llama"), llama)
     with pytest.raises(CheckpointError, match="a Linear, without save_pretrained"):

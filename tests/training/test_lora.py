@@ -32,7 +32,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> None:
-    """Import transformers before the first test, and end its progress bar, which leaves a thread."""
+    """Import transformers before the first test. End its progress bar, which leaves a thread."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
