@@ -1908,7 +1908,7 @@ ELSEWHERE = {
         "training/test_loss_check.py::test_a_loss_is_named_or_refused_if_it_depends_on_the_cut_or_keeps_a_value"
     ),
     "draw from these generators, or drop numerics=bitwise": (
-        "training/test_ordinary_mistakes.py::test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise"
+        "training/test_ordinary_mistakes.py::test_other_data_on_each_rank_is_refused_or_an_event"
     ),
     "for a line that one rank prints or logs": (
         "training/test_ordinary_mistakes.py::test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank"

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.utils.data import TensorDataset
-from training.subjects import recipe, samples_at, state_of
+from training.subjects import each_of, recipe, samples_at, state_of
 
 import lockstep as ls
-from lockstep.base.errors import DataError, LossError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 SAMPLES, BATCH = 67, 22
-PLANS = {"replicate=1": 1, "replicate=2": 2, "replicate=3": 3, "shard=2": 2}
 
 
 class TwoTowers(nn.Module):
@@ -89,22 +87,29 @@ def gradients_of(
     return hook.weights, hook.gradients, result.loss
 
 
+MICROBATCHES = (22, 8, 5, None)
+
+
+def gradients_each(run_dir: str) -> list[Any]:
+    return each_of(gradients_of, run_dir, [(microbatch,) for microbatch in MICROBATCHES])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("microbatch", [22, 8, 5, None])
 def test_the_gradient_is_that_of_all_samples_at_once(
-    pool: WorkerPool, tmp_path: Path, ranks: int, microbatch: int | None
+    pool: WorkerPool, tmp_path: Path, ranks: int
 ) -> None:
-    for weights, gradients, loss in pool.run(
-        ranks, gradients_of, str(tmp_path / "run"), microbatch
+    alone = ranks == 1
+    for everyone in (
+        [gradients_each(str(tmp_path))] if alone else pool.run(ranks, gradients_each, str(tmp_path))
     ):
-        model = TwoTowers()
-        model.load_state_dict(weights)
-        expected = contrast(*model(*data()[samples_at(0, BATCH, of=SAMPLES)]))
-        expected.backward()
-        assert loss == pytest.approx(expected.item(), rel=1e-5)
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        for microbatch, (weights, gradients, loss) in zip(MICROBATCHES, everyone, strict=True):
+            model = TwoTowers()
+            model.load_state_dict(weights)
+            expected = contrast(*model(*data()[samples_at(0, BATCH, of=SAMPLES)]))
+            expected.backward()
+            assert loss == pytest.approx(expected.item(), rel=1e-5), microbatch
+            truth = {name: parameter.grad for name, parameter in model.named_parameters()}
+            torch.testing.assert_close(gradients, truth, rtol=1e-4, atol=1e-6)
 
 
 def fingerprint(run_dir: str, plan: str, resumes: bool = False) -> str:
@@ -117,7 +122,7 @@ def fingerprint(run_dir: str, plan: str, resumes: bool = False) -> str:
     if resumes:
         with pytest.raises(RuntimeError, match="lost"):
             train(hooks=[Fails()], saving=ls.Saving(every=1))
-    return train(saving=ls.Saving(every=1)).fingerprint
+    return train().fingerprint
 
 
 class Fails(ls.Hook):
@@ -126,17 +131,23 @@ class Fails(ls.Hook):
             raise RuntimeError("lost")
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "replicate=1"])
+RUNS = {2: [("replicate=2",), ("replicate=2", True), ("shard=2",)], 3: [("replicate=3",)]}
+"""By the number of processes: plans, and whether the run fails and resumes."""
+
+
+def fingerprints(run_dir: str, processes: int) -> list[Any]:
+    return each_of(fingerprint, run_dir, RUNS[processes])
+
+
+@pytest.mark.parametrize("processes", RUNS)
 def test_the_fingerprint_is_that_of_one_process_with_dropout_too(
-    pool: WorkerPool, tmp_path: Path, plan: str
+    pool: WorkerPool, tmp_path: Path, processes: int
 ) -> None:
-    (alone,) = pool.run(1, fingerprint, str(tmp_path / "alone"), "replicate=1")
-    assert set(pool.run(PLANS[plan], fingerprint, str(tmp_path / "run"), plan)) == {alone}
-
-
-def test_a_resumed_run_ends_with_the_same_bits(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, fingerprint, str(tmp_path / "alone"), "replicate=1")
-    assert set(pool.run(2, fingerprint, str(tmp_path / "run"), "replicate=2", True)) == {alone}
+    alone = fingerprint(str(tmp_path / "alone"), "replicate=1")
+    for found in pool.run(processes, fingerprints, str(tmp_path), processes):
+        assert dict(zip(RUNS[processes], found, strict=True)) == dict.fromkeys(
+            RUNS[processes], alone
+        )
 
 
 def test_an_evaluation_computes_it_over_all_its_samples(tmp_path: Path) -> None:
@@ -183,42 +194,45 @@ def ragged(output: Any, batch: list[Tensor]) -> Tensor:
     return output[0][:, : len(batch[0])]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"loss": contrast}, RecipeError, "batch_loss and loss; a batch loss is one number"),
-        ({"weight": len}, RecipeError, "batch_loss and weight"),
-        (
-            {"batch_loss": contrast},
-            RecipeError,
-            r"give ls.Gathered\(collect, compute\), or a loss instead",
-        ),
-        ({"batch_loss": None}, RecipeError, "Recipe.loss is None"),
-        ({"microbatch": "auto"}, RecipeError, "auto with batch_loss"),
-        (
-            {"batch_loss": ls.Gathered(few, torch.sum)},
-            DataError,
-            "the batch loss collected shape .* each tensor has one row a sample",
-        ),
-        (
-            {"batch_loss": ls.Gathered(ragged, torch.sum), "microbatch": 3},
-            DataError,
-            "rows of all samples are concatenated",
-        ),
-        (
-            {"batch_loss": ls.Gathered(rows_of, lambda *rows: rows[0])},
-            LossError,
-            "the batch loss computed shape",
-        ),
-        (
-            {"batch_loss": ls.Gathered(rows_of, lambda *rows: 1.0)},
-            LossError,
-            "the batch loss computed a float",
-        ),
-    ],
-)
-def test_a_wrong_batch_loss_is_refused(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        ls.train(clip(**changes), run_dir=str(tmp_path / "run"))
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"loss": contrast}, "RecipeError", "batch_loss and loss; a batch loss is one number"),
+    ({"weight": len}, "RecipeError", "batch_loss and weight"),
+    (
+        {"batch_loss": contrast},
+        "RecipeError",
+        "give ls.Gathered(collect, compute), or a loss instead",
+    ),
+    ({"batch_loss": None}, "RecipeError", "Recipe.loss is None"),
+    ({"microbatch": "auto"}, "RecipeError", "auto with batch_loss"),
+    (
+        {"batch_loss": ls.Gathered(few, torch.sum)},
+        "DataError: the batch loss collected shape ",
+        " each tensor has one row a sample",
+    ),
+    (
+        {"batch_loss": ls.Gathered(ragged, torch.sum), "microbatch": 3},
+        "DataError",
+        "rows of all samples are concatenated",
+    ),
+    (
+        {"batch_loss": ls.Gathered(rows_of, lambda *rows: rows[0])},
+        "LossError",
+        "the batch loss computed shape",
+    ),
+    (
+        {"batch_loss": ls.Gathered(rows_of, lambda *rows: 1.0)},
+        "LossError",
+        "the batch loss computed a float",
+    ),
+]
+
+
+def trained(run_dir: str, changes: dict[str, Any]) -> None:
+    ls.train(clip(**changes), run_dir=run_dir)
+
+
+def test_a_wrong_batch_loss_is_refused(tmp_path: Path) -> None:
+    found = each_of(trained, str(tmp_path), [(changes,) for changes, _, _ in WRONG])
+    for (changes, start, words), said in zip(WRONG, found, strict=True):
+        assert said.startswith(start), changes
+        assert words in said, changes

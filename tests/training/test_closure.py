@@ -94,13 +94,38 @@ def train(name: str, run_dir: str, plan: str = "replicate=1", **options: Any) ->
     ).fingerprint
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "replicate=3"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: train(name, str(folder / name)) for name in CASES}
+
+
+def of_several(run_dir: str, plan: str) -> dict[str, dict[str, str]]:
+    """Fingerprints of whole runs; on two processes also of resumed ones, and of a loop."""
+    found = {"whole": {name: train(name, f"{run_dir}/{name}", plan) for name in CASES}}
+    if plan == "replicate=2":
+        found["resumed"] = {
+            name: lost_and_resumed(name, f"{run_dir}/resumed-{name}") for name in ("lbfgs", "sam")
+        }
+        found["loop"] = {"sam": by_session(f"{run_dir}/loop", plan)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return pool.run(2, of_several, str(tmp_path_factory.mktemp("two")), "replicate=2")
+
+
 def test_the_bits_are_those_of_one_process(
-    pool: WorkerPool, tmp_path: Path, name: str, plan: str
+    pool: WorkerPool, tmp_path: Path, alone: dict[str, str], two: list[Any]
 ) -> None:
-    (alone,) = pool.run(1, train, name, str(tmp_path / "alone"))
-    assert set(pool.run(int(plan[-1]), train, name, str(tmp_path / "run"), plan)) == {alone}
+    for found in (*two, *pool.run(3, of_several, str(tmp_path), "replicate=3")):
+        assert found["whole"] == alone
+
+
+def test_a_run_goes_on_with_the_optimizers_history(alone: dict[str, str], two: list[Any]) -> None:
+    for found in two:
+        assert found["resumed"] == {name: alone[name] for name in ("lbfgs", "sam")}
 
 
 class Initial(ls.Hook):
@@ -147,9 +172,8 @@ def by_session(run_dir: str, plan: str) -> str:
         return ls.fingerprint(model)
 
 
-def test_a_loop_of_ones_own_gives_the_closure(pool: WorkerPool, tmp_path: Path) -> None:
-    alone = train("sam", str(tmp_path / "recipe"))
-    assert set(pool.run(2, by_session, str(tmp_path / "run"), "replicate=2")) == {alone}
+def test_a_loop_of_ones_own_gives_the_closure(alone: dict[str, str], two: list[Any]) -> None:
+    assert [found["loop"]["sam"] for found in two] == [alone["sam"]] * 2
 
 
 def without_a_closure(run_dir: str) -> None:
@@ -182,14 +206,6 @@ def lost_and_resumed(name: str, run_dir: str) -> str:
     ):
         train(name, run_dir, "replicate=2", saving=ls.Saving(every=2))
     return train(name, run_dir, "replicate=2", saving=ls.Saving(every=2))
-
-
-@pytest.mark.parametrize("name", ["lbfgs", "sam"])
-def test_a_run_goes_on_with_the_optimizers_history(
-    pool: WorkerPool, tmp_path: Path, name: str
-) -> None:
-    alone = train(name, str(tmp_path / "alone"))
-    assert set(pool.run(2, lost_and_resumed, name, str(tmp_path / "run"))) == {alone}
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,16 @@ they can wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training.subjects import recipe, rows
+from training.subjects import each_of, recipe, rows
 
 import lockstep as ls
-from lockstep.base.errors import UserError
 from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused, as_one_process
 from lockstep.testing.pool import WorkerPool
 
@@ -103,7 +101,6 @@ CASES = {
 
 
 def train(run_dir: str, plan: str, case: str, talk: Function) -> Any:
-    """The refusal; or the metrics and the fingerprint."""
     made = CASES[case](talk)
     evaluation = ls.Evaluation(data=rows(SAMPLES, seed=5), metrics=made.pop("metrics", {}))
     given = recipe(
@@ -115,37 +112,8 @@ def train(run_dir: str, plan: str, case: str, talk: Function) -> Any:
         evaluation=evaluation,
         global_batch=SAMPLES,
     )
-    try:
-        result = ls.train(given, run_dir=run_dir, plan=plan)
-    except UserError as error:
-        return str(error)
+    result = ls.train(given, run_dir=run_dir, plan=plan)
     return {name: round(value, 4) for name, value in result.metrics.items()}
-
-
-@pytest.mark.parametrize("case", ["with_a_sum", "with_a_mean", "with_rows", "with_a_batch_loss"])
-def test_what_synchronises_where_there_are_several_processes_is_right(
-    pool: WorkerPool, tmp_path: Path, case: str
-) -> None:
-    alone = pool.run(1, train, str(tmp_path / "alone"), "replicate=1", case, nobody)
-    assert pool.run(1, train, str(tmp_path / "one"), "replicate=1", case, synchronised) == alone
-    assert pool.run(2, train, str(tmp_path / "two"), "replicate=2", case, synchronised) == alone * 2
-    assert pool.run(2, train, str(tmp_path / "shard"), "shard=2", case, synchronised) == alone * 2
-
-
-@pytest.mark.parametrize("case", sorted(CASES))
-def test_a_collective_that_is_called_all_the_same_is_refused_on_all_ranks(
-    pool: WorkerPool, tmp_path: Path, case: str
-) -> None:
-    talk = synchronised if case in ("with_a_loss", "with_a_weight") else insistent
-    plans = (
-        ("replicate=2", "shard=2")
-        if case != "with_a_loss"
-        else ("replicate=2", "shard=2", "pipeline=2")
-    )
-    for plan in plans:
-        one, other = pool.run(2, train, str(tmp_path / plan), plan, case, talk)
-        assert one == other
-        assert "calls allreduce of torch.distributed" in one
 
 
 def weigh(run_dir: str, plan: str) -> Any:
@@ -157,13 +125,6 @@ def weigh(run_dir: str, plan: str) -> Any:
         global_batch=SAMPLES,
     )
     return ls.train(given, run_dir=run_dir, plan=f"{plan},numerics=bitwise").fingerprint
-
-
-def test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    (alone,) = pool.run(1, weigh, str(tmp_path / "one"), "replicate=1")
-    assert pool.run(2, weigh, str(tmp_path / "two"), "replicate=2") == [alone] * 2
 
 
 def calls() -> list[str]:
@@ -183,13 +144,6 @@ def calls() -> list[str]:
     with as_one_process():
         found.append(str(dist.is_initialized()))
     return [*found, str(dist.is_initialized())]
-
-
-def test_collectives_are_found_before_they_run(pool: WorkerPool) -> None:
-    assert (
-        pool.run(2, calls)
-        == [["allreduce", "barrier", "allgather", "allgather", "broadcast", "False", "True"]] * 2
-    )
 
 
 def kept_by_a_metric(run_dir: str, plan: str) -> list[int]:
@@ -217,10 +171,70 @@ def kept_by_a_metric(run_dir: str, plan: str) -> list[int]:
     return seen
 
 
-def test_a_metric_that_keeps_what_it_is_called_with_sees_each_sample_on_one_rank(
-    pool: WorkerPool, tmp_path: Path
+ASKS = ("with_a_sum", "with_a_mean", "with_rows", "with_a_batch_loss")
+"""Cases that ask for the number of processes, and are right."""
+INSISTS = [
+    (plan, case, synchronised if case in ("with_a_loss", "with_a_weight") else insistent)
+    for case in CASES
+    for plan in ("replicate=2", "shard=2", *(["pipeline=2"] if case == "with_a_loss" else []))
+]
+
+
+def trained(run_dir: str, plans: Sequence[str]) -> dict[str, Any]:
+    """What comes of all cases under plans; what is refused, where there are two processes."""
+    talks = (nobody, synchronised) if len(plans) == 1 else (synchronised,)
+    right = [(plan, case, talk) for case in ASKS for plan in plans for talk in talks]
+    return {
+        "right": each_of(train, f"{run_dir}/right", right),
+        "refused": each_of(train, f"{run_dir}/refused", INSISTS if len(plans) > 1 else []),
+        "weighed": weigh(f"{run_dir}/weighed", plans[0]),
+        "kept": kept_by_a_metric(f"{run_dir}/kept", plans[-1]),
+        "calls": calls(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What one process finds, and each of two."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        *pool.run(1, trained, str(folder / "1"), ["shard=1"]),
+        *pool.run(2, trained, str(folder / "2"), ["replicate=2", "shard=2"], timeout_seconds=50),
+    ]
+
+
+def test_what_synchronises_where_there_are_several_processes_is_right(
+    found: list[dict[str, Any]],
 ) -> None:
-    (alone,) = pool.run(1, kept_by_a_metric, str(tmp_path / "one"), "shard=1")
+    alone, *ranks = (rank["right"] for rank in found)
+    for place, case in enumerate(ASKS):
+        for each in (alone, *ranks):
+            pair = each[2 * place : 2 * place + 2]
+            assert pair == [alone[2 * place]] * 2, case
+
+
+def test_a_collective_that_is_called_all_the_same_is_refused_on_all_ranks(
+    found: list[dict[str, Any]],
+) -> None:
+    for case, one, other in zip(INSISTS, found[1]["refused"], found[2]["refused"], strict=True):
+        assert one == other, case
+        assert "calls allreduce of torch.distributed" in one, case
+
+
+def test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks(
+    found: list[dict[str, Any]],
+) -> None:
+    assert len({rank["weighed"] for rank in found}) == 1
+
+
+def test_collectives_are_found_before_they_run(found: list[dict[str, Any]]) -> None:
+    names = ["allreduce", "barrier", "allgather", "allgather", "broadcast", "False", "True"]
+    assert [rank["calls"] for rank in found[1:]] == [names] * 2
+
+
+def test_a_metric_that_keeps_what_it_is_called_with_sees_each_sample_on_one_rank(
+    found: list[dict[str, Any]],
+) -> None:
+    alone, *ranks = (rank["kept"] for rank in found)
     assert len(alone) == 2 * SAMPLES
-    sharded = pool.run(2, kept_by_a_metric, str(tmp_path / "two"), "shard=2")
-    assert sorted(sample for seen in sharded for sample in seen) == sorted(alone)
+    assert sorted(sample for seen in ranks for sample in seen) == sorted(alone)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
-from training.subjects import recipe, rows, squared_error, state_of
+from training.subjects import each_of, recipe, rows, squared_error, state_of
 
 import lockstep as ls
-from lockstep.base.errors import DataError, LossError
+from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
 
 WORLD_SIZES = (1, 2, 3)
@@ -135,91 +135,27 @@ def measure(
     )
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("microbatch", [None, 5, 64])
-def test_37_samples_count_once_each_whatever_the_ranks_and_microbatches(
-    pool: WorkerPool, tmp_path: Path, world_size: int, microbatch: int | None
-) -> None:
-    everyone = pool.run(world_size, measure, str(tmp_path / "run"), 37, microbatch)
-    for result, watch, (loss, accuracy, auc) in everyone:
-        metrics = result.metrics
-        assert metrics == everyone[0][0].metrics == watch.seen[-1][2]
-        assert metrics["mean index"] == 18.0
-        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-        assert metrics["accuracy"] == accuracy
-        assert metrics["area"] == pytest.approx(auc, abs=1e-9)
-        assert metrics["order"] == metrics["kind"] == 1.0
-        assert len(watch.seen) == 2
+MEASURED = [(37, None), (37, 5), (37, 64), (5, 4), (7, 4)]
+"""Samples, of which a rank may have none, and the evaluation's microbatch."""
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_rank_may_have_no_sample(pool: WorkerPool, tmp_path: Path, world_size: int) -> None:
-    for result, _, (loss, accuracy, auc) in pool.run(
-        world_size, measure, str(tmp_path / "run"), 5, 4
-    ):
-        metrics = result.metrics
-        assert (metrics["mean index"], metrics["order"], metrics["kind"]) == (2.0, 1.0, 1.0)
-        assert (metrics["accuracy"], metrics["area"]) == (accuracy, auc)
-        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-def test_every_module_is_left_in_the_mode_it_was_in(pool: WorkerPool, tmp_path: Path) -> None:
-    for _, watch, _ in pool.run(2, measure, str(tmp_path / "run"), 7, 4):
-        names = [name for name, _ in Classifier().named_modules()]
-        assert [modes for modes, _, _ in watch.seen] == [[name != "body.1" for name in names]] * 2
-        assert watch.model.calls[-4:] == [False, True] * 2
-
-
-def fingerprints(run_dir: str) -> list[str]:
-    found = []
-    for every in (None, 1):
-        evaluation = ls.Evaluation(data=labelled(9, seed=1), every=every)
-        given = recipe(
-            model=Classifier,
-            data=labelled(30, seed=2),
-            inputs=inputs,
-            loss=entropy,
-            evaluation=evaluation,
-            steps=3,
-        )
-        found.append(
-            ls.train(given, run_dir=f"{run_dir}/{every}", plan="numerics=bitwise").fingerprint
-        )
-    return found
-
-
-def test_how_often_it_is_measured_does_not_change_what_is_learned(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    assert (
-        len(
-            {
-                fingerprint
-                for found in pool.run(2, fingerprints, str(tmp_path))
-                for fingerprint in found
-            }
-        )
-        == 1
+def learned(run_dir: str) -> str:
+    """How often it is measured does not change what is learned."""
+    given = {"model": Classifier, "data": labelled(30, seed=2), "inputs": inputs, "loss": entropy}
+    one, other = (
+        ls.train(
+            recipe(**given, evaluation=ls.Evaluation(data=labelled(9, seed=1), every=every)),
+            run_dir=f"{run_dir}/{every}",
+            plan="numerics=bitwise",
+        ).fingerprint
+        for every in (None, 1)
     )
+    assert one == other
+    return one
 
 
-class Noisy(nn.Module):
-    """It draws from torch's and numpy's generators, in evaluation too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + torch.randn(len(x), 1)) + float(np.random.rand())
-
-
-class Draws(ls.Hook):
-    def after_step(self, run: Any) -> None:
-        torch.rand(run.context.world.rank + run.context.world.size)
-
-
-def noisy(run_dir: str) -> list[dict[str, float]]:
+def noisy_each(run_dir: str) -> list[dict[str, float]]:
+    """What a model measures that draws random numbers, with and without a hook that draws some."""
     found = []
     for number, hooks in enumerate(([], [Draws()])):
         watch = Metrics()
@@ -241,6 +177,92 @@ def noisy(run_dir: str) -> list[dict[str, float]]:
     return found[0]
 
 
+def of_recipe(run_dir: str, changes: dict[str, Any]) -> dict[str, float]:
+    return ls.train(recipe(**changes), run_dir=run_dir).metrics
+
+
+def evaluates(metric: Any, samples: int = 12, **changes: Any) -> dict[str, Any]:
+    """Changes of a recipe by which it measures one metric, with a microbatch for each rank."""
+    return {"evaluation": ls.Evaluation(data=rows(samples), metrics={"bad": metric}, **changes)}
+
+
+def trained(run_dir: str) -> dict[str, Any]:
+    return {
+        "measured": each_of(measure, f"{run_dir}/measured", MEASURED),
+        "learned": learned(f"{run_dir}/learned"),
+        "noisy": noisy_each(f"{run_dir}/noisy"),
+        "recipes": dict(
+            zip(
+                RECIPES,
+                each_of(of_recipe, f"{run_dir}/recipes", [(each,) for each in RECIPES.values()]),
+                strict=True,
+            )
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(
+    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, Any]]]:
+    """What each rank measures, by the number of processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {size: pool.run(size, trained, str(folder / str(size))) for size in WORLD_SIZES}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_each_sample_counts_once_whatever_the_ranks_and_microbatches(
+    found: dict[int, list[dict[str, Any]]], world_size: int
+) -> None:
+    everyone = [rank["measured"] for rank in found[world_size]]
+    for (samples, microbatch), *ranks in zip(MEASURED, *everyone, strict=True):
+        for result, watch, (loss, accuracy, auc) in ranks:
+            case, metrics = (samples, microbatch), result.metrics
+            assert metrics == ranks[0][0].metrics == watch.seen[-1][2], case
+            assert metrics["mean index"] == (samples - 1) / 2, case
+            assert metrics["loss"] == pytest.approx(loss, rel=1e-5), case
+            assert metrics["accuracy"] == accuracy, case
+            assert metrics["area"] == pytest.approx(auc, abs=1e-9), case
+            assert metrics["order"] == metrics["kind"] == 1.0, case
+            assert len(watch.seen) == 2, case
+
+
+def test_every_module_is_left_in_the_mode_it_was_in(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    names = [name for name, _ in Classifier().named_modules()]
+    for rank in found[2]:
+        _, watch, _ = rank["measured"][-1]
+        assert [modes for modes, _, _ in watch.seen] == [[name != "body.1" for name in names]] * 2
+        assert watch.model.calls[-4:] == [False, True] * 2
+
+
+def test_what_is_learned_and_what_is_drawn_is_the_same_on_any_number_of_processes(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    ranks = [rank for everyone in found.values() for rank in everyone]
+    assert len({rank["learned"] for rank in ranks}) == 1
+    assert [rank["noisy"] for rank in ranks] == [ranks[0]["noisy"]] * len(ranks)
+    first, second = ranks[0]["noisy"]
+    assert first != second
+
+
+class Noisy(nn.Module):
+    """It draws from torch's and numpy's generators, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + torch.randn(len(x), 1)) + float(np.random.rand())
+
+
+class Draws(ls.Hook):
+    def after_step(self, run: Any) -> None:
+        torch.rand(run.context.world.rank + run.context.world.size)
+
+
 class Metrics(ls.Hook):
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
@@ -249,31 +271,11 @@ class Metrics(ls.Hook):
         self.seen.append(dict(metrics))
 
 
-def test_a_model_that_draws_random_numbers_measures_the_same_on_any_number_of_processes(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    found = [
-        seen for size in WORLD_SIZES for seen in pool.run(size, noisy, str(tmp_path / str(size)))
-    ]
-    assert all(seen == found[0] for seen in found)
-    assert found[0][0] != found[0][1]
-
-
-def with_ignored_labels(run_dir: str) -> str:
-    labels = [torch.arange(30) % 3, torch.where(torch.arange(9) == 2, -100, torch.arange(9) % 3)]
-    features = [rows(30).tensors[1], rows(9).tensors[1]]
-    learned, held_out = (TensorDataset(x, y) for x, y in zip(features, labels, strict=True))
-    given = recipe(
-        data=learned,
-        inputs=first_of,
-        loss=entropy_of_labels,
-        evaluation=ls.Evaluation(data=held_out),
-    )
-    try:
-        ls.train(given, run_dir=run_dir)
-    except LossError as error:
-        return str(error)
-    return "it was measured"
+def with_labels(samples: int, *ignored: int) -> TensorDataset:
+    """Features and labels, those of some samples to be ignored."""
+    labels = torch.arange(samples) % 3
+    labels[list(ignored)] = -100
+    return TensorDataset(rows(samples).tensors[1], labels)
 
 
 def first_of(batch: Batch) -> Tensor:
@@ -284,32 +286,9 @@ def entropy_of_labels(output: Tensor, batch: Batch) -> Tensor:
     return cross_entropy(output, batch[1])
 
 
-def test_a_mean_over_tokens_that_are_not_ignored_is_refused_in_evaluation_too(
-    tmp_path: Path,
-) -> None:
-    assert with_ignored_labels(str(tmp_path / "run")).startswith(
-        "term 'loss' of the loss is a plain scalar, and batch[1] holds the ignore index -100; a"
-        " mean over tokens that are not ignored would"
-    )
-
-
 def all_losses(model: nn.Module, batch: Batch) -> dict[str, Any]:
     loss = squared_error(model, batch)
     return {"loss": loss, "twice": 2 * loss}
-
-
-def two_losses(run_dir: str) -> dict[str, float]:
-    return ls.train(
-        recipe(loss=all_losses, evaluation=ls.Evaluation(data=rows(9))), run_dir=run_dir
-    ).metrics
-
-
-def test_the_loss_is_the_sum_of_all_terms_even_where_one_is_called_loss(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    for metrics in pool.run(2, two_losses, str(tmp_path / "run")):
-        assert metrics["loss/twice"] == pytest.approx(2 * metrics["loss/loss"])
-        assert metrics["loss"] == pytest.approx(3 * metrics["loss/loss"])
 
 
 def in_turn(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -332,45 +311,6 @@ def one_or_several(model: nn.Module, batch: Batch) -> Any:
         if model.training or int(batch[0][0]) < 4
         else in_turn(model, batch)
     )
-
-
-def measure_terms(run_dir: str, loss: Any) -> dict[str, float] | str:
-    evaluation = ls.Evaluation(data=rows(14), metrics={"index": ls.Mean(first)})
-    try:
-        return ls.train(recipe(loss=loss, evaluation=evaluation), run_dir=run_dir).metrics
-    except LossError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_terms_are_told_apart_by_name_whatever_their_order(
-    pool: WorkerPool, tmp_path: Path, world_size: int
-) -> None:
-    for metrics in pool.run(world_size, measure_terms, str(tmp_path / "run"), in_turn):
-        assert metrics["loss/b"] == pytest.approx(3 * metrics["loss/a"], rel=1e-5)
-        assert metrics["index"] == 6.5
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize(
-    ("loss", "terms", "before"),
-    [(now_and_then, ["a"], ["a", "b"]), (one_or_several, ["b", "a"], ["loss"])],
-)
-def test_other_terms_in_another_microbatch_are_refused_on_all_ranks(
-    pool: WorkerPool,
-    tmp_path: Path,
-    world_size: int,
-    loss: Any,
-    terms: list[str],
-    before: list[str],
-) -> None:
-    for text in pool.run(world_size, measure_terms, str(tmp_path / "run"), loss):
-        assert (
-            text
-            == f"evaluation, microbatch 1: the loss has terms {terms} and had {before} before; it"
-            " must have the same terms for every microbatch: give one that does not apply as a"
-            " zero, (output * 0).sum()"
-        )
 
 
 def a_row_too_many(model: nn.Module, batch: Batch) -> tuple[Tensor]:
@@ -409,81 +349,8 @@ def nothing(*_: Any) -> float:
     return 0.0
 
 
-BAD_METRICS: dict[str, tuple[Any, str]] = {
-    "a row too many": (
-        ls.Gathered(a_row_too_many, nothing),
-        (
-            "metric 'bad' collected shape (5,) from a microbatch of 4 samples; each tensor has one"
-            " row a sample"
-        ),
-    ),
-    "a scalar": (
-        ls.Gathered(a_scalar, nothing),
-        "metric 'bad' collected shape () from a microbatch of 4 samples",
-    ),
-    "a list": (
-        ls.Gathered(a_list, nothing),
-        "metric 'bad' collected a list from a microbatch of 4 samples",
-    ),
-    "nothing": (
-        ls.Gathered(a_number, nothing),
-        "metric 'bad' collected a float from a microbatch of 4 samples",
-    ),
-    "computed nothing": (
-        ls.Gathered(first, no_value),
-        "metric 'bad' is None (a NoneType); a metric is a single number; reduce it",
-    ),
-    "computed a vector": (
-        ls.Gathered(first, vector),
-        "metric 'bad' computed an array of shape (8,); a metric is one number; reduce it",
-    ),
-    "a mean of means": (
-        ls.Mean(a_mean),
-        (
-            "metric 'bad' has one value for a microbatch of 4 samples; an ls.Mean divides the sum"
-            " of the values by their number, and would take a mean of means; return one value a"
-            " sample: leave out .mean()"
-        ),
-    ),
-    "a mean of a number": (
-        ls.Mean(a_number),
-        "metric 'bad' has values 0.5 (a float); a Mean's values are a tensor, one a sample",
-    ),
-}
-
-
-def evaluate_badly(run_dir: str, metric: Any) -> str:
-    try:
-        ls.train(
-            recipe(evaluation=ls.Evaluation(data=rows(8), metrics={"bad": metric})), run_dir=run_dir
-        )
-    except DataError as error:
-        return str(error)
-    return "it was measured"
-
-
-@pytest.mark.parametrize("name", BAD_METRICS)
-def test_a_metric_that_is_not_what_it_says_is_refused(
-    pool: WorkerPool, tmp_path: Path, name: str
-) -> None:
-    metric, message = BAD_METRICS[name]
-    assert all(
-        text.startswith(message)
-        for text in pool.run(2, evaluate_badly, str(tmp_path / "run"), metric)
-    )
-
-
 def one_value(model: nn.Module, batch: Batch) -> Tensor:
     return batch[0].reshape(())
-
-
-def measured_one_by_one(run_dir: str) -> float:
-    evaluation = ls.Evaluation(data=rows(8), metrics={"index": ls.Mean(one_value)}, microbatch=1)
-    return ls.train(recipe(evaluation=evaluation), run_dir=run_dir).metrics["index"]
-
-
-def test_a_mean_may_be_one_value_where_the_microbatch_is_one_sample(tmp_path: Path) -> None:
-    assert measured_one_by_one(str(tmp_path / "run")) == 3.5
 
 
 def as_wide_as_the_largest(model: nn.Module, batch: Batch) -> Tensor:
@@ -499,70 +366,106 @@ def one_or_two(model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
     return (batch[0],) if int(batch[0].max()) < 8 else (batch[0], batch[0])
 
 
-RAGGED: dict[str, tuple[Any, str]] = {
-    "widths": (
-        as_wide_as_the_largest,
-        (
-            "metric 'bad' collected float32 rows of shape (3,) from microbatch 2, and float32 rows"
-            " of shape (2,) from microbatch 0; the rows of all samples are concatenated, so they"
-            " must have one dtype and one shape: pad them to one width"
-        ),
-    ),
-    "dtypes": (
-        of_two_dtypes,
-        (
-            "metric 'bad' collected float32 rows of shape (6,) and float32 rows of shape () from"
-            " microbatch 2, and float32 rows of shape (6,) and int64 rows of shape () from"
-            " microbatch 0; the rows of all samples are concatenated"
-        ),
-    ),
-    "numbers of tensors": (
-        one_or_two,
-        (
-            "metric 'bad' collected int64 rows of shape () and int64 rows of shape () from"
-            " microbatch 2, and int64 rows of shape () from"
-        ),
-    ),
-}
-
-
-def evaluate_ragged(run_dir: str, collect: Any) -> str:
-    try:
-        ls.train(
-            recipe(
-                evaluation=ls.Evaluation(
-                    data=rows(14), metrics={"bad": ls.Gathered(collect, nothing)}
-                )
-            ),
-            run_dir=run_dir,
-        )
-    except DataError as error:
-        return str(error)
-    return "it was measured"
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", RAGGED)
-def test_rows_that_do_not_go_together_are_refused_on_all_ranks(
-    pool: WorkerPool, tmp_path: Path, name: str, world_size: int
-) -> None:
-    collect, message = RAGGED[name]
-    assert all(
-        text.startswith(message)
-        for text in pool.run(world_size, evaluate_ragged, str(tmp_path / "run"), collect)
-    )
-
-
 def not_a_number(order: Tensor) -> float:
     return math.nan
 
 
-def without_a_value(run_dir: str) -> float:
-    evaluation = ls.Evaluation(data=rows(8), metrics={"area": ls.Gathered(first, not_a_number)})
-    return ls.train(recipe(evaluation=evaluation), run_dir=run_dir).metrics["area"]
+ROWS, OF_4 = "one row a sample", "from a microbatch of 4 samples"
+ONE = "a metric is one number; reduce it"
+TOGETHER = "the rows of all samples are concatenated"
+RECIPES: dict[str, dict[str, Any]] = {
+    "two terms": {"loss": all_losses, "evaluation": ls.Evaluation(data=rows(9))},
+    "terms in turn": {"loss": in_turn, **evaluates(ls.Mean(first), 14)},
+    "one value of one sample": evaluates(ls.Mean(one_value), microbatch=1),
+    "nan": evaluates(ls.Gathered(first, not_a_number)),
+    "fewer terms": {"loss": now_and_then, **evaluates(ls.Mean(first), 14)},
+    "one term or several": {"loss": one_or_several, **evaluates(ls.Mean(first), 14)},
+    "a row too many": evaluates(ls.Gathered(a_row_too_many, nothing)),
+    "a scalar": evaluates(ls.Gathered(a_scalar, nothing)),
+    "a list": evaluates(ls.Gathered(a_list, nothing)),
+    "nothing": evaluates(ls.Gathered(a_number, nothing)),
+    "computed nothing": evaluates(ls.Gathered(first, no_value)),
+    "computed a vector": evaluates(ls.Gathered(first, vector)),
+    "a mean of means": evaluates(ls.Mean(a_mean)),
+    "a mean of a number": evaluates(ls.Mean(a_number)),
+    "widths": evaluates(ls.Gathered(as_wide_as_the_largest, nothing), 14),
+    "dtypes": evaluates(ls.Gathered(of_two_dtypes, nothing), 14),
+    "numbers of tensors": evaluates(ls.Gathered(one_or_two, nothing), 14),
+}
+FLOATS, INTEGERS = "float32 rows of shape", "int64 rows of shape ()"
+REFUSED: dict[str, tuple[str, ...]] = {
+    "fewer terms": (
+        "LossError: evaluation, microbatch 1: the loss has terms ['a'] and had ['a', 'b'] before",
+        "give one that does not apply as a zero, (output * 0).sum()",
+    ),
+    "one term or several": (
+        "LossError: evaluation, microbatch 1: the loss has terms ['b', 'a'] and had ['loss']",
+    ),
+    "a row too many": ("DataError: metric 'bad' collected shape (5,)", OF_4, ROWS),
+    "a scalar": ("DataError: metric 'bad' collected shape ()", OF_4),
+    "a list": ("DataError: metric 'bad' collected a list", OF_4),
+    "nothing": ("DataError: metric 'bad' collected a float", OF_4),
+    "computed nothing": ("DataError: metric 'bad' is None (a NoneType)", "reduce it"),
+    "computed a vector": ("DataError: metric 'bad' computed an array of shape (12,)", ONE),
+    "a mean of means": (
+        "DataError: metric 'bad' has one value for a microbatch of 4 samples",
+        "return one value a sample: leave out .mean()",
+    ),
+    "a mean of a number": ("DataError: metric 'bad' has values 0.5 (a float)", "one a sample"),
+    "widths": (
+        f"DataError: metric 'bad' collected {FLOATS} (3,) from microbatch 2, and {FLOATS} (2,)"
+        " from microbatch 0",
+        TOGETHER,
+        "pad them to one width",
+    ),
+    "dtypes": (
+        f"DataError: metric 'bad' collected {FLOATS} (6,) and {FLOATS} () from microbatch 2",
+        f"{FLOATS} (6,) and {INTEGERS} from microbatch 0",
+        TOGETHER,
+    ),
+    "numbers of tensors": (
+        f"DataError: metric 'bad' collected {INTEGERS} and {INTEGERS} from microbatch 2",
+        f"and {INTEGERS} from",
+    ),
+}
 
 
-def test_a_metric_may_be_nan_and_is_null_in_the_files(pool: WorkerPool, tmp_path: Path) -> None:
-    assert all(map(math.isnan, pool.run(2, without_a_value, str(tmp_path / "run"))))
-    assert '"evaluation/area": null' in (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert '"area": null' in (tmp_path / "run" / "result.json").read_text()
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_terms_and_metrics_are_what_they_say_or_refused_on_all_ranks(
+    found: dict[int, list[dict[str, Any]]], world_size: int
+) -> None:
+    for rank in found[world_size]:
+        made = rank["recipes"]
+        for name, words in REFUSED.items():
+            assert made[name].startswith(words[0]), name
+            assert all(each in made[name] for each in words), (name, made[name])
+        two, turn = made["two terms"], made["terms in turn"]
+        assert two["loss/twice"] == pytest.approx(2 * two["loss/loss"])
+        assert two["loss"] == pytest.approx(3 * two["loss/loss"])
+        assert turn["loss/b"] == pytest.approx(3 * turn["loss/a"], rel=1e-5)
+        assert (turn["bad"], made["one value of one sample"]["bad"]) == (6.5, 5.5)
+        assert math.isnan(made["nan"]["bad"])
+
+
+def test_a_mean_over_tokens_that_are_not_ignored_is_refused_in_evaluation_too(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(LossError) as caught:
+        of_recipe(
+            str(tmp_path),
+            {
+                "data": with_labels(30),
+                "inputs": first_of,
+                "loss": entropy_of_labels,
+                "evaluation": ls.Evaluation(data=with_labels(9, 2)),
+            },
+        )
+    assert str(caught.value).startswith(
+        "term 'loss' of the loss is a plain scalar, and batch[1] holds the ignore index -100"
+    )
+
+
+def test_a_metric_that_is_nan_is_null_in_the_files(tmp_path: Path) -> None:
+    of_recipe(str(tmp_path), RECIPES["nan"])
+    assert '"evaluation/bad": null' in (tmp_path / "metrics.jsonl").read_text()
+    assert '"bad": null' in (tmp_path / "result.json").read_text()

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.subjects import network, recipe, rows, samples_at, squared_error, state_of
+from training.subjects import each_of, network, recipe, rows, samples_at, squared_error, state_of
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.testing.pool import WorkerPool
 
-PLANS = {"replicate=2": 2, "replicate=3": 3, "shard=2": 2, "replicate=2,shard=2": 4}
 STEPS = 6
 
 
@@ -47,13 +46,12 @@ def train(
     run_dir: str, plan: str, fail_at: int | None = None
 ) -> tuple[str, list[dict[str, Tensor]]]:
     def attempt(hook: Thaws) -> ls.Result:
-        given = recipe(optimizer=adam, steps=STEPS)
         return ls.train(
-            given,
+            recipe(optimizer=adam, steps=STEPS),
             run_dir=run_dir,
             plan=f"{plan},numerics=bitwise",
             hooks=[hook],
-            saving=ls.Saving(every=1),
+            saving=ls.Saving(every=1) if fail_at else None,
         )
 
     if fail_at is not None:
@@ -63,21 +61,21 @@ def train(
     return attempt(hook).fingerprint, hook.states
 
 
-def test_a_frozen_parameter_stays_and_the_others_are_trained_as_before(tmp_path: Path) -> None:
-    _, states = train(str(tmp_path / "run"), "replicate=1")
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Tensor]]]:
+    return train(str(tmp_path_factory.mktemp("alone")), "replicate=1")
+
+
+def test_a_frozen_parameter_stays_and_the_others_are_trained_as_before(
+    alone: tuple[str, list[dict[str, Tensor]]],
+) -> None:
+    states = alone[1]
+    first, last = {"0.weight", "0.bias"}, {"2.bias"}
+    frozen: dict[int, set[str]] = {2: first, 3: first, 4: last, 5: last}
     for step in range(1, STEPS):
-        moved = {
-            name
-            for name, value in states[step].items()
-            if not torch.equal(value, states[step - 1][name])
-        }
-        frozen = {
-            2: {"0.weight", "0.bias"},
-            3: {"0.weight", "0.bias"},
-            4: {"2.bias"},
-            5: {"2.bias"},
-        }.get(step, set())
-        assert moved == states[step].keys() - frozen, step
+        before, after = states[step - 1], states[step]
+        moved = {name for name in after if not torch.equal(after[name], before[name])}
+        assert moved == after.keys() - frozen.get(step, set()), step
 
 
 class Initial(ls.Hook):
@@ -102,35 +100,41 @@ def by_hand(initial: dict[str, Tensor]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_the_updates_are_torchs_for_parameters_without_a_gradient(tmp_path: Path) -> None:
+def test_the_updates_are_torchs_for_parameters_without_a_gradient(
+    tmp_path: Path, alone: tuple[str, list[dict[str, Tensor]]]
+) -> None:
     initial = Initial()
     ls.train(recipe(optimizer=adam, steps=1), run_dir=str(tmp_path / "initial"), hooks=[initial])
-    _, states = train(str(tmp_path / "run"), "replicate=1")
-    for name, value in by_hand(initial.state).items():
-        torch.testing.assert_close(states[-1][name], value, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(alone[1][-1], by_hand(initial.state), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(plan, marks=pytest.mark.slow if ranks > 3 else ())
-        for plan, ranks in PLANS.items()
-    ],
-)
-def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    (alone,) = pool.run(1, train, str(tmp_path / "alone"), "replicate=1")
-    for found in pool.run(PLANS[plan], train, str(tmp_path / "run"), plan):
-        assert found[0] == alone[0]
+RUNS = {
+    1: [("replicate=1", 3), ("replicate=1", 5)],
+    2: [(plan, at) for plan in ("replicate=2", "shard=2") for at in (None, 3, 5)],
+    3: [("replicate=3", None)],
+    4: [("replicate=2,shard=2", None)],
+}
+"""By the number of processes: plans, and the step that fails before the run resumes."""
 
 
-@pytest.mark.parametrize("plan", ["replicate=1", "replicate=2", "shard=2"])
-@pytest.mark.parametrize("fail_at", [3, 5])
-def test_a_resumed_run_trains_the_same_parameters(
-    pool: WorkerPool, tmp_path: Path, plan: str, fail_at: int
+def fingerprints(run_dir: str, processes: int) -> list[str]:
+    return [fingerprint for fingerprint, _ in each_of(train, run_dir, RUNS[processes])]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_bits_are_those_of_one_process_and_of_a_run_without_a_failure(
+    pool: WorkerPool,
+    tmp_path: Path,
+    alone: tuple[str, list[dict[str, Tensor]]],
+    processes: int,
 ) -> None:
-    (alone,) = pool.run(1, train, str(tmp_path / "alone"), "replicate=1")
-    for found in pool.run(PLANS.get(plan, 1), train, str(tmp_path / "run"), plan, fail_at):
-        assert found[0] == alone[0]
+    for found in (
+        [fingerprints(str(tmp_path), 1)]
+        if processes == 1
+        else pool.run(processes, fingerprints, str(tmp_path), processes)
+    ):
+        runs = RUNS[processes]
+        assert dict(zip(runs, found, strict=True)) == dict.fromkeys(runs, alone[0])
 
 
 class FreezesOnOneRank(ls.Hook):
@@ -174,9 +178,8 @@ def frozen_body() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("verb", "pattern", "changes", "message"),
-    [
+def test_what_cannot_be_frozen_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[str, str, dict[str, Any], str]] = [
         (
             "unfreeze",
             "0.*",
@@ -184,13 +187,11 @@ def frozen_body() -> nn.Module:
             "the optimizer holds no such parameter; it holds 2.weight",
         ),
         ("freeze", "*", {}, "would leave no trainable parameter; a step needs one; freeze fewer"),
-    ],
-)
-def test_what_cannot_be_frozen_is_refused(
-    tmp_path: Path, verb: str, pattern: str, changes: Any, message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        ls.train(recipe(**changes), run_dir=str(tmp_path / "run"), hooks=[Calls(verb, pattern)])
+    ]
+    for verb, pattern, changes, message in cases:
+        with pytest.raises(RecipeError) as raised:
+            ls.train(recipe(**changes), run_dir=str(tmp_path / verb), hooks=[Calls(verb, pattern)])
+        assert message in str(raised.value)
 
 
 def test_what_was_frozen_from_the_start_is_trained_later_if_the_optimizer_holds_it(

@@ -122,7 +122,7 @@ CASES = {
 }
 
 
-for number in range(12):
+for number in range(6):
     drawn = random.Random(number)
     CASES[f"drawn at random, {number}"] = Case(
         samples=drawn.randint(1, 40),
@@ -156,13 +156,19 @@ class FirstWeights(ls.Hook):
         }
 
 
+def cases(plan: str) -> list[str]:
+    """All; under shard, which takes longest, two of those that are drawn."""
+    return list(CASES)[: -4 if "shard" in plan else None]
+
+
 def gradients_of_all_cases(
     plan: str, run_dir: str
 ) -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
     found = {}
-    for name, case in CASES.items():
+    for name in cases(plan):
         first, gradients = FirstWeights(), Gradients()
-        ls.train(case.recipe(), plan=plan, run_dir=f"{run_dir}/{name}", hooks=[first, gradients])
+        given = CASES[name].recipe()
+        ls.train(given, plan=plan, run_dir=f"{run_dir}/{name}", hooks=[first, gradients])
         found[name] = (first.weights, [gradient.clone() for gradient in gradients.steps])
     return found
 
@@ -205,26 +211,28 @@ def measured(
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "plan", tiered(DATA_PLANS, always=["replicate=1", "replicate=3", "shard=2"], most=1)
 )
 def test_the_gradient_is_one_process_in_float64_within_4_times_float32s_own_error(
-    measured: Callable[[str], list[Any]], plan: str, name: str
+    measured: Callable[[str], list[Any]], plan: str
 ) -> None:
-    weights, _ = measured(plan)[0][name]
-    exact = by_hand(CASES[name], weights, torch.float64)
-    own = by_hand(CASES[name], weights, torch.float32)
-    for rank in range(DATA_PLANS[plan]):
-        _, found = measured(plan)[rank][name]
-        assert len(found) == len(exact) == CASES[name].steps()
-        for step, truth in enumerate(exact):
-            error, own_error = (
-                (gradient - truth).norm() / truth.norm() for gradient in (found[step], own[step])
-            )
-            assert error <= 4 * own_error, (
-                f"rank {rank}, step {step}: {error:.2e} and {own_error:.2e}"
-            )
+    for name in cases(plan):
+        case = CASES[name]
+        weights, _ = measured(plan)[0][name]
+        exact = by_hand(case, weights, torch.float64)
+        own = by_hand(case, weights, torch.float32)
+        for rank, found in enumerate(measured(plan)):
+            _, gradients = found[name]
+            assert len(gradients) == len(exact) == case.steps(), name
+            for step, truth in enumerate(exact):
+                error, own_error = (
+                    (gradient - truth).norm() / truth.norm()
+                    for gradient in (gradients[step], own[step])
+                )
+                assert error <= 4 * own_error, (
+                    f"{name}, rank {rank}, step {step}: {error:.2e} and {own_error:.2e}"
+                )
 
 
 def test_bf16_has_an_error_of_its_own(measured: Callable[[str], list[Any]]) -> None:

@@ -113,32 +113,17 @@ def steps(*numbers: int, evaluated: tuple[int, ...] = ()) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("train", "expected"),
-    [
-        (
-            in_train,
-            [
-                *BEGIN,
-                *steps(1, 2, 3, evaluated=(2, 3)),
-                "on_finish 3",
-                "on_save 3",
-                "on_event run-ended 3",
-                "on_end 3",
-            ],
-        ),
-        (in_a_loop, [*BEGIN, *steps(1, 2, 3), "on_finish 3", "on_event run-ended 3", "on_end 3"]),
+WHOLE: dict[Any, list[str]] = {
+    in_train: [
+        *BEGIN,
+        *steps(1, 2, 3, evaluated=(2, 3)),
+        "on_finish 3",
+        "on_save 3",
+        "on_event run-ended 3",
+        "on_end 3",
     ],
-    ids=["train", "session"],
-)
-def test_the_moments_of_a_run(
-    pool: WorkerPool, tmp_path: Path, world_size: int, train: Any, expected: list[str]
-) -> None:
-    for seen, errors in pool.run(world_size, seen_of, train, str(tmp_path / "run")):
-        assert seen == expected
-        assert len(errors) == 3
-        assert max(errors) < 1e-5  # summed over all ranks, and not yet clipped
+    in_a_loop: [*BEGIN, *steps(1, 2, 3), "on_finish 3", "on_event run-ended 3", "on_end 3"],
+}
 
 
 def seen_of(train: Any, run_dir: str) -> tuple[list[str], list[float]]:
@@ -192,15 +177,32 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize("train", [in_train, in_a_loop], ids=["train", "session"])
+def moments_of_all(run_dir: str) -> list[tuple[str, Any, Any, Any]]:
+    """Runs that end, and runs that fail at each moment on every rank."""
+    found = []
+    for train in WHOLE:
+        found.append(("", train, *seen_of(train, f"{run_dir}/{train.__name__}")))
+        found += [
+            (moment, train, *fail(moment, train, f"{run_dir}/{train.__name__}-{moment}"))
+            for moment in FAILED
+        ]
+    return found
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("moment", FAILED)
-def test_the_moments_of_a_run_that_fails(
-    pool: WorkerPool, tmp_path: Path, moment: str, world_size: int, train: Any
+def test_the_moments_of_a_run_that_ends_or_fails(
+    pool: WorkerPool, tmp_path: Path, world_size: int
 ) -> None:
-    for seen, is_the_error in pool.run(world_size, fail, moment, train, str(tmp_path / "run")):
-        assert seen == [*BEGIN, *steps(1), *FAILED[moment]]
-        assert is_the_error
+    for rank in pool.run(world_size, moments_of_all, str(tmp_path)):
+        for moment, train, seen, noted in rank:
+            case = (moment, train.__name__)
+            if moment:
+                assert seen == [*BEGIN, *steps(1), *FAILED[moment]], case
+                assert noted, case  # the error itself
+            else:
+                assert seen == WHOLE[train], case
+                assert len(noted) == 3, case
+                assert max(noted) < 1e-5, case  # summed over all ranks, and not yet clipped
 
 
 def test_a_run_ends_in_any_case(tmp_path: Path) -> None:

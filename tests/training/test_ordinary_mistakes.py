@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate, random_split
-from training.subjects import OUTPUTS, learned, recipe, rows, squared_error
+from training.subjects import OUTPUTS, each_of, learned, recipe, rows, squared_error
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
@@ -63,17 +63,6 @@ def evaluate(run_dir: str, data: Callable[[], Any]) -> None:
     ls.train(recipe(evaluation=ls.Evaluation(data=data())), run_dir=run_dir)
 
 
-@pytest.mark.parametrize(("data", "part"), [(unseeded, r"\[1\]"), (split_at_random, r"\[0\]")])
-def test_other_data_on_each_rank_is_refused(
-    pool: WorkerPool, tmp_path: Path, data: Any, part: str
-) -> None:
-    with pytest.raises(
-        DataError,
-        match=rf"^data: sample 0{part} differs between rank 0 and rank 1; .* seed what is drawn",
-    ):
-        pool.run(2, train, str(tmp_path / "run"), data, "replicate=2")
-
-
 class Held:
     """An object such as a dataset returns for a collate of its own."""
 
@@ -101,58 +90,18 @@ def train_held(run_dir: str, make: Callable[[], Any]) -> list[str]:
     return train(run_dir, partial(Holds, make), BITWISE, collate=only_numbers)
 
 
-def test_other_objects_on_each_rank_are_refused_whatever_their_class(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        DataError, match=r"^data: sample 0\.value differs between rank 0 and rank 1"
-    ):
-        pool.run(2, train_held, str(tmp_path / "run"), rank)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_objects_that_cannot_be_read_are_an_event(
-    pool: WorkerPool, tmp_path: Path, processes: int
-) -> None:
-    run = tmp_path / "run"
-    for events in pool.run(processes, train_held, str(run), Lock):
-        assert "data-not-compared" in events
-    told = next(
-        line
-        for line in run.joinpath("events.jsonl").read_text().splitlines()
-        if "data-not-compared" in line
-    )
-    assert "data: sample 0.value[1]" in told
-
-
-def test_other_evaluation_data_on_each_rank_is_refused_before_the_first_step(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        DataError, match=r"^evaluation\.data: sample 0\[1\] differs between rank 0 and rank 1"
-    ):
-        pool.run(2, evaluate, str(tmp_path / "run"), unseeded)
-    assert not Path(tmp_path, "run", "metrics.jsonl").read_text()
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_that_change_from_fetch_to_fetch_are_refused_where_bits_count(
     pool: WorkerPool, tmp_path: Path, workers: int
 ) -> None:
-    with pytest.raises(
-        DataError,
-        match=(
-            r"^data: sample 0\[1\] on rank 0 has other bits each time .*, or drop numerics=bitwise$"
-        ),
-    ):
+    with pytest.raises(DataError) as caught:
         pool.run(1, train, str(tmp_path / "run"), AnotherEachTime, f"{BITWISE},workers={workers}")
+    assert str(caught.value).startswith("data: sample 0[1] on rank 0 has other bits each time ")
+    assert str(caught.value).endswith(", or drop numerics=bitwise")
 
 
-def test_samples_that_change_from_fetch_to_fetch_are_an_event_otherwise(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    for events in pool.run(2, train, str(tmp_path / "run"), AnotherEachTime, "replicate=2"):
-        assert "data-not-reproducible" in events
+def test_objects_that_cannot_be_read_are_an_event_on_one_process_too(tmp_path: Path) -> None:
+    assert "data-not-compared" in train_held(str(tmp_path / "run"), Lock)
 
 
 def loss_times(factor: float) -> Callable[..., Any]:
@@ -245,47 +194,30 @@ ALIKE: dict[str, Callable[[], Any]] = {
 }
 
 
-def train_losses(run_dir: str, losses: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """Returns what each of the losses is answered with: the fingerprint, or the error."""
-    found = {}
-    for place, (name, make) in enumerate(losses.items()):
-        try:
-            given = recipe(loss=make())
-            result = ls.train(
-                given, run_dir=f"{run_dir}{place}", plan=BITWISE, hooks=[OnOneRank(rank() == 0)]
-            )
-            found[name] = result.fingerprint
-        except RecipeError as error:
-            found[name] = str(error)
-    return found
+def trained_loss(run_dir: str, make: Callable[[], Any]) -> str:
+    hooks = [OnOneRank(rank() == 0)]
+    return ls.train(recipe(loss=make()), run_dir=run_dir, plan=BITWISE, hooks=hooks).fingerprint
 
 
-def different_losses(run_dir: str) -> dict[str, str]:
-    return train_losses(run_dir, DIFFERENT)
-
-
-def losses_alike(run_dir: str) -> dict[str, str]:
-    return train_losses(run_dir, ALIKE)
-
-
-def test_another_function_on_each_rank_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    for found in pool.run(2, different_losses, str(tmp_path / "run")):
-        for name, error in found.items():
-            assert (
-                error == f"loss is another function on rank 1 than on rank 0: {name} differs; all"
-                " processes of a run have one recipe; give the same on every rank; for a line"
-                " that one rank prints or logs, ask for the rank within the function (if"
-                " ls.rank() == 0:), or do it in a hook, which may differ between ranks"
-            )
+def train_losses(run_dir: str) -> list[str]:
+    return each_of(trained_loss, run_dir, [(make,) for make in (DIFFERENT | ALIKE).values()])
 
 
 def test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    (alone,) = pool.run(1, losses_alike, str(tmp_path / "alone"))
-    assert {len(fingerprint) for fingerprint in alone.values()} == {64}
-    assert len(set(alone.values())) == 1
-    assert pool.run(2, losses_alike, str(tmp_path / "run")) == [alone] * 2
+    """And another function on each rank is refused."""
+    (alone,) = pool.run(1, train_losses, str(tmp_path / "alone"))
+    (fingerprint,) = set(alone[len(DIFFERENT) :])
+    assert len(fingerprint) == 64
+    for found in pool.run(2, train_losses, str(tmp_path / "run")):
+        assert found[len(DIFFERENT) :] == [fingerprint] * len(ALIKE)
+        for name, said in zip(DIFFERENT, found, strict=False):
+            assert said.startswith(
+                "RecipeError: loss is another function on rank 1 than on rank 0:"
+                f" {name} differs; all processes of a run have one recipe; give the same on every"
+                " rank; for a line that one rank prints or logs, ask for the rank within"
+            ), name
 
 
 def another_copy(run_dir: str) -> None:
@@ -293,19 +225,6 @@ def another_copy(run_dir: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.recipe.sources.texts", lambda: found)
         ls.train(recipe(), run_dir=run_dir)
-
-
-def test_another_version_of_the_script_on_each_rank_is_refused(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        RecipeError,
-        match=(
-            r"^numbers(\.py)? is another version on rank 1 than on rank 0: edited since the first"
-            r" process"
-        ),
-    ):
-        pool.run(2, another_copy, str(tmp_path / "run"))
 
 
 def shard_of_its_own(shard: int, epoch: int, start: int) -> Any:
@@ -321,32 +240,9 @@ def other_stream(shard: int, epoch: int, start: int) -> Any:
     )
 
 
-def train_stream(run_dir: str, open_shard: Callable[[int, int, int], Any]) -> int:
-    return ls.train(
-        recipe(data=ls.Stream(open_shard, shards=2), microbatch=8), run_dir=run_dir
-    ).steps
-
-
-def test_a_stream_of_other_samples_on_each_rank_is_refused(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"^data: the first sample of shard 0\[1\] differs between rank 0 and rank 1",
-    ):
-        pool.run(2, train_stream, str(tmp_path / "run"), other_stream)
-
-
-def test_a_stream_whose_shards_are_each_on_one_machine_trains(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    assert pool.run(2, train_stream, str(tmp_path / "run"), shard_of_its_own) == [2, 2]
-    told = next(
-        line
-        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-        if "data-not-compared" in line
-    )
-    assert "data: the first sample of shard 0 (FileNotFoundError: 0) on rank 1" in told
+def train_stream(run_dir: str, open_shard: Callable[[int, int, int], Any]) -> list[str]:
+    given = recipe(data=ls.Stream(open_shard, shards=2), microbatch=8)
+    return [event.name for event in ls.train(given, run_dir=run_dir).events]
 
 
 def droops() -> nn.Module:
@@ -377,44 +273,84 @@ def train_with(
     return result.fingerprint, [event.name for event in result.events]
 
 
+DIFFERS = " differs between rank 0 and rank 1"
+DATA: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = {
+    "drawn unseeded": (
+        train,
+        (unseeded, "replicate=2"),
+        (f"DataError: data: sample 0[1]{DIFFERS}", "seed what is drawn"),
+    ),
+    "split unseeded": (
+        train,
+        (split_at_random, "replicate=2"),
+        (f"DataError: data: sample 0[0]{DIFFERS}", "seed what is drawn"),
+    ),
+    "another object": (train_held, (rank,), (f"DataError: data: sample 0.value{DIFFERS}",)),
+    "evaluation data": (
+        evaluate,
+        (unseeded,),
+        (f"DataError: evaluation.data: sample 0[1]{DIFFERS}",),
+    ),
+    "another version of the script": (
+        another_copy,
+        (),
+        ("RecipeError: numbers", " is another version on rank 1 than on rank 0: edited since"),
+    ),
+    "a stream": (
+        train_stream,
+        (other_stream,),
+        (f"DataError: data: the first sample of shard 0[1]{DIFFERS}",),
+    ),
+    "modes": (
+        train_with,
+        ([AtTheStart()],),
+        (
+            "RecipeError",
+            "module '1' is in training mode on rank 0 and in evaluation mode on rank 1",
+        ),
+    ),
+    "an object that cannot be read": (train_held, (Lock,), ("data-not-compared",)),
+    "another each time": (
+        train,
+        (AnotherEachTime, "replicate=2"),
+        ("data-not-reproducible",),
+    ),
+    "a stream of the rank's machine": (train_stream, (shard_of_its_own,), ("data-not-compared",)),
+}
+"""What trains on other data on each rank, and words of the error or of the events."""
+
+
+def with_data(run_dir: str) -> list[Any]:
+    found = []
+    for place, (function, arguments, _) in enumerate(DATA.values()):
+        found += each_of(function, f"{run_dir}/{place}", [arguments])
+    return found
+
+
+def test_other_data_on_each_rank_is_refused_or_an_event(pool: WorkerPool, tmp_path: Path) -> None:
+    for found in pool.run(2, with_data, str(tmp_path)):
+        for (name, (_, _, words)), said in zip(DATA.items(), found, strict=True):
+            assert str(said).startswith(words[0]) or words[0] in said, (name, said)
+            assert all(each in said for each in words), (name, said)
+    runs = {name: tmp_path / str(place) / "0" for place, name in enumerate(DATA)}
+    assert not (runs["evaluation data"] / "metrics.jsonl").read_text(), "before the first step"
+    for name, words in {
+        "an object that cannot be read": "data: sample 0.value[1]",
+        "a stream of the rank's machine": (
+            "data: the first sample of shard 0 (FileNotFoundError: 0) on rank 1"
+        ),
+    }.items():
+        lines = (runs[name] / "events.jsonl").read_text().splitlines()
+        (told,) = [line for line in lines if "data-not-compared" in line]
+        assert words in told
+
+
 def forgets_train(run: Any) -> None:
     run.model.eval()
 
 
 def computes_itself(run: Any) -> None:
     run.model(torch.ones(1, 6))
-
-
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_a_model_that_a_hook_left_in_evaluation_mode_trains_with_dropout(
-    pool: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    ((expected, _),) = pool.run(1, train_with, str(tmp_path / "alone"), [])
-    (first, events), (second, _) = pool.run(
-        2, train_with, str(tmp_path / "run"), [After(forgets_train, [0])], f"{BITWISE},{plan}"
-    )
-    assert first == second == expected
-    assert "modes-restored" in events
-
-
-def test_a_forward_of_a_hooks_own_between_steps_changes_nothing(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    ((expected, _),) = pool.run(1, train_with, str(tmp_path / "alone"), [])
-    found = pool.run(
-        2, train_with, str(tmp_path / "run"), [After(computes_itself, [0, 1])], f"{BITWISE},shard=2"
-    )
-    assert [fingerprint for fingerprint, _ in found] == [expected, expected]
-
-
-def test_modes_that_differ_between_ranks_from_the_start_are_refused(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        RecipeError,
-        match="module '1' is in training mode on rank 0 and in evaluation mode on rank 1",
-    ):
-        pool.run(2, train_with, str(tmp_path / "run"), [AtTheStart()])
 
 
 def adds_a_group(run: Any) -> None:
@@ -431,29 +367,6 @@ def swaps_a_parameter(run: Any) -> None:
 
 def freezes(run: Any) -> None:
     run.model[2].weight.requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            adds_a_group,
-            "the optimizer has 5 parameters in 2 groups, and had 4 in 1 when it was built",
-        ),
-        (swaps_a_module, "module '2' was replaced after the model was prepared"),
-        (swaps_a_parameter, "parameter '2.weight' was replaced after the model was prepared"),
-        (
-            freezes,
-            "parameter '2.weight' has requires_grad=False and had True when the model was prepared",
-        ),
-    ],
-)
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_a_change_of_what_is_trained_is_refused_in_the_next_step(
-    pool: WorkerPool, tmp_path: Path, change: Any, text: str, plan: str
-) -> None:
-    with pytest.raises(RecipeError, match=text):
-        pool.run(2, train_with, str(tmp_path / "run"), [After(change, [0])], plan)
 
 
 def raises_a_rate(run: Any) -> None:
@@ -480,15 +393,51 @@ def follow_remedies(run_dir: str, plan: str) -> str:
     ).fingerprint
 
 
-def test_what_these_errors_recommend_trains_the_same_model_anywhere(
-    pool: WorkerPool, tmp_path: Path
+CHANGES = {
+    adds_a_group: "the optimizer has 5 parameters in 2 groups, and had 4 in 1 when it was built",
+    swaps_a_module: "module '2' was replaced after the model was prepared",
+    swaps_a_parameter: "parameter '2.weight' was replaced after the model was prepared",
+    freezes: "parameter '2.weight' has requires_grad=False and had True when the model was",
+}
+"""What is refused in the next step, and its words."""
+
+
+def with_hooks(run_dir: str, axes: str) -> dict[str, Any]:
+    plan = f"{BITWISE},{axes}"
+    given: dict[str, list[ls.Hook]] = {"plain": []}
+    if axes != "replicate=1":
+        given |= {"eval": [After(forgets_train, [0])], "forward": [After(computes_itself, [0, 1])]}
+        given |= {change.__name__: [After(change, [0, 1])] for change in CHANGES}
+    found = each_of(train_with, run_dir, [(hooks, plan) for hooks in given.values()])
+    return {
+        **dict(zip(given, found, strict=True)),
+        "remedies": follow_remedies(f"{run_dir}/remedies", plan),
+    }
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_what_a_hook_does_to_the_model_is_set_right_or_refused_in_the_next_step(
+    pool: WorkerPool, tmp_path: Path, plan: str
 ) -> None:
-    found = [
-        *pool.run(1, follow_remedies, str(tmp_path / "1"), BITWISE),
-        *pool.run(2, follow_remedies, str(tmp_path / "2"), f"{BITWISE},replicate=2"),
-        *pool.run(2, follow_remedies, str(tmp_path / "3"), f"{BITWISE},shard=2"),
-    ]
-    assert len(set(found)) == 1
+    """A model left in evaluation mode trains with dropout; a forward of its own changes nothing;
+    and what the errors recommend trains the same model anywhere."""
+    alone = with_hooks(str(tmp_path / "alone"), "replicate=1")
+    expected = alone["plain"][0]
+    everyone = pool.run(2, with_hooks, str(tmp_path / "run"), plan)
+    assert "modes-restored" in everyone[0]["eval"][1]
+    for found in everyone:
+        assert [found[name][0] for name in ("plain", "eval", "forward")] == [expected] * 3
+        for change, words in CHANGES.items():
+            said = found[change.__name__]
+            assert said.startswith("RecipeError: "), change
+            assert words in said, change
+        assert found["remedies"] == alone["remedies"]
+
+
+def test_a_change_on_one_rank_alone_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        pool.run(2, train_with, str(tmp_path / "run"), [After(freezes, [0])], "shard=2")
+    assert CHANGES[freezes] in str(caught.value)
 
 
 def count_collated(run_dir: str, own: bool) -> dict[str, int]:
@@ -506,12 +455,12 @@ def count_collated(run_dir: str, own: bool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_an_evaluation_does_not_collate_as_the_training_does(
-    pool: WorkerPool, tmp_path: Path, own: bool
-) -> None:
-    (counts,) = pool.run(1, count_collated, str(tmp_path / "run"), own)
+def test_an_evaluation_does_not_collate_as_the_training_does(tmp_path: Path, own: bool) -> None:
     tried = 6 * 4  # six batches of four samples before the first step
-    assert counts == {"training": tried + 32, "evaluation": tried + 8 if own else 0}
+    assert count_collated(str(tmp_path / "run"), own) == {
+        "training": tried + 32,
+        "evaluation": tried + 8 if own else 0,
+    }
 
 
 def batchnorm() -> nn.Module:
@@ -531,43 +480,37 @@ def train_epochs(run_dir: str, model: Any, samples: int, drop_last: bool = False
     return ls.train(given, run_dir=run_dir).steps
 
 
+def train_epochs_each(run_dir: str) -> list[Any]:
+    rows = [(batchnorm, 37), (batchnorm, 37, True), (positions, 37)]
+    return each_of(train_epochs, run_dir, rows)
+
+
 def test_batchnorm_over_a_last_microbatch_of_one_sample_is_refused_before_the_first_step(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError) as caught:
-        pool.run(2, train_epochs, str(tmp_path / "run"), batchnorm, 37)
-    assert (
-        str(caught.value)
-        == "the last global batch of an epoch has microbatches of 4, 1 samples; BatchNorm '1' has"
-        " no variance over one sample; use drop_last=True, or another global_batch or microbatch"
-    )
-    assert not Path(tmp_path, "run", "metrics.jsonl").read_text()
+    """Without the last batch, or over several positions of the sample, it trains."""
+    for said, without, several in pool.run(2, train_epochs_each, str(tmp_path)):
+        assert (
+            said == "RecipeError: the last global batch of an epoch has microbatches of 4, 1"
+            " samples; BatchNorm '1' has no variance over one sample; use drop_last=True, or"
+            " another global_batch or microbatch"
+        )
+        assert (without, several) == (4, 6)
+    assert not Path(tmp_path, "0", "metrics.jsonl").read_text()
 
 
-def test_without_the_last_batch_it_trains(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, train_epochs, str(tmp_path / "run"), batchnorm, 37, True) == [4, 4]
-
-
-def test_batchnorm_over_several_positions_of_one_sample_trains(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    assert pool.run(1, train_epochs, str(tmp_path / "run"), positions, 37) == [6]
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"drop_last": 1, "epochs": 1}, r"drop_last=1; it is True to leave out"),
+def test_drop_last_that_cannot_be_is_refused() -> None:
+    for changes, text in (
+        ({"drop_last": 1, "epochs": 1}, "drop_last=1; it is True to leave out"),
         ({"drop_last": True, "steps": 2}, "drop_last=True without epochs"),
         (
             {"drop_last": True, "epochs": 1, "data": rows(15)},
             "drop_last=True with 15 samples and global_batch=16",
         ),
-    ],
-)
-def test_drop_last_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(RecipeError, match=text):
-        recipe(**changes)
+    ):
+        with pytest.raises(RecipeError) as caught:
+            recipe(**changes)
+        assert text in str(caught.value)
 
 
 def idle(run_dir: str, microbatch: int) -> list[dict[str, Any]]:
@@ -575,9 +518,13 @@ def idle(run_dir: str, microbatch: int) -> list[dict[str, Any]]:
     return [event.details for event in result.events if event.name == "idle-ranks"]
 
 
+def idle_each(run_dir: str) -> list[Any]:
+    return each_of(idle, run_dir, [(8,), (4,)])
+
+
 def test_ranks_that_compute_nothing_are_an_event(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(3, idle, str(tmp_path / "few"), 8)[0] == [{"ranks": [2], "microbatches": 2}]
-    assert pool.run(3, idle, str(tmp_path / "enough"), 4)[0] == []
+    few, enough = pool.run(3, idle_each, str(tmp_path))[0]
+    assert (few, enough) == ([{"ranks": [2], "microbatches": 2}], [])
 
 
 class LowersTheRate(ls.Hook):
@@ -613,23 +560,17 @@ def train_with_rates(run_dir: str, schedule: Any, plan: str = BITWISE) -> str:
     ).fingerprint
 
 
-@pytest.mark.parametrize("schedule", [decaying, scheduled])
-def test_a_rate_that_a_hook_sets_beside_a_schedule_is_refused(
-    pool: WorkerPool, tmp_path: Path, schedule: Any
+def test_a_rate_that_a_hook_sets_beside_a_schedule_is_refused_and_without_one_stays(
+    pool: WorkerPool, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        RecipeError,
-        match=r"^after step 4: the learning rate of group 0 is .*, and the schedule had set it to",
-    ):
-        pool.run(1, train_with_rates, str(tmp_path / "run"), schedule)
-
-
-def test_a_rate_that_a_hook_sets_without_a_schedule_stays(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, train_with_rates, str(tmp_path / "alone"), None)
+    for schedule in (decaying, scheduled):
+        with pytest.raises(RecipeError) as caught:
+            train_with_rates(str(tmp_path / schedule.__name__), schedule)
+        assert str(caught.value).startswith("after step 4: the learning rate of group 0 is ")
+        assert ", and the schedule had set it to" in str(caught.value)
+    alone = train_with_rates(str(tmp_path / "alone"), None)
     assert [row["lr"] for row in learned(tmp_path / "alone") if "lr" in row] == pytest.approx(
         [0.1] * 4 + [0.01] * 2
     )
-    assert pool.run(2, train_with_rates, str(tmp_path / "run"), None, f"{BITWISE},shard=2") == [
-        alone,
-        alone,
-    ]
+    found = pool.run(2, train_with_rates, str(tmp_path / "run"), None, f"{BITWISE},shard=2")
+    assert found == [alone, alone]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training.subjects import learned, rows
@@ -115,11 +114,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def recipe(**changes: Any) -> ls.Recipe:
-    """Seven microbatches a step, the last one short, and six steps in two epochs whose last batch
+    """Seven microbatches a step, the last one short, and four steps in two epochs whose last batch
     is short."""
     given: dict[str, Any] = {
         "model": Staged,
-        "data": sentences(70),
+        "data": sentences(41),
         "inputs": lambda batch: batch[0],
         "loss": weighted,
         "weight": lambda batch: {"words": batch[2].sum()},
@@ -163,40 +162,98 @@ def train_in_float64(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
     return result.loss, result.metrics
 
 
+TRAININGS: dict[str, tuple[Any, ...]] = {
+    "fp32": (),
+    "bf16": ("bf16",),
+    "fp16": ("fp16",),
+    "a weight of its own": ("fp32", False),
+}
+"""Arguments of `train` beside the plan."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, ls.Result]]:
+    """The folder of the trainings of one process, and what came of them."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, {
+        name: train("replicate=1", str(folder / name), *arguments)
+        for name, arguments in TRAININGS.items()
+    }
+
+
+def train_each(run_dir: str, plans: Sequence[str]) -> dict[str, ls.Result]:
+    """By plan and training: all trainings where the plan is pipeline=2 alone."""
+    names = [
+        (plan, name)
+        for plan in plans
+        for name in (TRAININGS if plan == "pipeline=2" else list(TRAININGS)[:1])
+    ]
+    return {
+        f"{plan}/{name}": train(plan, f"{run_dir}/{plan}/{name}", *TRAININGS[name])
+        for plan, name in names
+    }
+
+
 @pytest.mark.parametrize(
-    "plan",
-    tiered(
-        PLANS,
-        always=[
-            "pipeline=2",
-            "pipeline=2,schedule=interleaved",
-            "pipeline=3",
-            "shard=2,pipeline=2",
-        ],
-        most=1,
-    ),
+    "plans",
+    [
+        ["pipeline=2", "pipeline=2,schedule=interleaved"],
+        ["pipeline=3"],
+        ["shard=2,pipeline=2"],
+        *(
+            pytest.param([plan], marks=pytest.mark.slow)
+            for plan in PLANS
+            if plan
+            not in (
+                "pipeline=2",
+                "pipeline=2,schedule=interleaved",
+                "pipeline=3",
+                "shard=2,pipeline=2",
+            )
+        ),
+    ],
 )
 def test_training_gives_the_model_of_one_process(
-    pool: WorkerPool, tmp_path: Path, plan: str
+    pool: WorkerPool, tmp_path: Path, alone: tuple[Path, dict[str, ls.Result]], plans: list[str]
 ) -> None:
-    (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
-    results = pool.run(PLANS[plan], train, plan, str(tmp_path / "run"))
-    assert len({(result.fingerprint, result.loss) for result in results}) == 1
-    assert results[0].loss == pytest.approx(alone.loss, rel=1e-4)
-    assert results[0].metrics == pytest.approx(alone.metrics, rel=1e-4)
-    for found, expected in zip(learned(tmp_path / "run"), learned(tmp_path / "alone"), strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)
-    state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
-    assert state.keys() == truth.keys()
-    for name, value in truth.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
-    if plan.startswith("pipeline"):
-        doubled = load_file(tmp_path / "run" / "mine.safetensors")
-        assert all(
-            torch.equal(doubled[name], 2 * value)
-            for name, value in state.items()
-            if value.is_floating_point()
+    """Also in a lower precision, to its rounding; and a weight that only the last stage knows is
+    told to all."""
+    folder, expected = alone
+    everyone = pool.run(PLANS[plans[0]], train_each, str(tmp_path), plans)
+    for case, result in everyone[0].items():
+        plan, name = case.split("/")
+        if name in ("bf16", "fp16"):
+            assert result.loss == pytest.approx(expected[name].loss, rel=3e-2), case
+            own, other = (
+                [
+                    event
+                    for event in each.events[1:-1]
+                    if event.name not in ("gradient-reducer", "generators-seeded")
+                ]
+                for each in (result, expected[name])
+            )
+            assert own == other, case
+            continue
+        assert {(each[case].fingerprint, each[case].loss) for each in everyone} == {
+            (result.fingerprint, result.loss)
+        }, case
+        assert result.loss == pytest.approx(expected[name].loss, rel=1e-4), case
+        for each in everyone:
+            assert each[case].metrics == pytest.approx(expected[name].metrics, rel=1e-4), case
+        for found, row in zip(learned(tmp_path / case), learned(folder / name), strict=True):
+            assert found == pytest.approx(row, rel=1e-4), case
+        state, truth = (
+            load_file(path / "model.safetensors") for path in (tmp_path / case, folder / name)
         )
+        assert state.keys() == truth.keys(), case
+        torch.testing.assert_close(state, truth, rtol=1e-3, atol=1e-4)
+        if plan.startswith("pipeline"):
+            doubled = load_file(tmp_path / case / "mine.safetensors")
+            assert all(
+                torch.equal(doubled[part], 2 * value)
+                for part, value in state.items()
+                if value.is_floating_point()
+            ), case
 
 
 @pytest.mark.slow
@@ -210,29 +267,16 @@ def test_seven_microbatches_are_dealt_to_three_pipelines(tmp_path: Path, plan: s
     torch.testing.assert_close((found, state), ([alone] * 6, truth), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_gives_the_model_of_one_process_to_its_rounding(
-    pool: WorkerPool, tmp_path: Path, precision: Precision
+@pytest.mark.slow
+def test_a_weight_that_only_the_last_stage_knows_is_told_to_all_replicas(
+    pool: WorkerPool, tmp_path: Path, alone: tuple[Path, dict[str, ls.Result]]
 ) -> None:
-    (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), precision)
-    result, _ = pool.run(2, train, "pipeline=2", str(tmp_path / "run"), precision)
-    assert result.loss == pytest.approx(alone.loss, rel=3e-2)
-    own, other = (
-        [event for event in each.events[1:-1] if event.name != "gradient-reducer"]
-        for each in (result, alone)
-    )
-    assert own == other
-
-
-def test_a_weight_that_only_the_last_stage_knows_is_told_to_all(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    (alone,) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"), "fp32", False)
+    expected = alone[1]["a weight of its own"]
     for result in pool.run(
         4, train, "replicate=2,pipeline=2", str(tmp_path / "run"), "fp32", False
     ):
-        assert result.loss == pytest.approx(alone.loss, rel=1e-4)
-        assert result.metrics == pytest.approx(alone.metrics, rel=1e-4)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert result.metrics == pytest.approx(expected.metrics, rel=1e-4)
 
 
 class StopsOnOneRank(ls.Hook):
@@ -246,10 +290,6 @@ def stop_on_one_rank(run_dir: str) -> int:
     return ls.train(
         given, plan="pipeline=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2
     ).steps
-
-
-def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, stop_on_one_rank, str(tmp_path / "run")) == [2, 2]
 
 
 class Bare(nn.Module):
@@ -286,7 +326,7 @@ def train_with_two_optimizers(plan: str, run_dir: str) -> ls.Result:
 def test_an_optimizer_may_have_nothing_to_do_on_some_stage(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    (alone,) = pool.run(1, train_with_two_optimizers, "replicate=1", str(tmp_path / "alone"))
+    alone = train_with_two_optimizers("replicate=1", str(tmp_path / "alone"))
     for result in pool.run(4, train_with_two_optimizers, "pipeline=4", str(tmp_path / "run")):
         assert result.loss == pytest.approx(alone.loss, rel=1e-4)
         assert result.metrics == pytest.approx(alone.metrics, rel=1e-4)
@@ -569,15 +609,16 @@ def own_loop(run_dir: str, twice: bool) -> str:
     return "it trained"
 
 
-@pytest.mark.parametrize(
-    ("twice", "text"),
-    [
-        (False, "call step.compute(inputs, loss)"),
-        (True, "a second session.prepare with pipeline=2"),
-    ],
-)
-def test_a_loop_of_ones_own_is_told_what_to_write(
-    pool: WorkerPool, tmp_path: Path, twice: bool, text: str
+def of_two(run_dir: str) -> tuple[int, list[str]]:
+    return stop_on_one_rank(f"{run_dir}/stop"), [
+        own_loop(f"{run_dir}/{twice}", twice) for twice in (False, True)
+    ]
+
+
+def test_any_rank_may_stop_the_run_and_a_loop_of_ones_own_is_told_what_to_write(
+    pool: WorkerPool, tmp_path: Path
 ) -> None:
-    for found in pool.run(2, own_loop, str(tmp_path / "run"), twice):
-        assert text in found
+    for steps, (once, twice) in pool.run(2, of_two, str(tmp_path)):
+        assert steps == 2
+        assert "call step.compute(inputs, loss)" in once
+        assert "a second session.prepare with pipeline=2" in twice

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from training.subjects import each_of
 
 import lockstep as ls
 from lockstep.base.errors import LossError
@@ -159,10 +160,7 @@ def train(
             data=Readable(), collate=collate, metrics={"error": ls.Mean(squared)}
         ),
     )
-    try:
-        result = ls.train(given, run_dir=run_dir, plan=f"{plan},numerics=bitwise")
-    except LossError as error:
-        return str(error)
+    result = ls.train(given, run_dir=run_dir, plan=f"{plan},numerics=bitwise")
     return result.loss, result.metrics, result.fingerprint
 
 
@@ -170,44 +168,61 @@ def squared(output: Tensor, batch: Any) -> Tensor:
     return (output - batch[1]).square()
 
 
-@pytest.mark.parametrize(
-    ("plan", "ranks"), [("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)]
-)
+TRAININGS: dict[str, tuple[Any, ...]] = {
+    "readable": (readable, mean, None),
+    "packed": (packed, mean, None),
+    "unequally": (unequally_repeated, mean, None),
+    "kept": (readable, total, number),
+    "kept, known later": (readable, known_later, None),
+    "whole": (packed, total, number),
+    "whole, known later": (packed, known_later, None),
+    "views": (repeated, mean, None),
+}
+REFUSED = {
+    "readable": " rows for 8 samples",
+    "packed": "has 1 rows for 8 samples",
+    "unequally": "rows for each sample and had",
+}
+
+
+def trained(run_dir: str, plan: str) -> dict[str, Any]:
+    """All trainings, without what only one rank finds, while others wait for its shards."""
+    rows_of_table = {
+        name: (*given, plan)
+        for name, given in TRAININGS.items()
+        if name != "unequally" or plan != "shard=2"
+    }
+    return dict(
+        zip(rows_of_table, each_of(train, f"{run_dir}/{plan}", rows_of_table.values()), strict=True)
+    )
+
+
+def under_each(run_dir: str, plans: list[str]) -> dict[str, dict[str, Any]]:
+    return {plan: trained(run_dir, plan) for plan in plans}
+
+
 def test_a_mean_over_what_collate_has_kept_is_refused_and_the_remedies_are_exact(
-    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
-) -> None:
-    def trained(name: str, *given: Any) -> Any:
-        return pool.run(ranks, train, str(tmp_path / name), *given, plan)[0]
-
-    for collate, found in (
-        (readable, " rows for 8 samples"),
-        (packed, "has 1 rows for 8 samples"),
-        # one rank's alone to find
-        *([] if "shard" in plan else [(unequally_repeated, "rows for each sample and had")]),
-    ):
-        assert found in trained(f"refused-{collate.__name__}", collate, mean, None)
-    for name, collate in (("kept", readable), ("packed", packed)):
-        loss, metrics, fingerprint = trained(name, collate, total, number)
-        again, measured, _ = trained(f"{name}-later", collate, known_later, None)
-        assert again == pytest.approx(loss, rel=1e-6)
-        assert metrics["loss"] == pytest.approx(metrics["error"], rel=1e-6)
-        assert measured["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
-        alone = pool.run(
-            1, train, str(tmp_path / f"{name}-alone"), collate, total, number, "replicate=1"
-        )[0]
-        assert alone == (loss, metrics, fingerprint)
-    views = trained("views", repeated, mean, None)
-    assert views[1]["loss"] == pytest.approx(views[1]["error"], rel=1e-6)
-
-
-def test_the_loss_of_what_was_kept_is_the_mean_over_all_of_it(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    loss, _, _ = pool.run(1, train, str(tmp_path / "run"), readable, total, number, "replicate=1")[
-        0
-    ]
-    one_batch = pool.run(1, train_in_one_microbatch, str(tmp_path / "one"))[0]
-    assert loss == pytest.approx(one_batch, rel=1e-6)
+    alone = under_each(str(tmp_path), ["replicate=1"])
+    one, _ = pool.run(2, under_each, str(tmp_path), ["replicate=2", "shard=2"])
+    for plan, found in (alone | one).items():
+        for name, words in REFUSED.items():
+            assert words in found.get(name, words), (plan, name)
+            assert found.get(name, "LossError").startswith("LossError"), (plan, name)
+        for name in ("kept", "whole"):
+            loss, metrics, _ = found[name]
+            again, measured, _ = found[f"{name}, known later"]
+            assert again == pytest.approx(loss, rel=1e-6), (plan, name)
+            assert metrics["loss"] == pytest.approx(metrics["error"], rel=1e-6), (plan, name)
+            assert measured["loss"] == pytest.approx(metrics["loss"], rel=1e-5), (plan, name)
+            assert found[name] == alone["replicate=1"][name], (plan, name)
+        views = found["views"][1]
+        assert views["loss"] == pytest.approx(views["error"], rel=1e-6), plan
+    of_all = train_in_one_microbatch(str(tmp_path / "one"))
+    assert alone["replicate=1"]["kept"][0] == pytest.approx(of_all, rel=1e-6), (
+        "the loss of what was kept is the mean over all of it"
+    )
 
 
 def train_in_one_microbatch(run_dir: str) -> float:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.subjects import network, recipe, rows, sgd, squared_error
+from training.subjects import each_of, network, recipe, rows, squared_error
 
 import lockstep as ls
-from lockstep.base.errors import PlanError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"shard=2": 2, "shard=3": 3, "replicate=2,shard=2": 4}
@@ -26,18 +25,11 @@ def train(
     plan: str, run_dir: str, changes: dict[str, Any], hooks: Sequence[ls.Hook] = ()
 ) -> ls.Result:
     return ls.train(
-        recipe(optimizer=adamw, **changes),
+        recipe(**{"optimizer": adamw, **changes}),
         plan=f"{plan},numerics=bitwise",
         run_dir=run_dir,
         hooks=hooks,
     )
-
-
-def alone_and_sharded(
-    pool: WorkerPool, path: Path, plan: str, function: Any
-) -> tuple[Any, list[Any]]:
-    (alone,) = pool.run(1, function, "replicate=1", str(path / "alone"))
-    return alone, pool.run(PLANS[plan], function, plan, str(path / "sharded"))
 
 
 def needs_values() -> nn.Module:
@@ -52,18 +44,6 @@ def train_what_needs_values(plan: str, run_dir: str) -> tuple[str, list[str]]:
     return result.fingerprint, [
         event.details["reason"] for event in result.events if event.name == "model-built-whole"
     ]
-
-
-def test_a_factory_that_needs_values_is_run_whole_and_an_event_says_why(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    (fingerprint, none), sharded = alone_and_sharded(
-        pool, tmp_path, "shard=2", train_what_needs_values
-    )
-    assert none == []
-    for found, (reason,) in sharded:
-        assert found == fingerprint
-        assert "test_sharded.py" in reason
 
 
 def distances(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
@@ -88,15 +68,6 @@ def evaluate(plan: str, run_dir: str) -> dict[str, float]:
     return train(plan, run_dir, {**error, "evaluation": evaluation}).metrics
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_an_evaluation_counts_every_sample_once_and_in_order(
-    pool: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    alone, sharded = alone_and_sharded(pool, tmp_path, plan, evaluate)
-    assert alone["sum"] != -1.0
-    assert sharded == [alone] * PLANS[plan]
-
-
 def train_a_pair_of_models(plan: str, run_dir: str) -> list[str]:
     """Each learns from the other, as in a GAN."""
     with ls.Session(run_dir=run_dir, plan=f"{plan},numerics=bitwise") as session:
@@ -118,40 +89,9 @@ def train_a_pair_of_models(plan: str, run_dir: str) -> list[str]:
         return [ls.fingerprint(one), ls.fingerprint(two)]
 
 
-@pytest.mark.parametrize("plan", ["shard=2", "replicate=2,shard=2"])
-def test_two_models_that_learn_from_each_other(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    alone, sharded = alone_and_sharded(pool, tmp_path, plan, train_a_pair_of_models)
-    assert sharded == [alone] * PLANS[plan]
-    assert alone[0] != alone[1]
-
-
 def train_with_an_average(plan: str, run_dir: str) -> bytes:
     train(plan, run_dir, {}, hooks=[ls.ExponentialMovingAverage(0.5)])
     return (Path(run_dir) / "model_average.safetensors").read_bytes()
-
-
-def test_a_moving_average_is_saved_whole(pool: WorkerPool, tmp_path: Path) -> None:
-    alone, sharded = alone_and_sharded(pool, tmp_path, "shard=3", train_with_an_average)
-    assert sharded == [alone] * 3
-
-
-def train_with_wrong_blocks(run_dir: str) -> str:
-    try:
-        ls.train(recipe(blocks=["layers.*"]), plan="shard=2", run_dir=run_dir)
-    except RecipeError as error:
-        return str(error)
-    return "it trained"
-
-
-def test_a_block_name_that_matches_nothing_is_refused_on_all_ranks(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    one, other = pool.run(2, train_with_wrong_blocks, str(tmp_path / "run"))
-    assert one == other
-    assert one.startswith(
-        "the recipe's blocks have 'layers.*', which matches no module of the model; modules are 0,"
-        " 1, 2"
-    )
 
 
 class Scalar(nn.Module):
@@ -171,34 +111,6 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
-
-
-def refused(model: type[nn.Module], run_dir: str) -> str:
-    try:
-        ls.train(recipe(model=model, optimizer=sgd), plan="shard=2", run_dir=run_dir)
-    except RecipeError as error:
-        return str(error)
-    return "it trained"
-
-
-def test_a_parameter_without_dims_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
-    assert (
-        pool.run(2, refused, Scalar, str(tmp_path / "run"))
-        == [
-            "the parameter 'scale' is a scalar, which FSDP2 cannot shard; give it one dim,"
-            " torch.zeros(1), or choose replicate"
-        ]
-        * 2
-    )
-
-
-def test_a_parameter_that_is_not_contiguous_cannot_be_cut(pool: WorkerPool, tmp_path: Path) -> None:
-    one, other = pool.run(2, refused, Turned, str(tmp_path / "run"))
-    assert one == other
-    assert one.startswith(
-        "the parameter 'weight' is not contiguous (strides (1, 6)), and FSDP2 shards contiguous"
-        " rows; "
-    )
 
 
 class Mixed(nn.Module):
@@ -234,13 +146,6 @@ def train_what_attends(plan: str, run_dir: str) -> str:
     ).fingerprint
 
 
-def test_a_tensor_that_a_block_is_given_several_times_is_one(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    fingerprint, sharded = alone_and_sharded(pool, tmp_path, "shard=2", train_what_attends)
-    assert sharded == [fingerprint] * 2
-
-
 def penalised(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     x = batch[1].clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -259,20 +164,108 @@ def train_with(loss: Any, plan: str, run_dir: str) -> str:
     ).fingerprint
 
 
-def test_a_gradient_that_is_differentiated_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    refusal = (
-        r"^the shard axis with a gradient that is itself differentiated .*; use replicate, under"
-        r" which parameters are plain tensors$"
-    )
-    with pytest.raises(PlanError, match=refusal):
-        pool.run(2, train_with, penalised, "shard=2", str(tmp_path / "shard"))
-    (alone,) = pool.run(1, train_with, penalised, "replicate=1", str(tmp_path / "alone"))
-    assert set(pool.run(2, train_with, penalised, "replicate=2", str(tmp_path / "replicate"))) == {
-        alone
-    }
+def refused(run_dir: str, changes: dict[str, Any]) -> None:
+    train("shard=2", run_dir, changes)
 
 
-def test_a_gradient_of_the_inputs_is_not(pool: WorkerPool, tmp_path: Path) -> None:
-    """Three microbatches a step on two ranks: one computes a dummy."""
-    (alone,) = pool.run(1, train_with, adversarial, "replicate=1", str(tmp_path / "alone"))
-    assert set(pool.run(2, train_with, adversarial, "shard=2", str(tmp_path / "shard"))) == {alone}
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (
+        {"blocks": ["layers.*"]},
+        (
+            "RecipeError: the recipe's blocks have 'layers.*', which matches no module of the"
+            " model; modules are 0, 1, 2",
+        ),
+    ),
+    (
+        {"model": Scalar},
+        (
+            "RecipeError: the parameter 'scale' is a scalar, which FSDP2 cannot shard; give it one"
+            " dim, torch.zeros(1), or choose replicate",
+        ),
+    ),
+    (
+        {"model": Turned},
+        (
+            "RecipeError: the parameter 'weight' is not contiguous (strides (1, 6)), and FSDP2"
+            " shards contiguous rows; ",
+        ),
+    ),
+    (
+        {"loss": penalised},
+        (
+            "PlanError: the shard axis with a gradient that is itself differentiated ",
+            "; use replicate, under which parameters are plain tensors",
+        ),
+    ),
+]
+
+
+def all_under(plan: str, run_dir: str) -> dict[str, Any]:
+    """What is trained under a plan: little where it takes four processes."""
+    found: dict[str, Any] = {"evaluated": evaluate(plan, f"{run_dir}/evaluated")}
+    if plan != "shard=3":
+        found["pair"] = train_a_pair_of_models(plan, f"{run_dir}/pair")
+    if plan in ("replicate=1", "shard=3"):
+        found["average"] = train_with_an_average(plan, f"{run_dir}/average")
+    if plan in ("replicate=1", "shard=2"):
+        found["attending"] = train_what_attends(plan, f"{run_dir}/attending")
+        # three microbatches a step on two ranks: one computes a dummy
+        found["adversarial"] = train_with(adversarial, plan, f"{run_dir}/adversarial")
+        found["values"], found["reasons"] = train_what_needs_values(plan, f"{run_dir}/values")
+    if plan != "replicate=2,shard=2" and "3" not in plan:
+        penalty = "replicate=2" if plan == "shard=2" else plan
+        found["penalised"] = train_with(penalised, penalty, f"{run_dir}/penalised")
+    if plan == "shard=2":
+        found["refused"] = each_of(refused, run_dir, [(changes,) for changes, _ in REFUSED])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return all_under("replicate=1", str(tmp_path_factory.mktemp("alone")))
+
+
+@pytest.fixture(scope="module")
+def sharded(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks finds."""
+    return pool.run(2, all_under, "shard=2", str(tmp_path_factory.mktemp("sharded")))
+
+
+@pytest.mark.parametrize(
+    "plan", ["shard=3", pytest.param("replicate=2,shard=2", marks=pytest.mark.slow)]
+)
+def test_what_comes_out_on_more_processes_is_what_one_process_gives(
+    pool: WorkerPool, tmp_path: Path, alone: dict[str, Any], plan: str
+) -> None:
+    for found in pool.run(PLANS[plan], all_under, plan, str(tmp_path)):
+        assert found == {name: alone[name] for name in found}
+
+
+def test_what_comes_out_is_what_one_process_gives(
+    alone: dict[str, Any], sharded: list[dict[str, Any]]
+) -> None:
+    """An evaluation counts every sample once and in order; two models learn from each other; a
+    tensor that a block is given several times is one; a gradient of the inputs is not refused; a
+    moving average is saved whole."""
+    assert alone["evaluated"]["sum"] != -1.0
+    assert alone["pair"][0] != alone["pair"][1]
+    for found in sharded:
+        for name in alone.keys() & found.keys() - {"reasons"}:
+            assert found[name] == alone[name], name
+
+
+def test_a_factory_that_needs_values_is_run_whole_and_an_event_says_why(
+    alone: dict[str, Any], sharded: list[dict[str, Any]]
+) -> None:
+    assert alone["reasons"] == []
+    for found in sharded:
+        (reason,) = found["reasons"]
+        assert "test_sharded.py" in reason
+
+
+def test_what_cannot_be_sharded_is_refused_on_all_ranks(sharded: list[dict[str, Any]]) -> None:
+    one, other = (found["refused"] for found in sharded)
+    assert one == other
+    for (changes, words), said in zip(REFUSED, one, strict=True):
+        assert said.startswith(words[0]), changes
+        assert all(each in said for each in words), changes

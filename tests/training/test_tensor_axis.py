@@ -4,21 +4,19 @@ process gives, to rounding."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiers import tier, tiered
+from tiers import tiered
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import recipe, rows, squared_error, state_of
+from training.subjects import each_of, recipe, rows, state_of
 
 import lockstep as ls
-from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
 from lockstep.testing.pool import WorkerPool
 
@@ -29,6 +27,7 @@ PLANS = {
     "shard=2,tensor=2": 4,
     "tensor=2,checkpointing=full": 2,
 }
+AXES = ["tensor=2", "replicate=2,tensor=2", "shard=2,tensor=2"]
 STYLES = {"*.up": "colwise", "*.down": "rowwise"}
 
 
@@ -76,14 +75,6 @@ def train_transposed(plan: str, run_dir: str) -> float:
     ).loss
 
 
-def test_the_code_after_a_cut_layer_may_transpose(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, train_transposed, "replicate=1", str(tmp_path / "alone"))
-    assert (
-        pool.run(2, train_transposed, "tensor=2", str(tmp_path / "run"))
-        == [pytest.approx(alone, rel=1e-5)] * 2
-    )
-
-
 class Last(ls.Hook):
     def on_finish(self, run: Any) -> None:
         self.state = state_of(run.model)
@@ -102,18 +93,6 @@ def train(plan: str, run_dir: str) -> tuple[ls.Result, dict[str, Tensor]]:
         evaluation=evaluation,
     )
     return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
-
-
-@pytest.mark.parametrize("plan", tiered(PLANS, always=["shard=2,tensor=2"], most=3))
-def test_training_gives_the_model_of_one_process(
-    pool: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    ((alone, expected),) = pool.run(1, train, "replicate=1", str(tmp_path / "alone"))
-    for result, state in pool.run(PLANS[plan], train, plan, str(tmp_path / "run")):
-        assert result.loss == pytest.approx(alone.loss, rel=1e-5)
-        assert result.metrics == pytest.approx(alone.metrics, rel=1e-5)
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 
 WORDS = 10
@@ -171,29 +150,6 @@ def speak(plan: str, run_dir: str, precision: Any) -> tuple[ls.Result, dict[str,
     return ls.train(given, plan=plan, run_dir=run_dir, hooks=[last]), last.state
 
 
-@pytest.mark.parametrize(
-    ("plan", "precision", "most"),
-    [
-        ("tensor=2", "fp32", 1e-5),
-        pytest.param("shard=2,tensor=2", "fp32", 1e-5, marks=pytest.mark.slow),
-        pytest.param("replicate=2,tensor=2", "fp32", 1e-5, marks=pytest.mark.slow),
-        pytest.param("tensor=2", "bf16", 2e-2, marks=pytest.mark.slow),
-    ],
-)
-def test_the_loss_of_logits_cut_over_the_ranks_is_that_of_one_process(
-    pool: WorkerPool, tmp_path: Path, plan: str, precision: str, most: float
-) -> None:
-    ((alone, expected),) = pool.run(1, speak, "replicate=1", str(tmp_path / "alone"), precision)
-    for result, state in pool.run(
-        2 * (1 + ("," in plan)), speak, plan, str(tmp_path / "run"), precision
-    ):
-        assert result.loss == pytest.approx(alone.loss, rel=most)
-        assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=most)
-        assert precision == "bf16" or result.metrics["accuracy"] == alone.metrics["accuracy"]
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=10 * most, atol=most)
-
-
 class StopsOnOneRank(ls.Hook):
     def after_step(self, run: Any) -> None:
         if run.context.world.rank == 1:
@@ -205,10 +161,6 @@ def stop_on_one_rank(run_dir: str) -> int:
     return ls.train(
         given, plan="tensor=2", run_dir=run_dir, hooks=[StopsOnOneRank()], log_every=2
     ).steps
-
-
-def test_any_rank_may_stop_the_run(pool: WorkerPool, tmp_path: Path) -> None:
-    assert pool.run(2, stop_on_one_rank, str(tmp_path / "run")) == [2, 2]
 
 
 class Attention(nn.Module):
@@ -225,61 +177,6 @@ class Attention(nn.Module):
 
 
 ATTENTION = {"query": "colwise", "projection": "rowwise"}
-
-
-def refused(run_dir: str, changes: dict[str, Any]) -> str:
-    try:
-        ls.train(
-            recipe(**{"model": network, "loss": squared_error, **changes}),
-            plan="tensor=2",
-            run_dir=run_dir,
-        )
-    except RecipeError as error:
-        return str(error)
-    return "it trained"
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {"tensor": {"*.gate": "colwise"}},
-            (
-                "Recipe.tensor has '*.gate', which matches no module of the model; modules are 0,"
-                " 0.0, "
-            ),
-        ),
-        (
-            {},
-            (
-                "tensor parallelism on a model without a map of its layers; the axis shards only "
-                "mapped layers; give Recipe(tensor="
-            ),
-        ),
-        (
-            {"model": partial(Attention, 3), "tensor": ATTENTION},
-            (
-                "Attention has heads=3 with tensor=2; each rank computes whole heads, and 3 is not"
-                " a multiple of 2; choose a tensor axis that divides the heads, or leave this"
-                " attention whole"
-            ),
-        ),
-        (
-            {"model": partial(Attention, 2), "tensor": ATTENTION},
-            (
-                "code there must not name their full number: write -1 for the heads, as in"
-                " query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1)"
-            ),
-        ),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_on_all_ranks(
-    pool: WorkerPool, tmp_path: Path, changes: dict[str, Any], text: str
-) -> None:
-    one, other = pool.run(2, refused, str(tmp_path / "run"), changes)
-    assert one == other
-    assert text in one
-    assert one != "it trained"
 
 
 class LoudAtTheEnd(nn.Module):
@@ -333,22 +230,119 @@ def overflow(plan: str, run_dir: str) -> tuple[list[int], list[tuple[float, bool
     )
 
 
+def refused(run_dir: str, changes: dict[str, Any]) -> None:
+    ls.train(recipe(**{"model": network, **changes}), plan="tensor=2", run_dir=run_dir)
+
+
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (
+        {"tensor": {"*.gate": "colwise"}},
+        ("Recipe.tensor has '*.gate', which matches no module of the model; modules are 0, 0.0,",),
+    ),
+    (
+        {},
+        (
+            "tensor parallelism on a model without a map of its layers; the axis shards only mapped"
+            " layers",
+            "give Recipe(tensor=",
+        ),
+    ),
+    (
+        {"model": partial(Attention, 3), "tensor": ATTENTION},
+        (
+            "Attention has heads=3 with tensor=2",
+            "each rank computes whole heads, and 3 is not a multiple of 2",
+            "choose a tensor axis that divides the heads, or leave this attention whole",
+        ),
+    ),
+    (
+        {"model": partial(Attention, 2), "tensor": ATTENTION},
+        (
+            "code there must not name their full number",
+            "write -1 for the heads, as in query.view(batch, length, -1, head_dim)",
+        ),
+    ),
+]
+
+
+def all_under(plan: str, run_dir: str) -> dict[str, Any]:
+    """What is trained under a plan: with every plan, and, if it is the axis alone, the rest."""
+    found: dict[str, Any] = {"plain": train(plan, f"{run_dir}/plain")}
+    if "checkpointing" not in plan and plan != "tensor=3":
+        found["fp32"] = speak(plan, f"{run_dir}/speak", "fp32")
+        found["overflow"] = overflow(plan, f"{run_dir}/overflow")
+    if plan in ("replicate=1", "tensor=2"):
+        found["bf16"] = speak(plan, f"{run_dir}/bf16", "bf16")
+        found["transposed"] = train_transposed(plan, f"{run_dir}/transposed")
+    if plan == "tensor=2":
+        found["stopped"] = stop_on_one_rank(f"{run_dir}/stopped")
+        found["refused"] = each_of(refused, run_dir, [(changes,) for changes, _ in REFUSED])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return all_under("replicate=1", str(tmp_path_factory.mktemp("alone")))
+
+
+@pytest.fixture(scope="module")
+def found(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns what each rank finds under a plan."""
+    return cache(
+        lambda plan: pool.run(PLANS[plan], all_under, plan, str(tmp_path_factory.mktemp("run")))
+    )
+
+
+EVERY_PLAN = tiered(PLANS, always=["shard=2,tensor=2"], most=3)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_training_gives_the_model_of_one_process(
+    alone: dict[str, Any], found: Any, plan: str
+) -> None:
+    """With its own loss, or one of logits that are cut over the ranks."""
+    for rank in found(plan):
+        for name, most in (("plain", 1e-5), ("fp32", 1e-5), ("bf16", 2e-2)):
+            if name not in rank:
+                continue
+            (result, state), (expected, truth) = rank[name], alone[name]
+            assert result.loss == pytest.approx(expected.loss, rel=most), name
+            metrics = (
+                {**result.metrics, "accuracy": expected.metrics["accuracy"]}
+                if name == "bf16"
+                else result.metrics
+            )
+            assert metrics == pytest.approx(expected.metrics, rel=most), name
+            torch.testing.assert_close(state, truth, rtol=10 * most, atol=most)
+
+
+def test_the_code_after_a_cut_layer_may_transpose_and_any_rank_may_stop_the_run(
+    alone: dict[str, Any], found: Any
+) -> None:
+    for rank in found("tensor=2"):
+        assert rank["transposed"] == pytest.approx(alone["transposed"], rel=1e-5)
+        assert rank["stopped"] == 2
+
+
+def test_what_cannot_be_cut_is_refused_on_all_ranks(found: Any) -> None:
+    one, other = (rank["refused"] for rank in found("tensor=2"))
+    assert one == other
+    for (changes, words), said in zip(REFUSED, one, strict=True):
+        assert said.startswith("RecipeError: "), changes
+        assert all(each in said for each in words), (changes, said)
+
+
 @pytest.mark.parametrize(
-    ("plan", "ranks"),
-    [
-        ("tensor=2", 2),
-        pytest.param("replicate=2,tensor=2", 4, marks=tier(4)),
-        ("shard=2,tensor=2", 4),
-    ],
+    "plan", tiered({plan: PLANS[plan] for plan in AXES}, always=["shard=2,tensor=2"], most=3)
 )
 def test_what_overflows_on_one_tensor_rank_is_skipped_on_all(
-    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+    alone: dict[str, Any], found: Any, plan: str
 ) -> None:
-    ((expected, alone, _),) = pool.run(1, overflow, "replicate=1", str(tmp_path / "alone"))
+    expected, scales, _ = alone["overflow"]
     assert 0 < len(expected) < 6
-    everyone = pool.run(ranks, overflow, plan, str(tmp_path / "run"))
-    assert [seen[0][1] for _, seen, _ in everyone] == [True, False] * (ranks // 2)
+    everyone = [rank["overflow"] for rank in found(plan)]
+    assert [seen[0][1] for _, seen, _ in everyone] == [True, False] * (PLANS[plan] // 2)
     for skipped, seen, fingerprint in everyone:
         assert skipped == expected
-        assert [scale for scale, _ in seen] == [scale for scale, _ in alone]
+        assert [scale for scale, _ in seen] == [scale for scale, _ in scales]
         assert fingerprint == everyone[0][2]
