@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.audit.probes import begin
+from lockstep.audit.probes.events import horizon
 from lockstep.audit.probes.models import plain
-from lockstep.audit.probes.schedules import horizon
 from lockstep.evidence.rows import Row
 
 pytestmark = pytest.mark.timeout(180)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.audit.probes.gradients import is_compiling
-from lockstep.audit.probes.recorder import RecordWriter, guarded, replace
+from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import accelerator, torch_private
 
 NOISE = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
@@ -32,23 +28,23 @@ class Draws:
 
     def install(self) -> None:
         for name in NOISE:
-            replace(torch, name, self._watched(getattr(torch, name)))
+            self._recorder.watch(torch, name, self._noise, traced=True)
 
     def note(self) -> None:
-        """Note the state before a forward draws. What is computed again in a backward draws the
-        same numbers again."""
+        """Note the state before a forward draws. What a backward computes again draws the same
+        numbers again."""
         if not self._first and not self._depth and not torch_private.in_backward():
             self._first = generator_state()
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """A time in which a loader or a seed changes the state. What has changed it until then is
-        not known."""
-        guarded(self._recorder, self._begin_others)()
+        """A time in which a loader or a seed changes the state. Who changed it until then is not
+        known."""
+        self._recorder.safely(self._begin_others)
         try:
             yield
         finally:
-            guarded(self._recorder, self._end_others)()
+            self._recorder.safely(self._end_others)
 
     def take(self, state: str) -> tuple[str, bool]:
         """Return the state before the first draw of a forward since the last call of this, empty if
@@ -72,34 +68,26 @@ class Draws:
     def _see(self, state: str) -> None:
         self._is_unplaced = self._is_unplaced or (bool(self._known) and state != self._known)
 
-    def _watched(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(original)
-        def noise(*args: Any, **kwargs: Any) -> Tensor:
-            if not is_compiling() and not self._first and kwargs.get("generator") is None:
-                guarded(self._recorder, self._note_in_module)()
-            return original(*args, **kwargs)
-
-        return noise
+    def _noise(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if not self._first and kwargs.get("generator") is None:
+            self._recorder.safely(self._note_in_module)
+        return original(*args, **kwargs)
 
     def _note_in_module(self) -> None:
-        if _is_in_forward():
+        if any(
+            frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)
+            for frame in frames()
+        ):
             self.note()
 
 
 def generator_state() -> str:
-    """The state of torch's default generator, and of that of the current device, as a digest."""
+    """A digest of the states of torch's default generator and the current device's."""
     states = [torch.default_generator.get_state()]
     if accelerator.is_initialized():
         states.append(accelerator.generator(accelerator.current_device()).get_state())
-    return hashlib.blake2b(
-        b"".join(each.numpy().tobytes() for each in states), digest_size=8
-    ).hexdigest()
+    return digest(b"".join(each.numpy().tobytes() for each in states))
 
 
-def _is_in_forward() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
-            return True
-        frame = frame.f_back
-    return False
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

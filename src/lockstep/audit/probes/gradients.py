@@ -8,15 +8,16 @@ does so. FSDP1's are not seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter
 from lockstep.base import torch_private
 from lockstep.evidence.sketch import sketch
 
@@ -47,27 +48,20 @@ class Gradients:
         self.backward = -1
         """The number of the last backward."""
         self.line = ""
-        """The user's line that it was called from."""
+        """The user's line that called it."""
         self._depth = 0
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Watch the parameters of an optimizer. Those that are watched already are not watched
-        twice."""
+        """Watch the parameters of an optimizer that are not watched yet."""
         for parameter in parameters:
             if id(parameter) in self._watched:
                 continue
             watched = self._watched[id(parameter)] = Watched()
             self._parameters[id(parameter)] = parameter
-            if (
-                parameter.requires_grad
-                and parameter.is_leaf
-                and not torch_private.is_distributed(parameter)
-            ):
-                hook = guarded(
-                    self._recorder,
-                    lambda gradient, of=parameter, seen=watched: self._see(of, seen, gradient),
-                )
-                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            is_leaf = parameter.requires_grad and parameter.is_leaf
+            if is_leaf and not torch_private.is_distributed(parameter):
+                see = lambda gradient, of=parameter, seen=watched: self._see(of, seen, gradient)  # noqa: E731
+                parameter.register_hook(partial(self._recorder.safely, see))  # type: ignore[no-untyped-call]
 
     def take(self, parameter: Tensor) -> Watched:
         """Return what was seen of a parameter since the last call, which is at the optimizer's
@@ -83,50 +77,42 @@ class Gradients:
             if (watched := self._watched.get(id(parameter))) is not None:
                 watched.added, watched.is_stale, watched.was_stepped = [], False, False
 
-    def of(self, parameter: Tensor) -> tuple[Sketch | None, bool]:
-        """Return the sketch of the gradient as it is now, of this rank's part of it; and whether
-        that is a shard."""
-        if parameter.grad is None:
-            return None, False
-        return local_sketch(parameter.grad)
-
-    def install_backward(self, on_backward: Any, after_backward: Any) -> None:
+    def install_backward(
+        self, on_backward: Callable[[Any], None], after_backward: Callable[[], None]
+    ) -> None:
         """Number the outermost backwards. `on_backward(roots)` is called before each,
         `after_backward()` after it."""
 
-        def before(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def before(tensors: Any, *_: Any, **__: Any) -> None:
             self._depth += 1
             if self._depth == 1:
                 self.backward += 1
                 self.line = self._recorder.line()
-                on_backward(tensors)
+                self._recorder.safely(on_backward, tensors)
 
-        original = torch.autograd.backward
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            guarded(self._recorder, before)(*args, **kwargs)
+        def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._recorder.safely(before, *args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    guarded(self._recorder, self._see_shards)()
-                    after_backward()
+                    self._recorder.safely(self._see_shards)
+                    self._recorder.safely(after_backward)
 
-        torch.autograd.backward = backward
+        self._recorder.watch(torch.autograd, "backward", backward)
 
     def install_fsdp(self, module: ModuleType) -> None:
         """Watch FSDP2's reduction of whole gradients, in its module."""
 
         def before(
-            parameters: Sequence[Any], gradients: Sequence[Tensor], *args: Any, **kwargs: Any
+            parameters: Sequence[Any], gradients: Sequence[Tensor], *_: Any, **__: Any
         ) -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                watched = self._watched.get(id(parameter.sharded_param))
-                if watched is not None:
+                if (watched := self._watched.get(id(parameter.sharded_param))) is not None:
                     watched.added.append((self.backward, sketch(gradient)))
 
-        wrap(self._recorder, module, "foreach_reduce", before=before)
+        self._recorder.wrap(module, "foreach_reduce", before=before)
 
     def _see_shards(self) -> None:
         for key, parameter in self._parameters.items():
@@ -136,9 +122,8 @@ class Gradients:
     def _see(self, parameter: Tensor, watched: Watched, gradient: Tensor) -> None:
         if not self._depth:
             return  # autograd.grad runs hooks too, and adds nothing to a gradient
-        if parameter.grad is None or (
-            (watched.is_stale or watched.was_stepped) and not parameter.grad.any()
-        ):
+        is_old = watched.is_stale or watched.was_stepped
+        if parameter.grad is None or (is_old and not parameter.grad.any()):
             watched.is_stale, watched.added = False, []  # set to zero by the script itself, perhaps
         elif watched.was_stepped:
             watched.is_stale = True
@@ -146,9 +131,11 @@ class Gradients:
         watched.added.append((self.backward, sketch(gradient)))
 
 
-def local_sketch(tensor: Tensor) -> tuple[Sketch | None, bool]:
+def local_sketch(tensor: Tensor | None) -> tuple[Sketch | None, bool]:
     """Return the sketch of a tensor, or of this rank's shard of it, and whether it is a shard.
-    None: a part that does not add up to the whole with those of other ranks alone."""
+    None without a tensor, and for a part that does not add up to the whole with other ranks'."""
+    if tensor is None:
+        return None, False
     if not torch_private.is_distributed(tensor):
         return sketch(tensor), False
     first = shard_start(tensor)
@@ -156,7 +143,7 @@ def local_sketch(tensor: Tensor) -> tuple[Sketch | None, bool]:
 
 
 def shard_start(tensor: Any) -> int | None:
-    """Return the place of a DTensor's local part in the whole one, in row-major order.
+    """Return the position of a DTensor's local part in the whole one, in row-major order.
 
     None if the part is not one run of rows, or if other ranks hold it as well and this one is not
     the first of them.
@@ -171,22 +158,16 @@ def shard_start(tensor: Any) -> int | None:
         part = -(-rows // tensor.device_mesh.size(axis))  # as torch.chunk splits
         first += min(coordinate * part, rows)
         rows = max(0, min(part, rows - coordinate * part))
-    return int(
-        first * (tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1)
-    )
+    has_rows = tensor.dim() and tensor.shape[0]
+    return int(first * (tensor.numel() // tensor.shape[0] if has_rows else 1))
 
 
 def scalar(value: Any) -> float | None:
     """Return a number or a tensor of one element as a float; None for anything else."""
-    if isinstance(value, Tensor) and torch_private.is_distributed(value):
-        return None
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value.detach())
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not torch_private.is_distributed(value)
+        return float(value.detach()) if is_number else None
     return float(value) if isinstance(value, int | float) else None
-
-
-def is_compiling() -> bool:
-    return bool(torch.compiler.is_compiling())
 
 
 def divisors(root: Tensor) -> list[float]:
@@ -196,11 +177,9 @@ def divisors(root: Tensor) -> list[float]:
     for _ in range(12):
         if node is None:
             break
-        if (
-            type(node).__name__ == "DivBackward0"
-            and (number := scalar(torch_private.divisor(node))) is not None
-        ):
-            found.append(number)
+        if type(node).__name__ == "DivBackward0":
+            number = scalar(torch_private.divisor(node))
+            found += [] if number is None else [number]
         following = [each for each, _ in node.next_functions if each is not None]
         node = following[0] if len(following) == 1 else None
     return found

@@ -4,16 +4,14 @@ that it took."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import os
 import random
 import sys
 import weakref
 from collections import Counter, UserDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
-from lockstep.audit.probes.draws import Draws, generator_state
-from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
+from lockstep.audit.probes.draws import Draws, digest, generator_state
+from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import torch_private
 
 MOST_SAMPLES = 512
@@ -39,32 +37,28 @@ FETCHES = 3
 class Loaders:
     def __init__(self, recorder: RecordWriter, draws: Draws) -> None:
         self._recorder, self._draws = recorder, draws
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = weakref.WeakKeyDictionary[Any, int]()
         self._count = itertools.count()
-        self._lines: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._described: weakref.WeakKeyDictionary[Any, dict[str, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._lines = weakref.WeakKeyDictionary[Any, str]()
+        self._described = weakref.WeakKeyDictionary[Any, dict[str, Any]]()
         self._passes: dict[int, int] = {}
         self._of: dict[int, tuple[int, int]] = {}  # by the id of an iterator: its loader and pass
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
         self.last: tuple[int, int] | None = None
-        """The loader and the pass of the batch that came last, until that pass has come to its
-        end."""
+        """The loader and the pass of the last batch, until the pass ends."""
         self.last_trained: tuple[int, int] | None = None
-        """The same of the batch that came last with gradients enabled, also after the end of its
-        pass: an evaluation fetches its batches without them."""
+        """The loader and the pass of the last batch that came with gradients enabled, also after
+        the pass ends: an evaluation fetches its batches without gradients."""
         # batches since the last backward, of passes that go on
         self._since: Counter[tuple[int, int]] = Counter()
         self.state = ""
-        """The state of torch's generator when it came."""
+        """The state of torch's generator after the last batch."""
 
     def install(self) -> None:
-        guard, (iterator, fetchers) = self._recorder, torch_private.loader_classes()
-        wrap(guard, DataLoader, "__init__", after=self._after_init)
-        wrap(
-            guard,
+        recorder, (iterator, fetchers) = self._recorder, torch_private.loader_classes()
+        recorder.wrap(DataLoader, "__init__", after=self._after_init)
+        recorder.wrap(
             DataLoader,
             "__iter__",
             before=lambda _: setattr(self, "_fetches", 0),
@@ -72,16 +66,16 @@ class Loaders:
             around=self._draws.others,
         )
         for name in ("__init__", "_reset"):  # both before indices are drawn ahead for workers
-            wrap(guard, iterator, name, before=self._before_indices)
-        wrap(guard, iterator, "_next_index", after=self._after_index)
-        self._wrap_next(iterator)
+            recorder.wrap(iterator, name, before=self._before_indices)
+        recorder.wrap(iterator, "_next_index", after=self._after_index)
+        recorder.watch(iterator, "__next__", self._next)
         for fetcher in fetchers:
-            self._wrap_fetch(fetcher)
+            recorder.watch(fetcher, "fetch", self._fetch)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the passes that a backward is of: that of the last batch, and each that gave one
-        batch since the last backward. (An evaluation between two backwards gives several, or has
-        come to its end.)"""
+        """Return the passes that a backward is of: the last batch's, and each that gave one batch
+        since the last backward. (An evaluation between two backwards gives several, or has
+        ended.)"""
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()
@@ -93,12 +87,12 @@ class Loaders:
     def _origin(self) -> str:
         """The line of the loader from which a library (Accelerate, Lightning) makes this one; else
         the user's line."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not self._recorder.is_users_file(frame.f_code.co_filename):
+        for frame in frames():
+            if self._recorder.is_users_file(frame.f_code.co_filename):
+                break
             for value in frame.f_locals.values():
                 if isinstance(value, DataLoader) and value in self._lines:
                     return self._lines[value]
-            frame = frame.f_back
         return self._recorder.line()
 
     def _after_iter(self, iterator: Any, loader: Any) -> None:
@@ -129,23 +123,18 @@ class Loaders:
             self._described[dataset] = describe(dataset)
         return self._described[dataset]
 
-    def _wrap_next(self, kind: Any) -> None:
-        original = kind.__next__
-
-        def following(iterator: Any) -> Any:
-            try:
-                with self._draws.others():
-                    batch = original(iterator)
-            except StopIteration:
-                if (place := self._of.get(id(iterator))) is not None:
-                    self._recorder.write("pass_end", loader=place[0], number=place[1])
-                    self._since.pop(place, None)
-                    self.last = None if self.last == place else self.last
-                raise
-            guarded(self._recorder, self._after_batch)(batch, iterator)
-            return batch
-
-        kind.__next__ = following
+    def _next(self, original: Callable[..., Any], iterator: Any) -> Any:
+        try:
+            with self._draws.others():
+                batch = original(iterator)
+        except StopIteration:
+            if (place := self._of.get(id(iterator))) is not None:
+                self._recorder.write("pass_end", loader=place[0], number=place[1])
+                self._since.pop(place, None)
+                self.last = None if self.last == place else self.last
+            raise
+        self._recorder.safely(self._after_batch, batch, iterator)
+        return batch
 
     def _before_indices(self, iterator: Any, *_: Any, **__: Any) -> None:
         self._indices[id(iterator)] = deque()
@@ -159,52 +148,41 @@ class Loaders:
             return
         waiting = self._indices.get(id(iterator))
         index = waiting.popleft() if waiting else None
-        indices = index if isinstance(index, list | tuple) else [index]
-        numbers = [
-            int(each)
+        indices: list[Any] = list(index) if isinstance(index, list | tuple) else [index]
+        are_numbers = all(
+            isinstance(each, int | np.integer) or (isinstance(each, Tensor) and each.numel() == 1)
             for each in indices
-            if isinstance(each, int | np.integer)
-            or (isinstance(each, Tensor) and each.numel() == 1)
-        ]
+        )
         self.last, self.state = place, generator_state()
-        if torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        if grad:
             self.last_trained = place
             self._since[place] += 1
         self._recorder.write(
             "batch",
             loader=place[0],
             number=place[1],
-            indices=numbers if len(numbers) == len(indices) else None,
+            indices=[int(each) for each in indices] if are_numbers else None,
             samples=digests(batch),
-            grad=torch.is_grad_enabled(),
+            grad=grad,
         )
 
-    def _wrap_fetch(self, fetcher: Any) -> None:
+    def _fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         """Note random states before a fetch, where it runs: in a worker, or in the process
         itself."""
-        original = fetcher.fetch
-
-        def fetch(this: Any, index: Any) -> Any:
-            before = guarded(self._recorder, random_states)() if self._fetches < FETCHES else None
-            result = original(this, index)
-            if before is not None:
-                guarded(self._recorder, self._after_fetch)(before)
-            return result
-
-        fetcher.fetch = fetch
+        before = self._recorder.safely(random_states) if self._fetches < FETCHES else None
+        result = original(fetcher, index)
+        if before is not None:
+            self._recorder.safely(self._after_fetch, before)
+        return result
 
     def _after_fetch(self, before: dict[str, str]) -> None:
         after = random_states()
-        worker = get_worker_info()
         drawn = {name: state for name, state in before.items() if after.get(name) != state}
         self._fetches += 1
         if drawn:
-            self._recorder.write(
-                "fetch",
-                worker=None if worker is None else worker.id,
-                number=self._fetches,
-                drawn=drawn,
-            )
+            worker = getattr(get_worker_info(), "id", None)
+            self._recorder.write("fetch", worker=worker, number=self._fetches, drawn=drawn)
 
 
 def length_of(loader: Any) -> int | None:
@@ -220,9 +198,7 @@ def random_states() -> dict[str, str]:
     states = {"torch": generator_state(), "python": f"{hash(random.getstate()[1]):x}"}
     if "numpy.random" in sys.modules:
         kind, keys, place, *_ = np.random.get_state(legacy=True)
-        states["numpy"] = hashlib.blake2b(
-            np.asarray(keys).tobytes() + f"{kind}{place}".encode(), digest_size=8
-        ).hexdigest()
+        states["numpy"] = digest(np.asarray(keys).tobytes() + f"{kind}{place}".encode())
     return states
 
 
@@ -257,23 +233,22 @@ def _from_numpy(array: Any) -> Tensor:
 
 
 def _digest(tensors: list[Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
+    data = b""
     for tensor in tensors:
-        flat = (
-            tensor.contiguous().reshape(-1).view(torch.uint8)
-            if tensor.numel()
-            else tensor.reshape(-1).to(torch.uint8)
-        )
-        if len(flat) > MOST_BYTES:
-            flat = flat[:: -(-len(flat) // MOST_BYTES)]
-        digest.update(flat.numpy().tobytes())
-    return digest.hexdigest()
+        if tensor.numel():
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            data += flat[:: -(-len(flat) // MOST_BYTES)].numpy().tobytes()
+    return digest(data)
 
 
 def sampler_settings(loader: Any) -> dict[str, Any]:
     """The settings of a loader's sampler that say which rank has which samples."""
     sampler = loader.sampler
-    names = (
+    found: dict[str, Any] = {
+        "type": type(sampler).__name__,
+        "batch_type": type(loader.batch_sampler).__name__,
+    }
+    for name in (
         "epoch",
         "shuffle",
         "num_replicas",
@@ -283,17 +258,10 @@ def sampler_settings(loader: Any) -> dict[str, Any]:
         "num_samples",
         "total_size",
         "seed",
-    )
-    found = {
-        name: getattr(sampler, name)
-        for name in names
-        if isinstance(getattr(sampler, name, None), int | bool)
-    }
-    return {
-        "type": type(sampler).__name__,
-        "batch_type": type(loader.batch_sampler).__name__,
-        **found,
-    }
+    ):
+        if isinstance(value := getattr(sampler, name, None), int):
+            found[name] = value
+    return found
 
 
 def describe(dataset: Any) -> dict[str, Any]:
@@ -303,30 +271,31 @@ def describe(dataset: Any) -> dict[str, Any]:
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
-        base = inner.pop("subset", None)
-        places = [base[each] for each in indices.tolist()] if base is not None else indices.tolist()
-        digest = f"{inner['digest']}/{_digest([indices])}"
-        if not inner["digest"]:
-            digest = ""
+        of_indices = _digest([indices])
+        places, base = indices.tolist(), inner.pop("subset", None)
         return {
             "whole": inner["digest"],
             "whole_length": inner["length"],
             **inner,
             "length": len(dataset),
-            "digest": digest,
-            "data": {**inner["data"], "indices": _digest([indices])},
-            "subset": places,
+            "digest": inner["digest"] and f"{inner['digest']}/{of_indices}",
+            "data": {**inner["data"], "indices": of_indices},
+            "subset": places if base is None else [base[each] for each in places],
         }
     is_iterable = isinstance(dataset, IterableDataset)
     try:
-        held_values = _held_by(dataset) if hasattr(dataset, "__dict__") else _held(dataset)
-        digest = hashlib.blake2b(held_values.encode(), digest_size=8).hexdigest()
+        held = _held_by(dataset) if hasattr(dataset, "__dict__") else _held(dataset)
+        digest_of_all = digest(held.encode())
     except _Unreadable:
-        digest = ""
-    length = len(dataset) if not is_iterable and hasattr(dataset, "__len__") else None
-    held = held_items(dataset) if is_iterable else None
-    row = {"type": type(dataset).__name__, "iterable": is_iterable, "length": length, "held": held}
-    return {**row, "digest": digest, "data": data_of(dataset)}
+        digest_of_all = ""
+    return {
+        "type": type(dataset).__name__,
+        "iterable": is_iterable,
+        "length": len(dataset) if not is_iterable and hasattr(dataset, "__len__") else None,
+        "held": held_items(dataset) if is_iterable else None,
+        "digest": digest_of_all,
+        "data": data_of(dataset),
+    }
 
 
 def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
@@ -340,9 +309,7 @@ def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Dataset) and depth < 4:
-            found |= {
-                f"{name}.{inner}": digest for inner, digest in data_of(value, depth + 1).items()
-            }
+            found |= {f"{name}.{inner}": each for inner, each in data_of(value, depth + 1).items()}
         elif _is_data(value):
             with suppress(_Unreadable):
                 found[name] = _held(value)
@@ -356,26 +323,21 @@ def _is_data(value: Any) -> bool:
         first = value[:MOST_SAMPLES]
         is_held = len(value) >= LEAST_ITEMS or any(map(_is_data, first))
         return is_held and not any(each is None for each in first)
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(name, str) and _is_data(each) for name, each in value.items())
+    return bool(isinstance(value, dict) and value) and all(
+        isinstance(name, str) and _is_data(each) for name, each in value.items()
     )
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
     """The items that a stream, or what it wraps, holds in its largest sequence; 0 if it holds
     none."""
-    values = list(getattr(dataset, "__dict__", {}).values())
-    sizes = [
-        len(each)
-        for each in values
-        if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim())
-    ]
-    inner = [
-        held_items(each, depth + 1) for each in values if isinstance(each, Dataset) and depth < 3
-    ]
-    return max([*sizes, *inner], default=0)
+    sizes = [0]
+    for each in getattr(dataset, "__dict__", {}).values():
+        if isinstance(each, list | tuple | np.ndarray) or (isinstance(each, Tensor) and each.dim()):
+            sizes.append(len(each))
+        elif isinstance(each, Dataset) and depth < 3:
+            sizes.append(held_items(each, depth + 1))
+    return max(sizes)
 
 
 class _Unreadable(Exception):
@@ -399,22 +361,18 @@ def _held(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
         flat = np.asarray(value).reshape(-1)
         # before it is copied: it may be a file larger than memory
         taken = flat[:: max(1, -(-flat.nbytes // MOST_BYTES))]
-        return hashlib.blake2b(
-            f"{flat.shape}".encode() + taken.tobytes(), digest_size=8
-        ).hexdigest()
+        return digest(f"{flat.shape}".encode() + taken.tobytes())
     if isinstance(value, str | int | float | bool | bytes | None):
         return repr(value)
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
     if isinstance(value, list | tuple) and depth < 8:
-        step = max(1, len(value) // MOST_SAMPLES)
-        return f"{len(value)}:" + ",".join(
-            _held(each, depth + 1, is_item=True) for each in value[::step]
-        )
+        some = value[:: max(1, len(value) // MOST_SAMPLES)]
+        items = [_held(each, depth + 1, is_item=True) for each in some]
+        return f"{len(value)}:{','.join(items)}"
     if isinstance(value, dict) and depth < 8:
-        return ",".join(
-            f"{key}:{_held(each, depth + 1, is_item=True)}" for key, each in value.items()
-        )
+        pairs = ((key, _held(each, depth + 1, is_item=True)) for key, each in value.items())
+        return ",".join(f"{key}:{text}" for key, text in pairs)
     if isinstance(value, Dataset) and depth < 8:
         return _held_by(value, depth)
     if isinstance(fingerprint := getattr(value, "_fingerprint", None), str):

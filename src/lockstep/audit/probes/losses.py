@@ -2,33 +2,33 @@
 enter the gradient.
 
 The gradient of the final loss by the function's output is that weight: 1 / accumulation_steps, say.
-With `reduction="none"` it is a tensor, and a mask of the user's own is in it.
+With `reduction="none"` it is a tensor that also holds the user's mask.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.audit.probes.gradients import Gradients, is_compiling
-from lockstep.audit.probes.recorder import RecordWriter, guarded, replace
+from lockstep.audit.probes.gradients import Gradients
+from lockstep.audit.probes.recorder import RecordWriter
 
 CLASSIFICATION = ("cross_entropy", "nll_loss")
 ELEMENTS = (
-    *(
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-    ),
-    *("gaussian_nll_loss", "poisson_nll_loss", "soft_margin_loss"),
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "gaussian_nll_loss",
+    "poisson_nll_loss",
+    "soft_margin_loss",
 )
 
 
@@ -40,35 +40,26 @@ class Losses:
 
     def install(self) -> None:
         for name in (*CLASSIFICATION, *ELEMENTS):
-            if hasattr(F, name):
-                replace(F, name, self._watched(name, getattr(F, name)))
+            self._recorder.watch(F, name, partial(self._loss, name), traced=True)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the calls whose outputs a backward has come to since the last call of this."""
+        """Return the calls whose outputs a backward has reached since the last call of this."""
         taken = [each for each in self._waiting if "weight" in each or "weights" in each]
         self._waiting = []
         return taken
 
-    def _watched(self, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(original)
-        def loss(*args: Any, **kwargs: Any) -> Tensor:
-            if is_compiling():
-                return original(*args, **kwargs)
-            self._depth += 1  # cross_entropy may call nll_loss
-            try:
-                output = original(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            if (
-                not self._depth
-                and torch.is_grad_enabled()
-                and isinstance(output, Tensor)
-                and output.requires_grad
-            ):
-                guarded(self._recorder, self._note)(name, output, args, kwargs)
-            return output
-
-        return loss
+    def _loss(
+        self, name: str, original: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._depth += 1  # cross_entropy may call nll_loss
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        has_gradient = isinstance(output, Tensor) and output.requires_grad
+        if not self._depth and torch.is_grad_enabled() and has_gradient:
+            self._recorder.safely(self._note, name, output, args, kwargs)
+        return output
 
     def _note(self, name: str, output: Tensor, args: Any, kwargs: Any) -> None:
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
@@ -79,11 +70,15 @@ class Losses:
             "reduction": reduction,
         }
         if isinstance(target, Tensor) and reduction != "none":
-            row["count"] = _count(name, target, args, kwargs)
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            if name not in CLASSIFICATION or not isinstance(weight, Tensor):
+                weight = None
+            row["count"] = _count(name, target, weight, kwargs.get("ignore_index", -100))
             row["targets"] = target.shape[0] if target.dim() else 1
-            row["has_class_weights"] = _class_weights(name, args, kwargs) is not None
+            row["has_class_weights"] = weight is not None
         self._waiting.append(row)
-        output.register_hook(guarded(self._recorder, lambda gradient: self._weigh(row, gradient)))  # type: ignore[no-untyped-call]
+        hook = partial(self._recorder.safely, lambda gradient: self._weigh(row, gradient))
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _weigh(self, row: dict[str, Any], gradient: Tensor) -> None:
         """Note the weight of the function's output in the loss that the backward began from."""
@@ -98,18 +93,12 @@ class Losses:
         )
 
 
-def _count(name: str, target: Tensor, args: Any, kwargs: Any) -> float:
+def _count(name: str, target: Tensor, weight: Tensor | None, ignored: int) -> float:
     """The number that the mean is taken over: of targets that count, by their classes' weights; of
     elements."""
-    if name not in CLASSIFICATION or target.is_floating_point():
-        return float(target.numel() if name not in CLASSIFICATION else target.shape[0])
-    kept = target[target != kwargs.get("ignore_index", -100)]
-    weight = _class_weights(name, args, kwargs)
+    if name not in CLASSIFICATION:
+        return float(target.numel())
+    if target.is_floating_point():
+        return float(target.shape[0])
+    kept = target[target != ignored]
     return float(kept.numel()) if weight is None else float(weight[kept].sum())
-
-
-def _class_weights(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    found = (
-        kwargs.get("weight", args[2] if len(args) > 2 else None) if name in CLASSIFICATION else None
-    )
-    return found if isinstance(found, Tensor) else None

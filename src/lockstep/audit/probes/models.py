@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.audit.probes.collectives import write_collective
-from lockstep.audit.probes.recorder import RecordWriter, guarded, wrap
+from lockstep.audit.probes.recorder import RecordWriter
 
 BROADCAST = "DistributedDataParallel's broadcast of buffers"
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
@@ -29,8 +28,8 @@ class Models:
         self._within: list[DistributedDataParallel] = []
 
     def install(self) -> None:
-        wrap(self._recorder, DistributedDataParallel, "__init__", after=self._after_wrap)
-        self._watch_forward()
+        self._recorder.wrap(DistributedDataParallel, "__init__", after=self._after_wrap)
+        self._recorder.watch(DistributedDataParallel, "forward", self._forward, traced=True)
 
     def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:
         """The names of parameters in their model, without wrappers' parts. `again`: search the
@@ -58,27 +57,31 @@ class Models:
             if each.requires_grad and each.grad is not None and id(each) not in trained
         ]
 
+    def note_backward(self) -> None:
+        """Note a backward that begins within a forward, as in Lightning's manual optimization."""
+        for wrapper in self._within:
+            self._write_forward(wrapper)
+        self._within = []
+
     def _search(self, parameters: Sequence[Tensor]) -> None:
-        """Find the outermost modules that hold the parameters, or else those that hold parameters
-        with gradients: the optimizer's parameters may not be a model's at all."""
+        """Find the outermost modules that hold the parameters, or parameters with gradients: the
+        optimizer's parameters may not be a model's at all."""
         wanted = {id(each) for each in parameters}
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         children = {id(child) for module in modules for child in module.children()}
-        outermost = [
-            module for module in modules if id(module) not in children and not _is_loss(module)
-        ]
         self._roots = [
             each
-            for each in outermost
-            if any(id(p) in wanted or p.grad is not None for p in each.parameters())
+            for each in modules
+            if id(each) not in children
+            and any(id(p) in wanted or p.grad is not None for p in each.parameters())
         ]
         self._names = {}
         for root in self._roots:
             for name, parameter in root.named_parameters():
                 self._names.setdefault(id(parameter), plain(name))
-        several: dict[str, int] = {}
+        several = Counter[str]()
         for key, name in self._names.items():  # a GAN's two models have the same names
-            several[name] = several.get(name, 0) + 1
+            several[name] += 1
             if several[name] > 1:
                 self._names[key] = f"{name} ({several[name]})"
 
@@ -90,39 +93,31 @@ class Models:
             find_unused_parameters=bool(wrapper.find_unused_parameters),
         )
 
-    def note_backward(self) -> None:
-        """Note a backward that begins within a forward, as in Lightning's manual optimization."""
-        for wrapper in self._within:
-            self._write_forward(wrapper)
-        self._within = []
-
-    def _watch_forward(self) -> None:
+    def _forward(
+        self,
+        original: Callable[..., Any],
+        wrapper: DistributedDataParallel,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """A wrapper decides at the end of its forward if the backward reduces."""
-        original: Any = DistributedDataParallel.forward
-
-        @functools.wraps(original)
-        def forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return original(wrapper, *args, **kwargs)
-            guarded(self._recorder, self._note_broadcast)(wrapper)
-            if not (torch.is_grad_enabled() and wrapper.training):
-                return original(wrapper, *args, **kwargs)
-            self._within.append(wrapper)
-            try:
-                result = original(wrapper, *args, **kwargs)
-                if any(each is wrapper for each in self._within):
-                    guarded(self._recorder, self._write_forward)(wrapper)
-                return result
-            finally:
-                self._within = [each for each in self._within if each is not wrapper]
-
-        DistributedDataParallel.forward = forward  # type: ignore[assignment, method-assign]
+        self._recorder.safely(self._note_broadcast, wrapper)
+        if not (torch.is_grad_enabled() and wrapper.training):
+            return original(wrapper, *args, **kwargs)
+        self._within.append(wrapper)
+        try:
+            result = original(wrapper, *args, **kwargs)
+            if any(each is wrapper for each in self._within):
+                self._recorder.safely(self._write_forward, wrapper)
+            return result
+        finally:
+            self._within = [each for each in self._within if each is not wrapper]
 
     def _note_broadcast(self, wrapper: DistributedDataParallel) -> None:
         """Note the broadcast of buffers with which a forward begins, in whatever mode."""
         if wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             line = self._recorder.line(caller_of_forward=True)
-            write_collective(self._recorder, BROADCAST, _ranks(wrapper), line)
+            self._recorder.write_collective(BROADCAST, _ranks(wrapper), line)
 
     def _write_forward(self, wrapper: DistributedDataParallel) -> None:
         self._recorder.write(
@@ -142,7 +137,3 @@ def plain(name: str) -> str:
     """Return the name of a parameter without what wrappers have added in front or between."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
-
-
-def _is_loss(module: nn.Module) -> bool:
-    return not any(True for _ in module.parameters()) and not any(True for _ in module.buffers())

@@ -3,11 +3,9 @@ statistics."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +15,8 @@ from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.audit.probes.draws import Draws
-from lockstep.audit.probes.gradients import is_compiling
 from lockstep.audit.probes.loaders import Loaders
-from lockstep.audit.probes.recorder import RecordWriter, guarded, replace, wrap
+from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import torch_private
 from lockstep.evidence.sketch import sketch
 
@@ -32,52 +29,33 @@ DROPOUTS = (
     "feature_alpha_dropout",
 )
 _CHECKPOINT_FILE = inspect.getfile(checkpoint)
+Parameters = Mapping[str, inspect.Parameter]
 MOST_STATISTICS = 8
 """Calls of BatchNorm between two backwards, or evaluation batches, whose statistics are
 recorded."""
 
 
-class Arguments:
-    """Some arguments of a function, by name, from a call of it."""
-
-    def __init__(self, function: Callable[..., Any], *names: str) -> None:
-        parameters = inspect.signature(function).parameters
-        self._places = [
-            (name, list(parameters).index(name), parameters[name].default) for name in names
-        ]
-
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The values of the arguments in a call, or their defaults."""
-        return [
-            kwargs.get(name, args[place] if place < len(args) else default)
-            for name, place, default in self._places
-        ]
-
-
 class Modes:
     def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
         self._recorder, self._loaders, self._draws = recorder, loaders, draws
-        self.calls = _no_calls()
-        """Calls that the backward which runs has come to: in train mode, in eval mode, and of the
-        latter those of dropout behind trained layers."""
+        self._calls = {"train": 0, "eval": 0, "off": 0}
+        """Calls that the running backward has reached: in train mode, in eval mode, and of the
+        latter the calls of dropout behind trained layers."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None
         self._is_updating = False
-        """True while statistics are taken anew with `update_bn`, which is in train mode and no
-        evaluation."""
+        """True while `update_bn` takes statistics anew, in train mode: that is no evaluation."""
 
     def install(self) -> None:
         for name in DROPOUTS:
-            replace(F, name, self._watched_dropout(getattr(F, name)))
-        replace(
-            F,
-            "scaled_dot_product_attention",
-            self._watched_attention(F.scaled_dot_product_attention),
-        )
-        replace(F, "batch_norm", self._watched_batch_norm(F.batch_norm))
-        wrap(
-            self._recorder,
+            parameters = inspect.signature(getattr(F, name)).parameters
+            self._recorder.watch(F, name, partial(self._dropout, parameters), traced=True)
+        attention = "scaled_dot_product_attention"
+        self._recorder.watch(F, attention, self._attention, traced=True)
+        batch_norm = partial(self._batch_norm, inspect.signature(F.batch_norm).parameters)
+        self._recorder.watch(F, "batch_norm", batch_norm, traced=True)
+        self._recorder.wrap(
             swa_utils,
             "update_bn",
             before=lambda *_, **__: setattr(self, "_is_updating", True),
@@ -88,97 +66,76 @@ class Modes:
         self._statistics = 0
 
     def end_backward(self, number: int, line: str) -> None:
-        """Write the calls that a backward came to."""
-        calls, self.calls = self.calls, _no_calls()
+        """Write the calls that a backward reached."""
+        calls, self._calls = self._calls, dict.fromkeys(self._calls, 0)
         if any(calls.values()):
             self._recorder.write("modes", number=number, line=line, **calls)
 
-    def _watched_dropout(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        values = Arguments(original, "input", "p", "training")
+    def _dropout(
+        self,
+        parameters: Parameters,
+        original: Callable[..., Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        input, p, training = _values(parameters, args, kwargs, "input", "p", "training")
+        if p and training:
+            self._recorder.safely(self._draws.note)
+        output = original(*args, **kwargs)
+        if p:
+            self._recorder.safely(self._note_dropout, input, output, training)
+        return output
 
-        @functools.wraps(original)
-        def dropout(*args: Any, **kwargs: Any) -> Tensor:
-            if is_compiling():
-                return original(*args, **kwargs)
-            input, p, training = values.of(args, kwargs)
-            if p and training:
-                guarded(self._recorder, self._draws.note)()
-            output = original(*args, **kwargs)
-            if p:
-                guarded(self._recorder, self._note_dropout)(input, output, training)
-            return output
-
-        return dropout
-
-    def _watched_attention(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _attention(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Attention without dropout is not noted: its mode cannot be told."""
+        drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if drops:
+            self._recorder.safely(self._draws.note)
+        output = original(*args, **kwargs)
+        if drops:
+            self._recorder.safely(self._note, "dropout", True, output)
+        return output
 
-        @functools.wraps(original)
-        def attention(*args: Any, **kwargs: Any) -> Tensor:
-            if is_compiling() or not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
-                return original(*args, **kwargs)
-            guarded(self._recorder, self._draws.note)()
-            output = original(*args, **kwargs)
-            guarded(self._recorder, self._note)("dropout", True, output)
-            return output
-
-        return attention
-
-    def _watched_batch_norm(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        values = Arguments(original, "running_mean", "running_var", "training")
-
-        @functools.wraps(original)
-        def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
-            if is_compiling():
-                return original(*args, **kwargs)
-            mean, variance, training = values.of(args, kwargs)
-            is_seen = mean is not None and not self._is_updating
-            if is_seen:
-                guarded(self._recorder, self._note_statistics)(mean, variance, training)
-            output = original(*args, **kwargs)
-            if is_seen:
-                guarded(self._recorder, self._note)("batch_norm", training, output)
-            return output
-
-        return batch_norm
+    def _batch_norm(
+        self,
+        parameters: Parameters,
+        original: Callable[..., Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        names = ("running_mean", "running_var", "training")
+        mean, variance, training = _values(parameters, args, kwargs, *names)
+        is_seen = mean is not None and not self._is_updating
+        if is_seen:
+            self._recorder.safely(self._note_statistics, mean, variance, training)
+        output = original(*args, **kwargs)
+        if is_seen:
+            self._recorder.safely(self._note, "batch_norm", training, output)
+        return output
 
     def _note_dropout(self, input: Tensor, output: Tensor, training: bool) -> None:
         has_gradient = torch.is_grad_enabled() and input.requires_grad
-        self._note(
-            "dropout", training, output, is_off=not training and has_gradient and not _is_frozen()
-        )
+        is_off = not training and has_gradient and not _is_frozen()
+        self._note("dropout", training, output, is_off=is_off)
 
     def _note(self, what: str, training: bool, output: Tensor, *, is_off: bool = False) -> None:
-        """Write the first call of each pass with its mode, and have a backward count the call that
-        it comes to."""
+        """Write the first call of each pass with its mode, and have a backward count the call when
+        it reaches it."""
         grad = torch.is_grad_enabled()
         key = (what, training, grad, self._loaders.last)
         number = None
-        if (
-            key not in self._noted
-            and not torch_private.in_backward()
-            and not (not grad and _is_checkpointed())
-        ):
+        is_again = torch_private.in_backward() or (not grad and _is_checkpointed())
+        if key not in self._noted and not is_again:
             self._noted.add(key)
             number = len(self._noted)
-            loader, pass_number = self._loaders.last or (None, None)
-            row = {
-                "what": what,
-                "training": training,
-                "grad": grad,
-                "loader": loader,
-                "number": pass_number,
-            }
-            self._recorder.write(
-                "mode", mode=number, line=self._recorder.line(caller_of_forward=True), **row
-            )
+            self._write("mode", mode=number, what=what, training=training)
         if output.requires_grad:
-            hook = guarded(self._recorder, lambda _: self._reach(number, training, is_off))
-            output.register_hook(hook)  # type: ignore[no-untyped-call]
+            reach = lambda _: self._reach(number, training, is_off)  # noqa: E731
+            output.register_hook(partial(self._recorder.safely, reach))  # type: ignore[no-untyped-call]
 
     def _reach(self, number: int | None, training: bool, is_off: bool) -> None:
-        self.calls["train" if training else "eval"] += 1
-        self.calls["off"] += is_off
+        self._calls["train" if training else "eval"] += 1
+        self._calls["off"] += is_off
         if number is not None:
             self._recorder.write("mode_reached", mode=number)
 
@@ -188,44 +145,36 @@ class Modes:
         if place != self._place:
             self._place, self._statistics = place, 0
         self._statistics += 1
-        if self._statistics > MOST_STATISTICS:
-            return
+        if self._statistics <= MOST_STATISTICS:
+            sketches = [sketch(each) for each in (mean, variance) if each is not None]
+            self._write("statistics", sketches=sketches, training=training, call=self._statistics)
+
+    def _write(self, kind: str, **row: Any) -> None:
         loader, number = self._loaders.last or (None, None)
-        sketches = [sketch(mean), *([sketch(variance)] if variance is not None else [])]
-        row = {
-            "training": training,
-            "grad": torch.is_grad_enabled(),
-            "loader": loader,
-            "number": number,
-            "call": self._statistics,
-        }
-        self._recorder.write(
-            "statistics", sketches=sketches, line=self._recorder.line(caller_of_forward=True), **row
-        )
+        line = self._recorder.line(caller_of_forward=True)
+        grad = torch.is_grad_enabled()
+        self._recorder.write(kind, line=line, grad=grad, loader=loader, number=number, **row)
 
 
-def _no_calls() -> dict[str, int]:
-    return {"train": 0, "eval": 0, "off": 0}
+def _values(parameters: Parameters, args: Any, kwargs: Any, *names: str) -> list[Any]:
+    """The arguments of these names in a call, or their defaults."""
+    values = {name: each.default for name, each in parameters.items()}
+    values.update(zip(parameters, args, strict=False))
+    values.update(kwargs)
+    return [values[name] for name in names]
 
 
 def _is_checkpointed() -> bool:
     """True within reentrant activation checkpointing, whose forward has no gradients although it
     trains."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT_FILE:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename == _CHECKPOINT_FILE for frame in frames())
 
 
 def _is_frozen() -> bool:
     """True if the innermost module with parameters that runs trains none of them: it may be in eval
     mode on purpose."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and (parameters := list(module.parameters())):
             return not any(each.requires_grad for each in parameters)
-        frame = frame.f_back
     return False

@@ -1,5 +1,4 @@
-"""Writes the record of one process: JSON lines, each written at once, because a process may end at
-any moment."""
+"""Writes the record of one process, and replaces the functions that probes watch."""
 
 from __future__ import annotations
 
@@ -9,28 +8,25 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
+
+import torch
 
 from lockstep.audit.request import AuditRequest
+from lockstep.base import torch_private
 from lockstep.evidence.rows import RowFile
 
 _HERE = str(Path(__file__).resolve().parent)
-_LIBRARIES = tuple(
-    {
-        os.path.realpath(path)
-        for path in (os.path.dirname(os.__file__), sys.prefix + "/lib", sys.base_prefix + "/lib")
-    }
-)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+Probe = Callable[..., Any]
 
 
 class RecordWriter:
-    """The record of this process. Made once; a forked child goes on with a file of its own."""
+    """The record of this process: JSON lines, each written at once, because a process may end at
+    any moment. A forked child goes on with its own file."""
 
     def __init__(self, request: AuditRequest) -> None:
         self.request = request
@@ -39,6 +35,7 @@ class RecordWriter:
         self._file: RowFile | None = None
         self._problems: set[str] = set()
         self._is_users: dict[str, bool] = {}
+        self._traced: list[tuple[Any, str, Any]] = []
         self._stacks = self._open_stacks()
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -54,26 +51,31 @@ class RecordWriter:
             )
         self._file.write(kind, **row)
 
-    def problem(self, where: str) -> None:
-        """Note an error of a probe, once each. The script must not suffer from it."""
-        if where not in self._problems:
-            self._problems.add(where)
-            self.write("problem", where=where, text=traceback.format_exc(limit=-4))
+    def write_collective(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        line: str,
+        *,
+        shape: Sequence[Any] = (),
+        floats: int = 0,
+        operation: str = "",
+    ) -> None:
+        row = {"ranks": ranks, "shape": shape, "floats": floats, "operation": operation}
+        within = torch_private.in_backward()
+        self.write("collective", name=name, line=line, in_backward=within, **row)
 
     def line(self, *, caller_of_forward: bool = False) -> str:
-        """Return the innermost line of the user's code that is being run, as path:number; empty if
-        there is none.
+        """Return the innermost running line of the user's code, as path:number; empty if none runs.
 
         `caller_of_forward`: the line that called the model rather than one in its `forward`.
         """
-        frame: FrameType | None = sys._getframe(1)
         found = ""
-        while frame is not None:
+        for frame in frames():
             if self.is_users_file(frame.f_code.co_filename):
                 found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 if not (caller_of_forward and _is_forward(frame)):
                     return found
-            frame = frame.f_back
         return found
 
     def is_users_file(self, name: str) -> bool:
@@ -81,11 +83,7 @@ class RecordWriter:
         if name not in self._is_users:
             path = os.path.realpath(name)
             inside = any(path.startswith(root.rstrip("/") + "/") for root in self.request.roots)
-            library = (
-                "site-packages" in path
-                or path.startswith(_HERE)
-                or (path.startswith(_LIBRARIES) and not inside)
-            )
+            library = "site-packages" in path or path.startswith(_HERE)
             self._is_users[name] = inside and not library and not name.startswith("<")
         return self._is_users[name]
 
@@ -96,8 +94,79 @@ class RecordWriter:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # nobody reads it any more
                 stream.flush()
-        _end_children()
+        if "multiprocessing" in sys.modules:
+            for child in sys.modules["multiprocessing"].active_children():
+                child.kill()
         os._exit(0)
+
+    def safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a probe, and note its exception: the script must not suffer from it. None if it
+        fails."""
+        if self.is_suspended:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            where = getattr(function, "__qualname__", str(function))
+            if where not in self._problems:
+                self._problems.add(where)
+                self.write("problem", where=where, text=traceback.format_exc(limit=-4))
+            return None
+
+    def watch(self, owners: Any, name: str, probe: Probe, *, traced: bool = False) -> None:
+        """Replace a function or method of one or several owners: a call of it becomes
+        `probe(original, *args, **kwargs)`.
+
+        `traced`: torch.compile and TorchScript may come to it, and are given the original.
+        """
+        owners = owners if isinstance(owners, list) else [owners]
+        original = getattr(owners[0], name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if traced and torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return probe(original, *args, **kwargs)
+
+        for owner in owners:
+            if traced:
+                self._traced.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, call)
+
+    def wrap(
+        self,
+        owners: Any,
+        name: str,
+        *,
+        before: Probe | None = None,
+        after: Probe | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Have `before(*args, **kwargs)` called before a function, `after(result, *args, **kwargs)`
+        after it, and the function within `around()`."""
+
+        def probe(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                self.safely(before, *args, **kwargs)
+            with around():
+                result = original(*args, **kwargs)
+            if after is not None:
+                self.safely(after, result, *args, **kwargs)
+            return result
+
+        self.watch(owners, name, probe)
+
+    @contextmanager
+    def originals(self) -> Iterator[None]:
+        """Put back, for a while, all traced functions."""
+        probes = [getattr(owner, name) for owner, name, _ in self._traced]
+        for owner, name, original in self._traced:
+            setattr(owner, name, original)
+        try:
+            yield
+        finally:
+            for (owner, name, _), probe in zip(self._traced, probes, strict=True):
+                setattr(owner, name, probe)
 
     def _after_fork(self) -> None:
         self._file = None
@@ -111,81 +180,15 @@ class RecordWriter:
         return file
 
 
+def frames() -> Iterator[FrameType]:
+    """The frames of the caller and of its callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _is_forward(frame: FrameType) -> bool:
     return frame.f_code.co_name in ("forward", "_forward", "__call__") or hasattr(
         frame.f_locals.get("self"), "named_parameters"
     )
-
-
-def _end_children() -> None:
-    if "multiprocessing" in sys.modules:
-        for child in sys.modules["multiprocessing"].active_children():
-            child.kill()
-
-
-def guarded(recorder: RecordWriter, function: Function) -> Function:
-    """Return `function` with its exceptions noted, not raised: a fault of a probe is not one of the
-    script."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if recorder.is_suspended:
-            return None
-        try:
-            return function(*args, **kwargs)
-        except Exception:
-            recorder.problem(getattr(function, "__qualname__", str(function)))
-            return None
-
-    return call  # type: ignore[return-value]
-
-
-_replaced: list[tuple[Any, str, Any]] = []
-"""Functions that `replace` has replaced: their owner, name, and what they were."""
-
-
-def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a function that TorchScript may come to, which cannot compile a probe."""
-    _replaced.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, function)
-
-
-@contextmanager
-def originals() -> Iterator[None]:
-    """Put back, for a while, all that was replaced by `replace`."""
-    probes = [getattr(owner, name) for owner, name, _ in _replaced]
-    for owner, name, original in _replaced:
-        setattr(owner, name, original)
-    try:
-        yield
-    finally:
-        for (owner, name, _), probe in zip(_replaced, probes, strict=True):
-            setattr(owner, name, probe)
-
-
-def wrap(
-    recorder: RecordWriter,
-    owner: Any,
-    name: str,
-    *,
-    before: Callable[..., Any] | None = None,
-    after: Callable[..., Any] | None = None,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> None:
-    """Replace a function or method: `before(*args, **kwargs)` is called first, `after(result,
-    *args, **kwargs)` last, and what it replaces within `around()`. None changes what it returns."""
-    original = getattr(owner, name)
-    first = None if before is None else guarded(recorder, before)
-    last = None if after is None else guarded(recorder, after)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if first is not None:
-            first(*args, **kwargs)
-        with around():
-            result = original(*args, **kwargs)
-        if last is not None:
-            last(result, *args, **kwargs)
-        return result
-
-    setattr(owner, name, call)
