@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,20 +71,17 @@ def group_consecutive(events: Iterable[RunEvent]) -> list[EventGroup]:
 def curve_marks(events: Iterable[RunEvent]) -> list[EventMark]:
     """Return marks for the events that explain a change in a curve: errors, resumptions and changes
     of the plan."""
-    shown = (event for event in events if event.kind in _ON_CURVES)
     return [
         EventMark(event.step, severity(event.kind) == "error", f"{event.kind}{_because(event)}")
-        for event in shown
+        for event in events
+        if event.kind in _ON_CURVES
     ]
 
 
 def event_details(event: RunEvent) -> str:
     """Return the event's details as text, the most informative first."""
-    names = sorted(
-        event.details,
-        key=lambda name: _MAIN_DETAILS.index(name) if name in _MAIN_DETAILS else len(_MAIN_DETAILS),
-    )
-    texts = {name: _text(event.details[name]) for name in names}
+    main = {name: event.details[name] for name in _MAIN_DETAILS if name in event.details}
+    texts = {name: _text(value) for name, value in {**main, **event.details}.items()}
     return ", ".join(text if name in _REASONS else f"{name} {text}" for name, text in texts.items())
 
 
@@ -143,8 +141,7 @@ def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup
 
 
 def event_table(run: RunHistory) -> Html:
-    """Return the table of a run's events. Beyond `MAX_ROWS` groups, those in the middle are only
-    counted."""
+    """Return the table of a run's events: of many groups, the first and the last `MAX_ROWS` / 2."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     half = MAX_ROWS // 2
@@ -184,11 +181,7 @@ def _text(value: Any) -> str:
 
 
 def _spoken(run: RunHistory) -> str:
-    counts: dict[str, int] = {}
-    for event in run.events:
-        counts[event.kind] = counts.get(event.kind, 0) + 1
-    text = ", ".join(
-        kind if number == 1 else f"{number} times {kind}" for kind, number in counts.items()
-    )
+    counts = Counter(event.kind for event in run.events).items()
+    text = ", ".join(kind if number == 1 else f"{number} times {kind}" for kind, number in counts)
     lost = loss_summary(run)
-    return f"{run.name}: {text or 'no events'}." + (f" {lost}." if lost else "")
+    return f"{run.name}: {text or 'no events'}.{f' {lost}.' if lost else ''}"

@@ -75,7 +75,7 @@ class RankMemory:
     at_peak: dict[str, int]
     """Bytes at the peak by cause."""
     largest: list[tuple[int, str, str]]
-    """The largest at the peak: bytes, cause, and what it is."""
+    """The largest allocations at the peak: bytes, cause, and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +142,17 @@ class RunHistory:
     def state(self) -> RunState:
         if self.result is not None:
             return "ended"
-        last = next(
-            (
-                event.kind
-                for event in reversed(self.events)
-                if event.kind in _ENDS or event.kind == _BEGINS
-            ),
-            None,
-        )
-        if last in _ENDS:
-            return _ENDS[last]
+        for event in reversed(self.events):
+            if event.kind in _ENDS:
+                return _ENDS[event.kind]
+            if event.kind == _BEGINS:
+                break
         return "running" if self.holder is not None and self.holder.alive else "unfinished"
 
     @property
     def attempts(self) -> list[Attempt]:
-        """One for each start of the run. A recovery in place, which opens the run again, is
-        none."""
+        """The attempts, one for each start. A recovery in place also opens the run, and is no
+        start."""
         recoveries = [
             (event.time - seconds_of(event, "open_seconds"), event.time)
             for event in self.events
@@ -166,7 +161,8 @@ class RunHistory:
         starts = [
             index
             for index, event in enumerate(self.events)
-            if event.kind == _BEGINS and not _is_in(recoveries, event.time)
+            if event.kind == _BEGINS
+            and not any(low <= event.time <= high for low, high in recoveries)
         ]
         found = []
         for index, following in zip(starts, [*starts, len(self.events)][1:], strict=True):
@@ -199,12 +195,9 @@ class RunHistory:
 
     @property
     def _times(self) -> list[float]:
-        ends = (
-            self.curves.first_time,
-            self.curves.last_time,
-            *(event.time for event in (*self.events[:1], *self.events[-1:])),
-        )
-        return [time for time in ends if time is not None]
+        ends = [event.time for event in (*self.events[:1], *self.events[-1:])]
+        rows = (self.curves.first_time, self.curves.last_time)
+        return [*ends, *(time for time in rows if time is not None)]
 
     @property
     def plan(self) -> str:
@@ -256,12 +249,8 @@ def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
                 rows_of_phase.pop()
         found.steps.append(row["step"])
         for phase in PHASES:
-            found.phases[phase].append(
-                array(
-                    "d",
-                    (math.nan if value is None else value for value in row["ranks"].get(phase, ())),
-                )
-            )
+            values = row["ranks"].get(phase, ())
+            found.phases[phase].append(array("d", (math.nan if x is None else x for x in values)))
         found.hosts = list(map(str, row.get("hosts", found.hosts)))
     return found
 
@@ -307,25 +296,16 @@ def _whole(number: float) -> int:
 
 
 def seconds_of(event: RunEvent, name: str) -> float:
-    """Return a duration among an event's details. 0 if there is none that a run would write."""
+    """Return a duration among an event's details; 0 for a value that no run would write."""
     value = event.details.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < _LONGEST_SECONDS else 0.0
-
-
-def _is_in(spans: Iterable[tuple[float, float]], time: float) -> bool:
-    return any(low <= time <= high for low, high in spans)
 
 
 def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     """Return the rows of `events.jsonl`, sorted by time."""
     known = ("time", "event", "step")
-    events = [
-        RunEvent(
-            row["time"],
-            row["event"],
-            row["step"],
-            {key: row[key] for key in row if key not in known},
-        )
-        for row in rows
-    ]
+    events = []
+    for row in rows:
+        details = {key: value for key, value in row.items() if key not in known}
+        events.append(RunEvent(row["time"], row["event"], row["step"], details))
     return sorted(events, key=lambda event: event.time)

@@ -1,5 +1,5 @@
-"""Losses of workers, and what the run did until it had as many steps as before: found, and as a
-list. Pure."""
+"""Finds losses of workers in a run's events, with what the run did until it had as many steps as
+before, and lists them. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from lockstep.pages.markup import Html, bar, element, swatch
@@ -28,11 +29,11 @@ _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLoss:
-    """A loss after which the run went on. None: the run did not record it."""
+    """A loss after which the run went on. A field is None if the run did not record it."""
 
     time: float
-    """When it was seen, in seconds since 1970. If that was not recorded: the time of the last
-    record before it."""
+    """Seconds since 1970 at which it was seen, or at which the last record before it was
+    written."""
     reason: str
     in_place: bool
     not_in_place: str = ""
@@ -43,17 +44,17 @@ class WorkerLoss:
     step: int
     """The optimizer steps done in that state."""
     wait_seconds: float | None
-    """From the loss until all processes were ready, the new ones too."""
+    """Time from the loss until all processes, new ones included, were ready."""
     open_seconds: float
-    """From then until the run was open, with its state."""
+    """Time from then until the run was open, with its state."""
     repeated_steps: int | None
     """Steps that were done before, and computed again."""
     repeated_seconds: float | None = None
-    """From then until these were done."""
+    """Time that the repeated steps took."""
 
     @property
     def seconds(self) -> float:
-        """All that is known of the time that it took."""
+        """The known parts of the time that it took."""
         return (self.wait_seconds or 0.0) + self.open_seconds + (self.repeated_seconds or 0.0)
 
     @property
@@ -63,12 +64,12 @@ class WorkerLoss:
 
     @property
     def is_known(self) -> bool:
-        """True if each part of the time is."""
+        """True if each part of the time is known."""
         return self.wait_seconds is not None and self.repeated_seconds is not None
 
     @property
     def end(self) -> float:
-        """When the run had done as many steps as before."""
+        """The time at which the run had done as many steps as before."""
         return self.time + self.seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -77,22 +78,17 @@ class WorkerLoss:
 
 def losses_of(run: RunHistory) -> list[WorkerLoss]:
     """Return the losses after which the run went on, in their order."""
-    places = [place for place, event in enumerate(run.events) if event.kind == "run-started"]
-    starts = [
-        run.events[place:following]
-        for place, following in zip(places, [*places, len(run.events)][1:], strict=False)
-    ]
-    progress = sorted(
-        [*run.curves.progress, *((event.time, event.step) for event in run.events if event.step)]
-    )
+    begins = [index for index, event in enumerate(run.events) if event.kind == "run-started"]
+    starts = [run.events[begin:end] for begin, end in pairwise([*begins, len(run.events)])]
+    steps = ((event.time, event.step) for event in run.events if event.step)
+    progress = sorted([*run.curves.progress, *steps])
     found = []
     for before, after, following in zip(starts, starts[1:], [*starts[2:], []], strict=False):
         own = _between(progress, before[0].time, following[0].time if following else math.inf)
         loss = _loss(before, after, _between(own, -math.inf, after[0].time))
         if loss is not None:
-            found.append(
-                replace(loss, repeated_seconds=_repetition(loss, own, goes_on=not following))
-            )
+            seconds = _repetition(loss, own, goes_on=not following)
+            found.append(replace(loss, repeated_seconds=seconds))
     return found
 
 
@@ -101,10 +97,7 @@ def loss_summary(run: RunHistory) -> str:
     found = losses_of(run)
     if not found:
         return ""
-    in_place, others = (
-        [each for each in found if each.in_place],
-        [each for each in found if not each.in_place],
-    )
+    in_place, others = ([each for each in found if each.in_place is kind] for kind in (True, False))
     parts = [f"{len(in_place)} recovered in place in {_durations(in_place)}"] if in_place else []
     parts += [f"{_count(len(others), 'restart')} ({_durations(others)})"] if others else []
     again = sum(each.repeated_steps or 0 for each in found)
@@ -118,12 +111,13 @@ def _count(number: int, one: str, several: str = "") -> str:
 
 
 def _durations(found: Sequence[WorkerLoss]) -> str:
+    if len(found) > 3:
+        return " to ".join(
+            format_duration(pick(each.seconds for each in found)) for pick in (min, max)
+        )
     texts = [
         format_duration(each.seconds) + ("" if each.is_known else " or more") for each in found
     ]
-    if len(texts) > 3:
-        least, most = (pick(found, key=lambda each: each.seconds) for pick in (min, max))
-        return f"{format_duration(least.seconds)} to {format_duration(most.seconds)}"
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
@@ -134,14 +128,12 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
 def _loss(
     before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
 ) -> WorkerLoss | None:
-    """Return the loss between two starts, without the time of the repeated steps; None if there was
-    none.
-
-    `progress`: that of the start before.
-    """
+    """Return the loss between two starts, without the time of the repeated steps; None without a
+    loss. `progress`: between the two starts."""
     if (recovered := _first(after, "recovered")) is not None:
         wait, opening = seconds_of(recovered, "wait_seconds"), seconds_of(recovered, "open_seconds")
         repeated = recovered.details.get("repeated_steps")
+        is_count = type(repeated) is int and 0 <= repeated < _MOST_STEPS
         return WorkerLoss(
             time=recovered.time - wait - opening,
             reason=str(recovered.details.get("reason", "")),
@@ -150,9 +142,7 @@ def _loss(
             step=recovered.step,
             wait_seconds=wait,
             open_seconds=opening,
-            repeated_steps=repeated
-            if type(repeated) is int and 0 <= repeated < _MOST_STEPS
-            else None,
+            repeated_steps=repeated if is_count else None,
         )
     if (restarted := _first(after, "restarted")) is not None and _first(before, *_NO_LOSS) is None:
         return _restart(restarted, before, after, progress)
@@ -165,19 +155,17 @@ def _restart(
     started, resumed, failed = after[0].time, _first(after, "resumed"), _first(before, "run-failed")
     opened = resumed or restarted
     state = str(resumed.details.get("checkpoint", "")) if resumed is not None else ""
-    saved = [
-        event.details.get("checkpoint") for event in before if event.kind == "checkpoint-saved"
-    ]
+    saves = (event for event in before if event.kind == "checkpoint-saved")
+    saved = [event.details.get("checkpoint") for event in saves]
     seen: tuple[float, int] | None = None
     if failed is not None:
         seen = failed.time, failed.step
     # rank 0, which writes the events, was lost; another one saved what it had
     elif state and state not in saved and progress:
         seen = min(started, _time_of(opened.step, progress)), opened.step
+    last = max([before[-1].time, *(time for time, _ in progress[-1:])])
     return WorkerLoss(
-        time=max([before[-1].time, *(time for time, _ in progress[-1:])])
-        if seen is None
-        else seen[0],
+        time=last if seen is None else seen[0],
         reason=str(restarted.details.get("reason", "")),
         in_place=False,
         not_in_place=str(restarted.details.get("not_in_place", "")),
@@ -250,23 +238,16 @@ def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
 def how_it_went_on(loss: WorkerLoss) -> str:
     """Return whether the run recovered in place, from which state, and why if not."""
     if loss.in_place:
-        state = {"replica": "that of a replica", "image": "the image in memory"}.get(
-            loss.state, loss.state
-        )
+        names = {"replica": "that of a replica", "image": "the image in memory"}
+        state = names.get(loss.state, loss.state)
         return f"recovered in place, from {state} after step {format_count(loss.step)}"
-    state = f"from {loss.state}" if loss.state else "from the beginning"
-    return f"restarted, {state}" + (
-        f"; not in place: {loss.not_in_place}" if loss.not_in_place else ""
-    )
+    why = f"; not in place: {loss.not_in_place}" if loss.not_in_place else ""
+    return f"restarted, from {loss.state or 'the beginning'}{why}"
 
 
 def loss_times(loss: WorkerLoss) -> str:
     """Return the time that the loss took, and its parts."""
-    steps = (
-        "steps"
-        if loss.repeated_steps is None
-        else f"{format_count(loss.repeated_steps)} step{'s' * (loss.repeated_steps != 1)}"
-    )
+    steps = "steps" if loss.repeated_steps is None else _count(loss.repeated_steps, "step")
     again = f"{steps} again {_seconds(loss.repeated_seconds)}"
     if loss.repeated_steps == 0:
         again = "no step again"
@@ -280,9 +261,8 @@ def _item(number: int, loss: WorkerLoss, run: RunHistory, longest: float) -> Htm
     if loss.repeated_steps is not None:
         when += f", step {format_count(loss.step + loss.repeated_steps)}"
     sizes = (loss.wait_seconds, loss.open_seconds, loss.repeated_seconds)
-    parts = [
-        (colour, size, "") for colour, size in zip(_PARTS.values(), sizes, strict=True) if size
-    ]
+    coloured = zip(_PARTS.values(), sizes, strict=True)
+    parts = [(colour, size, "") for colour, size in coloured if size]
     return element(
         "li",
         element("span", element("b", str(number), kind=f"loss {loss.kind}"), when, kind="when"),

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
-from lockstep.pages.chart import Chart, Curve, RenderedFigure, render_charts
+from lockstep.pages.chart import Chart, Curve, EventMark, RenderedFigure, Series, render_charts
 from lockstep.pages.document import document, generator_tag
-from lockstep.pages.markup import Html, element, joined, paragraph, remark, section, tiles
+from lockstep.pages.markup import (
+    Column,
+    Html,
+    element,
+    joined,
+    paragraph,
+    remark,
+    section,
+    table,
+    tiles,
+)
+from lockstep.pages.scale import format_number
 from lockstep.report import tables
 from lockstep.report.events import curve_marks, event_table, event_timeline
-from lockstep.report.history import MOST_SERIES, PHASES, RunHistory
+from lockstep.report.history import MOST_SERIES, PHASES, MemoryProfile, RankMemory, RunHistory
 from lockstep.report.losses import loss_list, loss_summary
-from lockstep.report.memory import memory_charts, memory_tables
 from lockstep.report.ranks import mean_over_ranks, rank_bars, rank_heatmaps
 from lockstep.report.repetitions import group_table, repeated_runs
 
 GENERATOR = generator_tag("lockstep report")
 """The tag that identifies a page as a report."""
+MEMORY_CHARTS = 8
+"""Number of ranks with a memory chart: the highest peaks. All ranks are in the table."""
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
 """Approximate number of points on the page. If there are many curves, each has fewer points."""
@@ -85,53 +98,35 @@ def run_charts(runs: Sequence[RunHistory]) -> tuple[list[Chart], list[Chart]]:
     base = dict.fromkeys(name.removeprefix(_EVALUATION) for name in names)
     same = _sole_term(runs, names)
     learned = [name for name in sorted(base, key=_order) if name not in _SPEED and name != same]
-    learning = [
-        _metric(
-            name,
-            runs,
-            note=f"one term, {same.removeprefix('loss/')}" if same and name == "loss" else "",
-        )
-        for name in learned
-    ]
+    note = f"one term, {same.removeprefix('loss/')}" if same else ""
+    learning = [_metric(name, runs, note if name == "loss" else "") for name in learned]
     return learning, [*(_metric(name, runs) for name in _SPEED if name in base), *_step_times(runs)]
 
 
 def _order(name: str) -> tuple[int, int]:
-    return (
-        (_FIRST.index(name), 0)
-        if name in _FIRST
-        else (0 if name.startswith("loss/") else len(_FIRST), 1)
-    )
+    if name in _FIRST:
+        return _FIRST.index(name), 0
+    return 0 if name.startswith("loss/") else len(_FIRST), 1
 
 
-def _sole_term(runs: Sequence[RunHistory], names: Sequence[str] | dict[str, None]) -> str | None:
+def _sole_term(runs: Sequence[RunHistory], names: Iterable[str]) -> str | None:
     """Return the name of the loss's only term, if its values are those of the loss in every run."""
     terms = [name for name in names if name.startswith("loss/")]
-    if len(terms) == 1 and all(
-        run.curves.series.get(terms[0]) == run.curves.series.get("loss") for run in runs
-    ):
-        return terms[0]
-    return None
+    series = [run.curves.series for run in runs]
+    is_sole = len(terms) == 1 and all(each.get(terms[0]) == each.get("loss") for each in series)
+    return terms[0] if is_sole else None
 
 
 def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
     several = len(runs) > 1
     lines = []
     for index, run in enumerate(runs):
-        for full, kind, word in (
-            (name, "line", "training"),
-            (_EVALUATION + name, "dashed", "evaluation"),
-        ):
-            if full in run.curves.series:
-                colour = index if several else int(kind == "dashed")
-                label = (
-                    run.name
-                    if several and kind == "line"
-                    else f"{run.name}, {word}"
-                    if several
-                    else word
-                )
-                lines.append(Curve(label, colour, run.curves.series[full], kind, index))  # type: ignore[arg-type]
+        if (series := run.curves.series.get(name)) is not None:
+            lines.append(Curve(run.name if several else "training", index, series, "line", index))
+        if (series := run.curves.series.get(_EVALUATION + name)) is not None:
+            label = f"{run.name}, evaluation" if several else "evaluation"
+            colour = index if several else 1
+            lines.append(Curve(label, colour, series, "dashed", index))
     title = _TITLES.get(name, name)
     if name != "loss" and all(line.kind == "dashed" for line in lines):
         title += ", evaluation"
@@ -147,34 +142,24 @@ def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
 
 
 def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Return the chart of step times: of one run by phase, of several runs the whole steps
-    alone."""
+    """Return the chart of step times: by phase for one run, whole steps alone for several."""
     timed = [(index, run) for index, run in enumerate(runs) if run.ranks.steps]
     if not timed:
         return []
+    marks: Sequence[EventMark] = ()
     if len(runs) == 1:
-        ranks = runs[0].ranks
-        found = [(phase, mean_over_ranks(ranks, phase)) for phase in PHASES]
+        found = [(phase, mean_over_ranks(runs[0].ranks, phase)) for phase in PHASES]
         lines = [
-            Curve(phase, index, series)
-            for index, (phase, series) in enumerate(found)
-            if series.values
+            Curve(phase, n, series) for n, (phase, series) in enumerate(found) if series.values
         ]
+        marks = curve_marks(runs[0].events)
     else:
         lines = [
             Curve(run.name, index, mean_over_ranks(run.ranks, "step"), run=index)
             for index, run in timed
         ]
-    marks = curve_marks(runs[0].events) if len(runs) == 1 else ()
-    return [
-        Chart(
-            title="step time, mean of ranks",
-            lines=lines,
-            unit="seconds",
-            from_zero=True,
-            marks=marks,
-        )
-    ]
+    title = "step time, mean of ranks"
+    return [Chart(title=title, lines=lines, unit="seconds", from_zero=True, marks=marks)]
 
 
 def _header(runs: Sequence[RunHistory]) -> Html:
@@ -234,10 +219,8 @@ def _ranks(
         return None
     explanation = remark(
         "A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a "
-        "rank whose data or "
-        "compute takes longer, makes the others wait: their communication takes longer, and the "
-        "step is as long for "
-        "all."
+        "rank whose data or compute takes longer, makes the others wait: their communication takes "
+        "longer, and the step is as long for all."
     )
     return joined(
         explanation,
@@ -257,11 +240,67 @@ def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Ht
         return None
     explanation = remark(
         "Memory of tensors on the rank's device. Activations are what a forward leaves for the "
-        "backward; the rest is "
-        "temporary: gradients of activations, what is computed again, batches, buffers of "
-        "exchanges."
+        "backward; the rest is temporary: gradients of activations, what is computed again, "
+        "batches, buffers of exchanges."
     )
-    return joined(explanation, _grid(figures), memory_tables(runs))
+    tables_of_runs = (
+        [
+            element("h3", tables.run_key(run, index)) if len(runs) > 1 else None,
+            _peaks(run.memory),
+            _largest(run.memory),
+        ]
+        for index, run in enumerate(runs)
+        if run.memory is not None and run.memory.ranks
+    )
+    return joined(explanation, _grid(figures), tables_of_runs)
+
+
+def memory_charts(runs: Sequence[RunHistory]) -> list[Chart]:
+    """Return a chart for each rank: the memory of each cause, and of all."""
+    found = []
+    for run in runs:
+        if run.memory is None:
+            continue
+        last = max((rank.microseconds[-1] for rank in run.memory.ranks), default=0) or 1
+        highest = sorted(run.memory.ranks, key=lambda rank: -rank.peak_bytes)[:MEMORY_CHARTS]
+        for rank in sorted(highest, key=lambda rank: rank.rank):
+            total = [sum(column) for column in zip(*rank.bytes_by_cause.values(), strict=True)]
+            curves = {"all": total, **rank.bytes_by_cause}.items()
+            lines = [_curve(name, n, rank, sizes) for n, (name, sizes) in enumerate(curves)]
+            title = f"{f'{run.name}: ' if len(runs) > 1 else ''}memory of rank {rank.rank}"
+            found.append(
+                Chart(title=title, lines=lines, unit="bytes", from_zero=True, microseconds=last)
+            )
+    return found
+
+
+def _curve(name: str, colour: int, rank: RankMemory, values: Sequence[int]) -> Curve:
+    return Curve(name, colour, Series(array("q", rank.microseconds), array("d", values)))
+
+
+def _peaks(profile: MemoryProfile) -> Html:
+    causes = list(profile.ranks[0].bytes_by_cause)
+    rows = []
+    for rank in profile.ranks:
+        sizes = [rank.peak_bytes, *(rank.at_peak.get(cause, 0) for cause in causes)]
+        when = f"{format_number(rank.peak_seconds, 'seconds')}, {rank.peak_phase}"
+        rows.append([str(rank.rank), *(format_number(size, "bytes") for size in sizes), when])
+    first, stop = profile.steps
+    return table(
+        ["rank", *map(Column, ("all", *causes)), "when"],
+        rows,
+        caption=f"Memory at the peak of steps {first} to {stop - 1}",
+        row_heads=True,
+    )
+
+
+def _largest(profile: MemoryProfile) -> Html:
+    highest = max(profile.ranks, key=lambda rank: rank.peak_bytes)
+    return table(
+        [Column("size"), "cause", "tensor, module or operator"],
+        [[format_number(size, "bytes"), cause, name] for size, cause, name in highest.largest],
+        caption=f"The largest at the peak of rank {highest.rank}",
+    )
 
 
 def _losses(runs: Sequence[RunHistory]) -> Html:

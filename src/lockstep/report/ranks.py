@@ -76,11 +76,7 @@ def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[
     for index, step in enumerate(steps):
         first = math.ceil(before * columns / last_step - 0.5)
         end = math.ceil(step * columns / last_step - 0.5)
-        for column in (
-            range(first, end)
-            if end > first
-            else [min(columns - 1, (step - 1) * columns // last_step)]
-        ):
+        for column in range(first, end) if end > first else [(step - 1) * columns // last_step]:
             found[min(column, columns - 1)].append(index)
         before = step
     return found
@@ -173,13 +169,12 @@ def rank_bars(times: RankTimes) -> Html | None:
     everyone = [(rank, each) for rank, each in enumerate(mean_times(times)) if "step" in each]
     if not everyone:
         return None
-    longest = (
-        max(max(each["step"], sum(each.values()) - each["step"]) for _, each in everyone) or 1.0
-    )
-    by_work = sorted(
-        everyone, key=lambda pair: -(pair[1].get("data", 0.0) + pair[1].get("compute", 0.0))
-    )
-    shown = sorted(by_work[:BARS], key=lambda pair: pair[0])
+    longest = max(max(each["step"], sum(each.values()) - each["step"]) for _, each in everyone)
+
+    def work(pair: tuple[int, dict[str, float]]) -> float:
+        return pair[1].get("data", 0.0) + pair[1].get("compute", 0.0)
+
+    shown = sorted(sorted(everyone, key=work, reverse=True)[:BARS], key=lambda pair: pair[0])
     rows = []
     for rank, each in shown:
         phases = {phase: each[phase] for phase in PHASES[1:] if phase in each}
@@ -189,13 +184,11 @@ def rank_bars(times: RankTimes) -> Html | None:
             format_number(phases[name], "seconds") if name in phases else "–" for name in _COLOURS
         ]
         step = element("strong", format_number(each["step"], "seconds"))
-        rows.append([_name(rank, times), bar(parts, longest), step, *texts])
+        rows.append([_name(rank, times), bar(parts, longest or 1.0), step, *texts])
     heads = [Column([swatch(colour), phase]) for phase, colour in _COLOURS.items()]
-    more = (
-        f", {len(shown)} of {len(everyone)}: those whose data and compute take longest"
-        if len(shown) < len(everyone)
-        else ""
-    )
+    more = ""
+    if len(shown) < len(everyone):
+        more = f", {len(shown)} of {len(everyone)}: those whose data and compute take longest"
     return table(
         ["rank", "", Column("step"), *heads],
         rows,
@@ -212,9 +205,8 @@ def _name(rank: int, times: RankTimes) -> str:
 
 def _extremes(cells: HeatmapGrid, rows: Sequence[Sequence[float]]) -> str:
     finite = [[value for value in row if math.isfinite(value)] for row in rows]
-    ranked = [
-        (_mean(row), first) for row, (first, _) in zip(finite, cells.ranks, strict=True) if row
-    ]
+    pairs = zip(finite, cells.ranks, strict=True)
+    ranked = [(_mean(row), first) for row, (first, _) in pairs if row]
     if not ranked:
         return "Nothing was measured."
     (highest, slowest), (lowest, fastest) = max(ranked), min(ranked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,7 @@ def read_runs(paths: Sequence[str]) -> list[RunHistory]:
             )
         folders[folder] = path
         _check(path)
-    return [
-        read_run(folder, name) for folder, name in zip(folders, _names(list(folders)), strict=True)
-    ]
+    return list(map(read_run, folders, _names(list(folders))))
 
 
 def read_run(folder: Path, name: str) -> RunHistory:
@@ -80,25 +78,21 @@ def read_run(folder: Path, name: str) -> RunHistory:
 
 
 def _is_metrics_row(row: Mapping[str, Any]) -> bool:
-    values = (value for name, value in row.items() if name != "not_finite")
     not_finite = row.get("not_finite", {})
     return (
         _is_time(row["time"])
         and isinstance(not_finite, dict)
         and all(value in ("nan", "inf", "-inf") for value in not_finite.values())
-        and all(value is None or _is_number(value) for value in values)
+        and _are_numbers(value for name, value in row.items() if name != "not_finite")
     )
 
 
 def _is_ranks_row(row: Mapping[str, Any]) -> bool:
-    lists, hosts = row["ranks"].values(), row.get("hosts", [])
+    hosts = row.get("hosts", [])
     return (
         isinstance(hosts, list)
         and all(isinstance(host, str) for host in hosts)
-        and all(
-            isinstance(each, list) and all(value is None or _is_number(value) for value in each)
-            for each in lists
-        )
+        and all(isinstance(each, list) and _are_numbers(each) for each in row["ranks"].values())
     )
 
 
@@ -108,6 +102,10 @@ def _is_event_row(row: Mapping[str, Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and value.bit_length() <= MOST_BITS)
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(value is None or _is_number(value) for value in values)
 
 
 def _is_time(value: Any) -> bool:
@@ -129,12 +127,10 @@ def _check(path: str) -> None:
             )
         if not (folder / RUN).is_file():
             inside = sorted(found.parent.name for found in folder.glob(f"*/{RUN}"))
-            remedy = (
-                "give one of those in it,"
-                f" {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''}"
-                if inside
-                else "give another"
-            )
+            remedy = "give another"
+            if inside:
+                more = ", ..." if len(inside) > 4 else ""
+                remedy = f"give one of those in it, {', '.join(inside[:4])}{more}"
             raise RunDirectoryError(
                 f"{path} is not a run directory: it has no {RUN}, which a run writes when it"
                 f" starts; {remedy}"
@@ -164,9 +160,8 @@ def _holder(folder: Path) -> LockHolder | None:
         return None
     if type(pid) is not int or not 0 < pid < _MOST_PROCESS_ID:
         return None
-    return LockHolder(
-        pid, host, _is_alive(pid) if values.get("process_ids") == process_id_space() else None
-    )
+    is_here = values.get("process_ids") == process_id_space()
+    return LockHolder(pid, host, _is_alive(pid) if is_here else None)
 
 
 def _is_alive(pid: int) -> bool | None:

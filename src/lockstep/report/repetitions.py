@@ -15,7 +15,7 @@ from lockstep.pages.scale import format_number
 from lockstep.report.history import LARGEST, RunHistory
 
 OTHERWISE = frozenset({"seed", "data", "fold"})
-"""Fields of a recipe that may differ between runs that repeat it, wherever they stand in it."""
+"""Fields at any depth of a recipe that may differ between runs that repeat it."""
 METRICS = 400
 """Most metrics of a group that are shown."""
 
@@ -24,10 +24,8 @@ _NOT_LEARNED = frozenset(
 )
 NOTE = (
     "The last value of each run: mean ± sample standard deviation (divided by n − 1). Grouped are "
-    "runs that have ended, with other models "
-    "bit for bit, whose recorded recipe, plan and highest learning rate are the same; seed, data "
-    "and fold may differ. Functions "
-    "are recorded by name."
+    "runs that have ended, with other models bit for bit, whose recorded recipe, plan and highest "
+    "learning rate are the same; seed, data and fold may differ. Functions are recorded by name."
 )
 
 
@@ -54,10 +52,9 @@ def repeated_runs(runs: Sequence[RunHistory]) -> list[Group]:
     found: dict[Any, dict[Any, RunHistory]] = {}
     for run in runs:
         if run.state == "ended" and isinstance(recipe := run.metadata.get("recipe"), Mapping):
-            identity = _without(recipe), run.plan, _highest_rate(run)
-            found.setdefault(repr(identity), {}).setdefault(
-                (run.result or {}).get("fingerprint") or id(run), run
-            )
+            identity = repr((_without(recipe), run.plan, _highest_rate(run)))
+            model = (run.result or {}).get("fingerprint") or id(run)
+            found.setdefault(identity, {}).setdefault(model, run)
     return [_group(list(several.values())) for several in found.values() if len(several) > 1]
 
 
@@ -96,7 +93,7 @@ def _statistics(values: Sequence[float]) -> tuple[float, float]:
 
 
 def group_table(found: Sequence[Group]) -> Html | None:
-    """Return the table of means with a column for each group. None if there is no group."""
+    """Return the table of means with a column for each group; None without groups."""
     if not found:
         return None
     heads = []
@@ -130,9 +127,8 @@ def group_lines(found: Sequence[Group]) -> list[str]:
     """Return a line of plain text for each group, for a terminal."""
     lines = []
     for each in found:
-        texts = [
-            f"{name.replace('/', ' ')} {_text(pair)}" for name, pair in each.statistics().items()
-        ]
+        pairs = each.statistics().items()
+        texts = [f"{name.replace('/', ' ')} {_text(pair)}" for name, pair in pairs]
         lines.append(f"{each.title} ({_few(each)}), mean ± sample std: {first_few(texts)}")
     return lines
 
@@ -144,9 +140,6 @@ def _few(group: Group) -> str:
 def _text(pair: tuple[float, float] | None) -> str:
     if pair is None:
         return "–"
-    middle, deviation = pair
-    return (
-        "not finite"
-        if math.isnan(middle)
-        else f"{format_number(middle)} ± {format_number(deviation)}"
-    )
+    if math.isnan(pair[0]):
+        return "not finite"
+    return " ± ".join(map(format_number, pair))

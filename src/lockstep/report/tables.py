@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -117,10 +118,12 @@ def overview(runs: Sequence[RunHistory]) -> Html:
     heads: list[Column | str] = ["run", "", *map(Column, names), "plan", "fingerprint"]
     found: dict[str, list[str]] = {}
     for run in runs:
-        if fingerprint := _fingerprint(run):
-            found.setdefault(fingerprint, []).append(run.name)
-    same = [names for names in found.values() if len(names) > 1]
-    notes = [remark(f"The same model, bit for bit: {', '.join(names)}.") for names in same]
+        found.setdefault(_fingerprint(run), []).append(run.name)
+    notes = [
+        remark(f"The same model, bit for bit: {', '.join(names)}.")
+        for fingerprint, names in found.items()
+        if fingerprint and len(names) > 1
+    ]
     return joined(table(heads, rows, row_heads=True), notes)
 
 
@@ -160,18 +163,14 @@ def described_fields(run: RunHistory) -> dict[str, dict[str, str]]:
     command_line = (
         {"command line": shlex.join(map(str, command))} if isinstance(command, list) else {}
     )
-    others = {
-        name: value
-        for name, value in metadata.items()
-        if name not in ("recipe", "plan", "environment", "not_finite")
-    }
+    shown = ("recipe", "plan", "environment", "not_finite")
+    others = {name: value for name, value in metadata.items() if name not in shown}
+    result = {name: value for name, value in (run.result or {}).items() if name != "run_dir"}
     return {
         "Recipe": flatten(metadata.get("recipe") or {}),
         "Plan": flatten(plan),
         "Environment": {**flatten(others), **command_line, **flatten(environment)},
-        "Result": flatten(
-            {name: value for name, value in (run.result or {}).items() if name != "run_dir"}
-        ),
+        "Result": flatten(result),
     }
 
 
@@ -193,19 +192,17 @@ def difference_table(runs: Sequence[RunHistory]) -> Html:
     """Return the table of differences between runs."""
     found = run_differences(runs)
     rows: list[Sequence[Content]] = []
-    before = ""
-    for about, name, values in found:
-        if about != before:
-            before = about
-            head = element("th", about, colspan=len(runs) + 1, scope="rowgroup")
-            rows.append(Row([head], kind="about"))
-        codes = [
-            "–" if each is None else element("code", breakable(each), title=each) for each in values
-        ]
-        rows.append([name, *codes])
-    same = [
-        about.lower() for about in ("Recipe", "Plan") if about not in {each[0] for each in found}
-    ]
+    for about, differences in groupby(found, key=lambda each: each[0]):
+        head = element("th", about, colspan=len(runs) + 1, scope="rowgroup")
+        rows.append(Row([head], kind="about"))
+        for _, name, values in differences:
+            codes = (
+                "–" if each is None else element("code", breakable(each), title=each)
+                for each in values
+            )
+            rows.append([name, *codes])
+    different = {about for about, _, _ in found}
+    same = [about.lower() for about in ("Recipe", "Plan") if about not in different]
     verb = "are" if len(same) > 1 else "is"
     text = remark(f"The {' and the '.join(same)} {verb} the same.") if same else None
     heads: list[Column | str] = [""]
@@ -240,14 +237,14 @@ def metric_table(runs: Sequence[RunHistory]) -> Html:
     )
     rows = []
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
-    pairs = [
-        (name, index, run)
+    found = [
+        (name, index, run, series)
         for name in names
         for index, run in enumerate(runs)
-        if name in run.curves.series
+        if (series := run.curves.series.get(name)) is not None
     ]
-    for name, index, run in pairs[:SERIES]:
-        values = statistics_of(run.curves.series[name])
+    for name, index, run, series in found[:SERIES]:
+        values = statistics_of(series)
         unit = UNITS.get(name, "")
         cells = [
             format_count(values["values"]),
@@ -260,7 +257,7 @@ def metric_table(runs: Sequence[RunHistory]) -> Html:
         owner = [run_key(run, index)] if len(runs) > 1 else []
         rows.append(Row([name, *owner, *cells], data_run=index))
     owner_head = ["run"] if len(runs) > 1 else []
-    left_out = len(pairs) - SERIES
+    left_out = len(found) - SERIES
     more = remark(f"{left_out:,} more are in metrics.jsonl.") if left_out > 0 else None
     return joined(table(["metric", *owner_head, *map(Column, heads)], rows, row_heads=True), more)
 
@@ -277,12 +274,7 @@ def breakable(text: str) -> Html:
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return the report for programs. NaN and infinity become null."""
-    found: dict[str, Any] = _finite(_as_json(runs))
-    return found
-
-
-def _as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "runs": [
             {
                 "name": run.name,
@@ -317,6 +309,7 @@ def _as_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
             for about, name, values in run_differences(runs)
         ],
     }
+    return {name: _finite(value) for name, value in found.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -336,19 +329,15 @@ def report_lines(runs: Sequence[RunHistory]) -> list[str]:
     """Return a line of plain text for each run and each group of repeated runs, for a terminal."""
     found = []
     for run in runs:
+        text = f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}"
         loss = run.curves.series.get("loss")
-        last_loss = (
-            f", loss {format_number(loss.values[-1])}" if loss is not None and loss.values else ""
-        )
-        reason = state_reason(run) if run.state != "running" else ""
-        because, lost = (
-            f" ({reason})" if reason else "",
-            f"; {loss_summary(run)}" if losses_of(run) else "",
-        )
-        found.append(
-            f"{run.name}: {_WORDS.get(run.state, run.state)}, step "
-            f"{run.steps}{last_loss}{because}{lost}"
-        )
+        if loss is not None and loss.values:
+            text += f", loss {format_number(loss.values[-1])}"
+        if run.state != "running" and (reason := state_reason(run)):
+            text += f" ({reason})"
+        if lost := loss_summary(run):
+            text += f"; {lost}"
+        found.append(text)
     return [*found, *group_lines(repeated_runs(runs))]
 
 
