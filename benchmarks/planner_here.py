@@ -43,7 +43,7 @@ import lockstep as ls
 from lockstep.hooks.profiling.profiler import Profiler
 from lockstep.launch.environment import threads_per_process
 from lockstep.plan import Plan
-from lockstep.planner.machines.machine import Machine
+from lockstep.planner.machines.costs import Machine
 from lockstep.planner.predict import predict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -39,8 +39,8 @@ from torch.distributed import _functional_collectives as functional
 import lockstep.planner
 from lockstep.plan import Plan
 from lockstep.planner.trace import DISPATCH, REDUCED, Communicate, Compute, Mark, TracedStep
-from lockstep.planner.tracing.alone import without_others
 from lockstep.planner.tracing.fake_world import fake_world
+from lockstep.planner.tracing.stand_ins import without_others
 from lockstep.planner.tracing.torch_fakes import replaced
 from lockstep.planner.tracing.tracer import LoneSession, StepTraceHook, TraceOptions, trace_step
 from lockstep.recipe.recipe import Recipe

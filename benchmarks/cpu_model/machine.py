@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, log
 
+from lockstep.planner.machines.costs import Machine
 from lockstep.planner.machines.hardware import Cluster, Device, Link
-from lockstep.planner.machines.machine import Machine
 from lockstep.planner.simulate import Costs, HostCosts
 from lockstep.planner.trace import Collective, CollectiveKind, Operation
 

@@ -7,9 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.planner.machines.costs import FITTED, Fitted, collective_seconds, operation_seconds
+from lockstep.planner.machines.costs import (
+    FITTED,
+    Fitted,
+    collective_seconds,
+    host_costs,
+    operation_seconds,
+)
 from lockstep.planner.machines.hardware import Cluster, Device
-from lockstep.planner.machines.machine import host_costs
 from lockstep.planner.trace import DISPATCH, Collective, Operation
 from published import transformer
 from published.machines import cluster_of

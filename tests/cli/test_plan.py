@@ -17,11 +17,10 @@ from cli.agents import wait_for
 
 from lockstep.base.errors import PlanError, UserError
 from lockstep.cli.plan import _Found, command, memory_bytes
+from lockstep.planner.machines.costs import Machine
 from lockstep.planner.machines.hardware import parse_target
-from lockstep.planner.machines.machine import Machine
-from lockstep.planner.prediction import Prediction, RankPeak
-from lockstep.planner.request import Ended
-from lockstep.planner.search import Outcome
+from lockstep.planner.prediction import Ended, Outcome, Prediction
+from lockstep.planner.trace import Peak
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "planned.py")
@@ -170,7 +169,7 @@ def test_a_mistake_in_the_command_is_said_at_once(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for slow in ("machines.measuring_gpu.write_gpu_sheets", "request.PlanRequest.write"):
+    for slow in ("machines.measuring_gpu.write_gpu_sheets", "prediction.PlanRequest.write"):
         monkeypatch.setattr(
             f"lockstep.planner.{slow}",
             lambda *_: pytest.fail("it measures this machine, or runs the script"),
@@ -207,7 +206,7 @@ def test_if_no_plan_can_be_run_that_is_a_mistake(tmp_path: Path) -> None:
 
 
 def outcome(fits: bool) -> Outcome:
-    peak = RankPeak(
+    peak = Peak(
         rank=0, bytes=10**9, by_cause={"activations": 10**9}, moment="the forward of microbatch 1"
     )
     prediction = Prediction(

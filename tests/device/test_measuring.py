@@ -18,11 +18,11 @@ from lockstep.planner.machines.hardware import load_device, parse_target
 from lockstep.planner.machines.measuring_gpu import (
     LAUNCHED,
     LONG_SECONDS,
-    measure,
+    GpuReadings,
+    measure_accelerator,
     timed_collectives,
     write_gpu_sheets,
 )
-from lockstep.planner.machines.sheets import GpuReadings
 from lockstep.testing.pool import WorkerPool
 
 READINGS = GpuReadings(
@@ -47,11 +47,11 @@ def with_timer(seconds_of_a_call: float) -> tuple[GpuReadings, int]:
         calls += 1
         return seconds_of_a_call
 
-    return measure(timer), calls
+    return measure_accelerator(timer), calls
 
 
 def test_a_device_is_measured(devices: WorkerPool) -> None:
-    (found,) = devices.run(1, on_device, measure)
+    (found,) = devices.run(1, on_device, measure_accelerator)
     assert found.memory_bytes == 16 << 30
     assert found.matmul.keys() == {"bfloat16", "float16", "float32", "float64", "tf32"}
     assert all(1e7 < rate < 1e14 for rate in (*found.matmul.values(), *found.attention.values()))

@@ -9,18 +9,18 @@ from lockstep.planner.forecast import (
     HEAD,
     SIDE_BY_SIDE,
     Forecast,
-    duration,
     limit_in_words,
     side_by_side,
     struck,
+    time_in_words,
 )
 from lockstep.planner.machines.costs import Interval
 from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.page import plan_page
-from lockstep.planner.prediction import Prediction, RankPeak
-from lockstep.planner.search import Outcome
+from lockstep.planner.prediction import Outcome, Prediction
+from lockstep.planner.trace import Peak
 
-MEMORY = RankPeak(
+MEMORY = Peak(
     rank=3,
     bytes=30_000_000_000,
     by_cause={"activations": 20_000_000_000, "optimizer": 10_000_000_000},
@@ -40,11 +40,17 @@ INTERVAL = Interval(0.9, 1.2)
 def forecast(
     *outcomes: Outcome, tokens: float | None = None, price: float | None = None
 ) -> Forecast:
-    return Forecast.of(
-        "train.py",
-        parse_target("8 x H100"),
-        outcomes,
-        INTERVAL,
+    return forecast_on("8 x H100", *outcomes, tokens=tokens, price=price)
+
+
+def forecast_on(
+    target: str, *outcomes: Outcome, tokens: float | None = None, price: float | None = None
+) -> Forecast:
+    return Forecast(
+        script="train.py",
+        cluster=parse_target(target),
+        outcomes=outcomes,
+        interval=INTERVAL,
         tokens=tokens,
         price_per_hour=price,
     )
@@ -99,9 +105,7 @@ def test_days_and_cost_follow_from_tokens_and_price() -> None:
 
 def test_devices_that_fail_before_all_have_started_again_never_end() -> None:
     only = Outcome(plan="replicate=1000000", prediction=replace(FAST, plan="replicate=1000000"))
-    found = Forecast.of(
-        "train.py", parse_target("1000000 x H100"), [only], INTERVAL, tokens=1e9, price_per_hour=2.0
-    )
+    found = forecast_on("1000000 x H100", only, tokens=1e9, price=2.0)
     assert "1e+09 tokens: never; of 1,000,000 devices one fails before" in "\n".join(found.lines(5))
     (told,) = json.loads(json.dumps(found.as_json(), allow_nan=False))["plans"]
     assert told["budget"] == {
@@ -180,7 +184,7 @@ def test_days_and_cost_have_the_steps_interval() -> None:
 
 
 def test_several_targets_are_side_by_side() -> None:
-    more = replace(forecast(*BOTH, tokens=1e9, price=1.0), target="8 x MI300X")
+    more = replace(forecast(*BOTH, tokens=1e9, price=1.0), cluster=parse_target("8 x MI300X"))
     none = forecast(
         Outcome(
             plan="shard=8",
@@ -204,7 +208,7 @@ def test_remarks_are_on_the_page_and_in_the_json() -> None:
 
 
 def test_quantities_in_words() -> None:
-    assert [duration(each) for each in (0.0001234, 0.0812, 1.25, 125.0, 2143.2)] == [
+    assert [time_in_words(each) for each in (0.0001234, 0.0812, 1.25, 125.0, 2143.2)] == [
         *("0.123 ms", "81.2 ms", "1.25 s", "125 s", "2,143 s")
     ]
     assert [limit_in_words(each) for each in ("matmul", "bubble", "shard")] == [
@@ -228,14 +232,6 @@ def test_the_rate_that_loaders_must_deliver_counts_samples_as_often_as_they_are_
 
 
 def test_the_rate_is_that_of_a_machine() -> None:
-    cluster = parse_target("64 x H100")
     wide = replace(FAST, plan="shard=64")
-    shown = Forecast.of(
-        "train.py",
-        cluster,
-        [Outcome(plan="shard=64", prediction=wide)],
-        INTERVAL,
-        tokens=None,
-        price_per_hour=None,
-    )
+    shown = forecast_on("64 x H100", Outcome(plan="shard=64", prediction=wide))
     assert shown.loader_rate(wide) == 16

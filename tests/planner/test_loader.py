@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.plan import Plan
-from lockstep.planner import loader
-from lockstep.planner.loader import LoaderTime
+from lockstep.planner import worker as loader
+from lockstep.planner.worker import LoaderTime
 
 MILLISECOND = LoaderTime(1e-3, "measured")
 STEP = prediction(seconds=1.0, microbatch=4, microbatches=25)

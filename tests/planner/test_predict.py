@@ -13,8 +13,8 @@ from torch import Tensor
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.plan import Plan
+from lockstep.planner.machines.costs import Machine, host_costs
 from lockstep.planner.machines.hardware import parse_target
-from lockstep.planner.machines.machine import Machine, host_costs
 from lockstep.planner.predict import is_splittable, predict
 from lockstep.planner.tracing.tracer import model_size
 

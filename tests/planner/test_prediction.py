@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from lockstep.planner.prediction import MARGIN, Budget, Prediction, RankPeak, budget
+from lockstep.planner.forecast import Budget, budget
+from lockstep.planner.prediction import MARGIN, Prediction
+from lockstep.planner.trace import Peak
 
 NAMES = st.text(st.characters(codec="ascii", categories=["Ll"]), min_size=1, max_size=5)
 SECONDS = st.floats(0, 1e6)
 BYTES = st.integers(0, 10**13)
 MEMORY = st.builds(
-    RankPeak,
+    Peak,
     rank=st.integers(0, 10**5),
     bytes=BYTES,
     by_cause=st.dictionaries(NAMES, BYTES),
@@ -34,7 +36,7 @@ def prediction(**changes: Any) -> Prediction:
         "samples": 64,
         "tokens": 65536.0,
         "steps": 100,
-        "memory": [RankPeak(rank=0, bytes=60, by_cause={"parameters": 60}, moment="the forward")],
+        "memory": [Peak(rank=0, bytes=60, by_cause={"parameters": 60}, moment="the forward")],
         "capacity_bytes": 80,
     }
     return Prediction(**{**given, **changes})
@@ -71,8 +73,8 @@ def test_the_json_says_what_follows_too() -> None:
 @given(st.integers(1, 10**12), st.integers(0, 10**10))
 def test_a_plan_fits_if_a_margin_of_the_memory_is_left_free(most: int, overhead: int) -> None:
     memory = [
-        RankPeak(rank=0, bytes=most, by_cause={}, moment=""),
-        RankPeak(rank=7, bytes=most // 2, by_cause={}, moment=""),
+        Peak(rank=0, bytes=most, by_cause={}, moment=""),
+        Peak(rank=7, bytes=most // 2, by_cause={}, moment=""),
     ]
     needed = prediction(memory=memory, overhead_bytes=overhead).needed_bytes
     assert needed * (1 - MARGIN) >= (most + overhead) * (1 - 1e-12)
@@ -87,7 +89,7 @@ def test_a_plan_fits_a_device_whose_memory_nobody_asks_for() -> None:
 
 def test_the_peak_is_that_of_the_rank_that_needs_most() -> None:
     ranks = [
-        RankPeak(rank=rank, bytes=size, by_cause={}, moment="")
+        Peak(rank=rank, bytes=size, by_cause={}, moment="")
         for rank, size in ((0, 5), (4, 9), (12, 7))
     ]
     assert prediction(memory=ranks).peak.rank == 4

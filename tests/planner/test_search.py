@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from lockstep.plan import Plan
-from lockstep.planner.prediction import Prediction, RankPeak, text
-from lockstep.planner.search import Outcome, Space, closest, layouts, search
+from lockstep.planner.prediction import Outcome, Prediction, text
+from lockstep.planner.search import Space, closest, layouts, search
+from lockstep.planner.trace import Peak
 
 AXES = ("replicate", "shard", "tensor", "pipeline")
 SPACE = Space(
@@ -24,7 +25,7 @@ SPACE = Space(
 
 
 def predicted(plan: Plan, seconds: float, needed: int, capacity: int = 1000) -> Outcome:
-    memory = RankPeak(
+    memory = Peak(
         rank=0, bytes=needed, by_cause={"activations": needed}, moment="the forward of microbatch 1"
     )
     prediction = Prediction(

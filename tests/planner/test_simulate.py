@@ -181,7 +181,7 @@ def test_the_parts_of_a_step_add_up_to_it(kernels: list[tuple[Kind, int]], colle
     step = time_of(begun(1, collective), *items, Await(1, 0))
     assert sum(step.by_limit.values()) == step.seconds
     if step.seconds:
-        assert step.by_limit[step.limit] == max(step.by_limit.values())
+        assert step.by_limit[next(iter(step.by_limit))] == max(step.by_limit.values())
 
 
 def test_a_mark_has_the_time_of_its_place() -> None:
@@ -208,7 +208,7 @@ def test_the_host_works_at_marks_and_collectives_while_the_device_computes() -> 
 
 def test_a_collective_that_the_host_launches_late_waits_for_the_host_not_for_the_network() -> None:
     step = time_of(*[begun(1, 3), Await(1, 0), kernel(1)] * 9, costs=HOST)
-    assert step.limit == "launches"
+    assert next(iter(step.by_limit)) == "launches"
     assert step.by_limit["launches"] > 0.8 * step.seconds
 
 

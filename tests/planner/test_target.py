@@ -10,8 +10,7 @@ from device.test_measuring import write
 from lockstep.base import accelerator
 from lockstep.base.errors import PlanError
 from lockstep.planner.machines import measuring_gpu
-from lockstep.planner.machines.hardware import Cluster, parse_target
-from lockstep.planner.machines.target import cluster_of, named
+from lockstep.planner.machines.hardware import Cluster, cluster_of, named, parse_target
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, count: int, name: str) -> None:

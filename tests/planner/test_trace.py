@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import get_args
 
@@ -18,7 +19,7 @@ from lockstep.planner.trace import (
     MemoryChange,
     Operation,
     TracedStep,
-    peak,
+    memory_peak,
     sent_bytes,
     with_more_microbatches,
 )
@@ -47,29 +48,35 @@ def histories(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 def test_without_allocations_nothing_is_in_memory() -> None:
-    assert peak(trace_of()).bytes == 0
-    assert peak(trace_of()).by_cause == {}
+    assert memory_peak(trace_of()).bytes == 0
+    assert memory_peak(trace_of()).by_cause == {}
 
 
 def test_the_peak_is_that_of_the_moment_with_the_most() -> None:
-    found = peak(trace_of((1, 50), (2, 30), (1, -50), (3, 40), (2, -30)))
-    assert (found.bytes, found.at) == (80, 1)
+    trace = trace_of((1, 50), (2, 30), (1, -50), (3, 40), (2, -30))
+    items = [Mark("microbatch"), item("backward"), Mark("update")]
+    found = memory_peak(replace(trace, items=items))
+    assert (found.bytes, found.moment) == (80, "the step of microbatch 1")
+    assert memory_peak(replace(trace, items=items[1:])).moment == "the backward of microbatch 0"
+    assert memory_peak(replace(trace, items=items[2:])).moment == "the optimizer's step"
 
 
 def test_the_peak_names_what_is_in_memory_then_the_most_first() -> None:
     causes: dict[int, Cause] = {1: "parameters", 2: "activations", 3: "activations", 4: "logits"}
-    found = peak(trace_of((1, 50), (4, 10), (4, -10), (2, 40), (3, 30), (2, -40), causes=causes))
+    found = memory_peak(
+        trace_of((1, 50), (4, 10), (4, -10), (2, 40), (3, 30), (2, -40), causes=causes)
+    )
     assert list(found.by_cause.items()) == [("activations", 70), ("parameters", 50)]
 
 
 def test_a_block_may_grow_and_shrink() -> None:
-    assert peak(trace_of((1, 10), (1, 30), (1, -35), (2, 20))).bytes == 40
+    assert memory_peak(trace_of((1, 10), (1, 30), (1, -35), (2, 20))).bytes == 40
 
 
 @given(histories())
 def test_the_peak_is_the_largest_sum_and_its_causes_add_up(changes: list[tuple[int, int]]) -> None:
     causes: dict[int, Cause] = {number: CAUSES[number % len(CAUSES)] for number, _ in changes}
-    found = peak(trace_of(*changes, causes=causes))
+    found = memory_peak(trace_of(*changes, causes=causes))
     assert found.bytes == max([0, *accumulate(size for _, size in changes)])
     assert sum(found.by_cause.values()) == found.bytes
     assert all(found.by_cause.values())
@@ -80,7 +87,7 @@ def test_more_memory_has_no_lower_peak(
     first: list[tuple[int, int]], second: list[tuple[int, int]]
 ) -> None:
     both = [*first, *((number + len(first), size) for number, size in second)]
-    assert peak(trace_of(*both)).bytes >= peak(trace_of(*first)).bytes
+    assert memory_peak(trace_of(*both)).bytes >= memory_peak(trace_of(*first)).bytes
 
 
 # Bytes sent
@@ -172,7 +179,7 @@ def two_microbatches(
 
 def test_what_each_microbatch_leaves_until_the_last_backward_grows_with_their_number() -> None:
     trace = two_microbatches((1, 10, 1), (2, 10, 3), (1, -10, 4), (2, -10, 4))
-    assert [peak(with_more_microbatches(trace, 2, count)).bytes for count in (2, 3, 8)] == [
+    assert [memory_peak(with_more_microbatches(trace, 2, count)).bytes for count in (2, 3, 8)] == [
         20,
         30,
         80,

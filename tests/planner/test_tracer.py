@@ -35,7 +35,7 @@ from lockstep.planner.trace import (
     Mark,
     Operation,
     TracedStep,
-    peak,
+    memory_peak,
 )
 from lockstep.planner.tracing.tracer import StageSplit, TraceOptions, stage_split
 
@@ -61,7 +61,7 @@ class OwnLinear(nn.Linear):
 
 def held(trace: TracedStep, cause: Cause) -> int:
     """The most memory of one kind at a time."""
-    return peak(
+    return memory_peak(
         TracedStep(
             0,
             [],
@@ -122,7 +122,7 @@ def test_ddps_buckets_are_communication_and_stay_from_step_to_step() -> None:
         if each.at == 0 and trace.causes[each.number] == "communication"
     ]
     assert sum(each.bytes for each in before) >= PARAMETERS
-    assert peak(trace).by_cause["communication"] >= PARAMETERS
+    assert memory_peak(trace).by_cause["communication"] >= PARAMETERS
 
 
 def test_a_bitwise_sum_has_buffers_beside_the_buckets() -> None:
@@ -469,5 +469,5 @@ def test_a_rank_of_16384_is_as_cheap_as_one_of_16(plan: str) -> None:
 
 
 def test_the_output_of_the_model_and_the_loss_are_logits() -> None:
-    by_cause = peak(traced("replicate=1", recipe())).by_cause
+    by_cause = memory_peak(traced("replicate=1", recipe())).by_cause
     assert by_cause["logits"] > 0

@@ -35,11 +35,11 @@ from lockstep.base.torch_private import process_group_count
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
-from lockstep.planner.trace import Compute, peak
+from lockstep.planner.trace import Compute, memory_peak
 from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.recorder import TraceRecorder
+from lockstep.planner.tracing.stand_ins import ValueNeeded, Values
 from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode
-from lockstep.planner.tracing.values import ValueNeeded, Values
 from lockstep.training.losses import loss as losses
 from lockstep.training.optim import gradient_norm
 
@@ -100,7 +100,7 @@ def test_a_script_that_needs_values_is_told_where(what: str, plan: str) -> None:
 )
 def test_a_script_that_needs_values_is_traced_with_them(what: str, plan: str) -> None:
     trace = traced(plan, recipe(**NEEDY[what], tensor=None), is_fake=False)
-    assert peak(trace).bytes > 0
+    assert memory_peak(trace).bytes > 0
     assert trace.collectives() or plan == "replicate=1"
 
 
@@ -271,7 +271,7 @@ def test_a_run_after_a_trace_in_the_same_process_has_its_own_constants() -> None
     assert losses._constant.cache_info().currsize == 0
     trace = traced("replicate=1", is_fake=False, is_gpu=False)
     assert losses._constant.cache_info().currsize > 0
-    assert peak(trace).bytes > 0
+    assert memory_peak(trace).bytes > 0
 
 
 def test_on_a_gpu_the_clipping_norm_is_not_computed_in_pieces_for_a_cache(
@@ -291,7 +291,7 @@ def test_two_traces_are_the_same() -> None:
     first, second = plain("shard=2"), traced("shard=2")
     assert [type(item) for item in first.items] == [type(item) for item in second.items]
     assert first.collectives() == second.collectives()
-    assert peak(first) == peak(second)
+    assert memory_peak(first) == memory_peak(second)
 
 
 def test_the_hook_for_uncaught_errors_is_as_before() -> None:

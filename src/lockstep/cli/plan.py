@@ -24,15 +24,14 @@ from lockstep.cli.arguments.launch import script_arguments
 from lockstep.cli.arguments.outputs import html_option, json_option, work_folder, write_file
 from lockstep.cli.arguments.script_command import PlansCommand
 from lockstep.plan import Plan
-from lockstep.planner.request import OUTCOMES, Ended, PlanRequest
+from lockstep.planner.prediction import OUTCOMES, Ended, Outcome, PlanRequest
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import run_script
 
 if TYPE_CHECKING:
     from lockstep.planner.forecast import Forecast
+    from lockstep.planner.machines.costs import Machine
     from lockstep.planner.machines.hardware import Device
-    from lockstep.planner.machines.machine import Machine
-    from lockstep.planner.search import Outcome
 
 TOP = 5
 """Plans to show."""
@@ -180,7 +179,7 @@ class _Found:
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
     """Raise `PlanError` for impossible devices, plans or memory, before the script runs."""
-    from lockstep.planner.machines.target import cluster_of
+    from lockstep.planner.machines.hardware import cluster_of
 
     cluster = cluster_of(target)
     for plan in plans:
@@ -207,9 +206,8 @@ def _predicted(
     progress: Callable[[int, str], None] | None,
 ) -> _Found:
     """Return the machine that the target names, and the outcomes of the plans, or of a search."""
-    from lockstep.planner.machines.hardware import parse_target
-    from lockstep.planner.machines.machine import Machine
-    from lockstep.planner.machines.target import devices_here, named
+    from lockstep.planner.machines.costs import Machine
+    from lockstep.planner.machines.hardware import devices_here, named, parse_target
 
     limit = None if memory is None else memory_bytes(memory)
     with work_folder("lockstep-plan-") as folder:
@@ -271,8 +269,6 @@ def _run(
 
 
 def _read(folder: Path) -> list[Outcome]:
-    from lockstep.planner.search import Outcome
-
     path = folder / OUTCOMES
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [Outcome.from_json(json.loads(line)) for line in lines]
@@ -285,7 +281,7 @@ def _progress(count: int, plan: str) -> None:
 def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:
     """Return the forecast for the found plans. Raises `PlanError` if no plan can be run."""
     from lockstep.planner.forecast import Forecast, struck
-    from lockstep.planner.machines.costs import load_fitted
+    from lockstep.planner.machines.costs import INTERVALS
 
     cluster, remarks = found.machine.cluster, list[str]()
     if found.ended.why is not None:
@@ -296,12 +292,11 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
         cluster = cluster.of(found.ended.devices)
     if found.is_interrupted:
         remarks.append("interrupted: these are the plans predicted so far")
-    interval = load_fitted()[1]["seconds"]
-    return Forecast.of(
-        script,
-        cluster,
-        found.outcomes,
-        interval,
+    return Forecast(
+        script=script,
+        cluster=cluster,
+        outcomes=found.outcomes,
+        interval=INTERVALS["seconds"],
         tokens=tokens,
         price_per_hour=price,
         remarks=remarks,

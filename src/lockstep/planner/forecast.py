@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import Any
 
 from lockstep.base.units import size
 from lockstep.plan import Plan
 from lockstep.planner.machines.costs import Interval
 from lockstep.planner.machines.hardware import Cluster
-from lockstep.planner.prediction import Budget, Prediction, budget
-from lockstep.planner.search import Outcome, closest
+from lockstep.planner.prediction import Outcome, Prediction
+from lockstep.planner.search import closest
 
 HOURS_BETWEEN_FAILURES = 50_000.0
 """A device's: 419 failures in 54 days on 16,384 GPUs (arXiv 2407.21783, "The Llama 3 Herd of
@@ -34,29 +34,47 @@ LIMITS = {
 }
 """Names of limits; a mesh axis stands for its communication."""
 HEAD = (
-    "plan",
-    "step",
-    "80% of such plans",
-    "samples/s",
-    "memory",
-    "limited by",
+    *("plan", "step", "80% of such plans", "samples/s", "memory", "limited by"),
     "twice the network",
 )
-
-
+SIDE_BY_SIDE = ("devices", *HEAD[:6], "days", "cost")
 LEFT = ("devices", "plan", "limited by")
 """Columns of text."""
-SIDE_BY_SIDE = (
-    "devices",
-    "plan",
-    "step",
-    "80% of such plans",
-    "samples/s",
-    "memory",
-    "limited by",
-    "days",
-    "cost",
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    days: float
+    device_hours: float
+    cost: float | None
+    goodput: float
+    """Part of the time in steps that are not lost again."""
+
+
+def budget(
+    seconds: float,
+    *,
+    steps: float,
+    devices: int,
+    price_per_hour: float | None,
+    hours_between_failures: float = HOURS_BETWEEN_FAILURES,
+    save_seconds: float = SAVE_SECONDS,
+    restart_seconds: float = RESTART_SECONDS,
+) -> Budget:
+    """Return a training's budget. `hours_between_failures`: a device's. Checkpoints are optimal
+    (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
+    rate = devices / (hours_between_failures * 3600)
+    # At the interval √(2 × save_seconds / rate), saving takes as long as the steps that a failure
+    # loses.
+    goodput = max(0.0, 1 - math.sqrt(2 * save_seconds * rate) - rate * restart_seconds)
+    total = math.inf if goodput == 0 else seconds * steps / goodput
+    hours = total * devices / 3600
+    return Budget(
+        days=total / 86400,
+        device_hours=hours,
+        cost=None if price_per_hour is None else hours * price_per_hour,
+        goodput=goodput,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,52 +82,30 @@ class Forecast:
     """The outcomes of all plans for one script and cluster."""
 
     script: str
-    target: str
+    cluster: Cluster
     outcomes: Sequence[Outcome]
-    """The fastest that fits first."""
+    """The fastest that fits first, whatever order is given."""
     interval: Interval
     """Quantiles of measured over predicted seconds."""
-    devices: int
-    devices_per_node: int
     tokens: float | None
+    """Tokens to train on; None: the recipe's steps."""
     price_per_hour: float | None
+    """Price of a device."""
     remarks: Sequence[str] = ()
     """Lines above the table, such as why devices are not used."""
 
-    @classmethod
-    def of(
-        cls,
-        script: str,
-        cluster: Cluster,
-        outcomes: Sequence[Outcome],
-        interval: Interval,
-        *,
-        tokens: float | None,
-        price_per_hour: float | None,
-        remarks: Sequence[str] = (),
-    ) -> Forecast:
-        """Return the forecast. `tokens`: to train on; None: the recipe's steps. `price_per_hour`: a
-        device's."""
-        return cls(
-            script=script,
-            target=f"{cluster.count} x {cluster.device.name}",
-            remarks=remarks,
-            outcomes=sorted(outcomes, key=lambda each: (each.seconds, each.plan)),
-            interval=interval,
-            devices=cluster.count,
-            devices_per_node=cluster.devices_per_node,
-            tokens=tokens,
-            price_per_hour=price_per_hour,
-        )
+    def __post_init__(self) -> None:
+        fastest_first = sorted(self.outcomes, key=lambda each: (each.seconds, each.plan))
+        object.__setattr__(self, "outcomes", fastest_first)
+
+    @property
+    def target(self) -> str:
+        return f"{self.cluster.count} x {self.cluster.device.name}"
 
     @property
     def fitting(self) -> list[Prediction]:
         """Plans that fit, the fastest first."""
-        return [
-            each.prediction
-            for each in self.outcomes
-            if each.prediction is not None and each.reason is None
-        ]
+        return [each.prediction for each in self.outcomes if each.prediction and not each.reason]
 
     @property
     def title(self) -> str:
@@ -130,17 +126,13 @@ class Forecast:
             low, high = self.bounds(each)
             faster = each.seconds / each.seconds_with_twice["network"]
             yield (
-                *(
-                    each.plan,
-                    duration(each.seconds),
-                    f"{duration(low)} to {duration(high)}",
-                    f"{each.samples / each.seconds:.3g}",
-                ),
-                *(
-                    size(each.needed_bytes),
-                    limit_in_words(each.limit),
-                    f"{faster:.2f} times as fast",
-                ),
+                each.plan,
+                time_in_words(each.seconds),
+                f"{time_in_words(low)} to {time_in_words(high)}",
+                f"{each.samples / each.seconds:.3g}",
+                size(each.needed_bytes),
+                limit_in_words(each.limit),
+                f"{faster:.2f} times as fast",
             )
 
     def lines(self, most: int) -> Iterator[str]:
@@ -149,21 +141,26 @@ class Forecast:
             yield from self._nothing_fits()
             return
         best = self.fitting[0]
-        yield f"{best.plan}: {', '.join(self._parts(best))}"
-        causes = ", ".join(
-            f"{cause} {size(each)}" for cause, each in list(best.peak.by_cause.items())[:5]
+        total = sum(best.by_limit.values())
+        shares = [
+            f"{limit_in_words(name)} {100 * seconds / total:.0f}%"
+            for name, seconds in best.by_limit.items()
+            if seconds >= 0.02 * total
+        ]
+        yield f"{best.plan}: {', '.join(shares)}"
+        yield (
+            f"memory of rank {best.peak.rank}, at its peak in {best.peak.moment}:"
+            f" {_largest(best.peak.by_cause, 5)}; with what libraries take and a margin:"
+            f" {size(best.needed_bytes)}"
         )
-        where = f"memory of rank {best.peak.rank}, at its peak in {best.peak.moment}"
-        yield f"{where}: {causes}; with what libraries take and a margin: {size(best.needed_bytes)}"
         gains = {what: best.seconds / seconds for what, seconds in best.seconds_with_twice.items()}
         yield "; ".join(
             f"twice the {what}: {gain:.2f} times as fast" for what, gain in gains.items()
         )
         rate = self.loader_rate(best)
-        each = _rate(rate / self.devices_per_node)
         yield (
-            f"the loader must deliver {_rate(rate)} samples/s on each machine ({each} in each of"
-            " its processes)"
+            f"the loader must deliver {_rate(rate)} samples/s on each machine"
+            f" ({_rate(rate / self.cluster.devices_per_node)} in each of its processes)"
         )
         yield from self._budget(best)
         if best.note is not None:
@@ -171,32 +168,20 @@ class Forecast:
         reasons = list(struck([each for each in self.outcomes if each.reason is not None]))
         yield from (f"not {each}" for each in reasons[:most])
 
-    def _parts(self, best: Prediction) -> Iterator[str]:
-        total = sum(best.by_limit.values())
-        for name, seconds in best.by_limit.items():
-            if seconds >= 0.02 * total:
-                yield f"{limit_in_words(name)} {100 * seconds / total:.0f}%"
-
     def _nothing_fits(self) -> Iterator[str]:
         nearest = closest(self.outcomes)
         if nearest is not None and nearest.prediction is not None:
-            causes = ", ".join(
-                f"{cause} {size(each)}"
-                for cause, each in list(nearest.prediction.peak.by_cause.items())[:4]
-            )
+            causes = _largest(nearest.prediction.peak.by_cause, 4)
             yield f"no plan fits; {nearest.plan} comes closest: it {nearest.reason} ({causes})"
             yield "more devices, a smaller microbatch, or devices with more memory would do"
-        yield from (
-            f"not {each}"
-            for each in struck([each for each in self.outcomes if each is not nearest])
-        )
+        others = [each for each in self.outcomes if each is not nearest]
+        yield from (f"not {each}" for each in struck(others))
 
     def loader_rate(self, prediction: Prediction) -> float:
         """Return the samples a second that a machine's loaders must deliver. Processes that share
         samples, as on the tensor axis, load them each."""
-        plan = Plan.parse(prediction.plan).resolve(self.devices)
-        data = plan.data_ranks
-        return prediction.samples / prediction.seconds / data * self.devices_per_node
+        data = Plan.parse(prediction.plan).resolve(self.cluster.count).data_ranks
+        return prediction.samples / prediction.seconds / data * self.cluster.devices_per_node
 
     def budget(self, prediction: Prediction) -> Budget | None:
         """Return days, cost and goodput of the training; None if its length is unknown."""
@@ -208,19 +193,19 @@ class Forecast:
         return budget(
             prediction.seconds,
             steps=steps,
-            devices=self.devices,
+            devices=self.cluster.count,
             price_per_hour=self.price_per_hour,
-            hours_between_failures=HOURS_BETWEEN_FAILURES,
-            save_seconds=SAVE_SECONDS,
-            restart_seconds=RESTART_SECONDS,
         )
 
     def _budget_json(self, found: Budget) -> dict[str, float | None]:
-        """Return a budget with intervals of what follows from the step's time."""
+        """Return a budget with intervals of what follows from the step's time; None: infinite."""
         told: dict[str, float | None] = asdict(found)
         for name in ("days", "cost"):
-            for end, ratio in (("low", self.interval.low), ("high", self.interval.high)):
-                told[f"{name}_{end}"] = None if told[name] is None else getattr(found, name) * ratio
+            for end, ratio in asdict(self.interval).items():
+                value = told[name]
+                told[f"{name}_{end}"] = None if value is None else value * ratio
+        for name, value in told.items():
+            told[name] = value if value is not None and math.isfinite(value) else None
         return told
 
     def _budget(self, best: Prediction) -> Iterator[str]:
@@ -232,30 +217,33 @@ class Forecast:
                     " them"
                 )
             return
-        low, high = self.interval.low, self.interval.high
-        cost = (
-            ""
-            if found.cost is None
-            else f", costs {found.cost:,.0f} ({found.cost * low:,.0f} to {found.cost * high:,.0f})"
-        )
         what = f"{self.tokens:.3g} tokens" if self.tokens is not None else f"{best.steps} steps"
         if not found.goodput:
             yield (
-                f"{what}: never; of {self.devices:,} devices one fails before the others have"
+                f"{what}: never; of {self.cluster.count:,} devices one fails before the others have"
                 " started again (goodput 0)"
             )
             return
-        days = f"{_days(found.days)} ({_days(found.days * low)} to {_days(found.days * high)})"
+        days, costs = self._days_and_cost(found)
+        cost = "" if found.cost is None else f", costs {found.cost:,.0f} ({costs})"
         yield (
-            f"{what}: {days}, {found.device_hours:,.1f} device-hours{cost}; goodput"
-            f" {found.goodput:.3f}"
+            f"{what}: {_days(found.days)} ({days}), {found.device_hours:,.1f} device-hours{cost};"
+            f" goodput {found.goodput:.3f}"
         )
+
+    def _days_and_cost(self, found: Budget) -> tuple[str, str]:
+        """Return the intervals in words; the cost's is empty without a price."""
+        low, high = self.interval.low, self.interval.high
+        days = f"{_days(found.days * low)} to {_days(found.days * high)}"
+        if found.cost is None:
+            return days, ""
+        return days, f"{found.cost * low:,.0f} to {found.cost * high:,.0f}"
 
     def as_json(self) -> dict[str, Any]:
         return {
             "script": self.script,
             "on": self.target,
-            "interval": {"low": self.interval.low, "high": self.interval.high},
+            "interval": asdict(self.interval),
             "remarks": list(self.remarks),
             "plans": [self._json(each) for each in self.outcomes],
         }
@@ -265,14 +253,14 @@ class Forecast:
             return {"plan": outcome.plan, "fits": False, "reason": outcome.reason}
         found = self.budget(outcome.prediction)
         low, high = self.bounds(outcome.prediction)
-        told = (
-            {name: _finite(value) for name, value in self._budget_json(found).items()}
-            if found
-            else None
-        )
-        rate = self.loader_rate(outcome.prediction)
-        known = {"reason": outcome.reason, "seconds_low": low, "seconds_high": high, "budget": told}
-        return {**outcome.prediction.as_json(), **known, "loader_samples_per_second_per_node": rate}
+        return {
+            **outcome.prediction.as_json(),
+            "reason": outcome.reason,
+            "seconds_low": low,
+            "seconds_high": high,
+            "budget": found and self._budget_json(found),
+            "loader_samples_per_second_per_node": self.loader_rate(outcome.prediction),
+        }
 
 
 def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
@@ -282,14 +270,9 @@ def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
             yield each.target, "no plan fits", *[""] * (len(SIDE_BY_SIDE) - 2)
             continue
         best, (row, *_) = each.fitting[0], each.rows(1)
-        low, high = each.interval.low, each.interval.high
-        days = cost = ""
-        if (found := each.budget(best)) is not None and found.goodput:
-            days = f"{_days(found.days * low)} to {_days(found.days * high)}"
-            cost = (
-                "" if found.cost is None else f"{found.cost * low:,.0f} to {found.cost * high:,.0f}"
-            )
-        yield each.target, *row[:6], days, cost
+        found = each.budget(best)
+        days_and_cost = each._days_and_cost(found) if found and found.goodput else ("", "")
+        yield each.target, *row[:6], *days_and_cost
 
 
 def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -302,11 +285,11 @@ def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield f"{', '.join(names[:2])}{others}: {reason}"
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is None or isfinite(value) else None
+def _largest(by_cause: Mapping[str, int], most: int) -> str:
+    return ", ".join(f"{cause} {size(each)}" for cause, each in list(by_cause.items())[:most])
 
 
-def duration(seconds: float) -> str:
+def time_in_words(seconds: float) -> str:
     """Return a time to three digits: 81.2 ms, 1.25 s; a long one in whole seconds."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
@@ -324,5 +307,5 @@ def _rate(rate: float) -> str:
 def _days(days: float) -> str:
     seconds = days * 86400
     if seconds < 3600:
-        return duration(seconds)
+        return time_in_words(seconds)
     return f"{days:.3g} days" if days >= 1 else f"{days * 24:.3g} hours"

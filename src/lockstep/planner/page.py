@@ -8,24 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from lockstep.base.units import size
 from lockstep.pages.chart import COLOURS
 from lockstep.pages.document import document
-from lockstep.pages.markup import (
-    Column,
-    Html,
-    bar,
-    element,
-    joined,
-    legend_key,
-    paragraph,
-    table,
-)
+from lockstep.pages.markup import Column, Html, bar, element, joined, legend_key, paragraph, table
 from lockstep.planner.forecast import (
     HEAD,
     LEFT,
     SIDE_BY_SIDE,
     Forecast,
-    duration,
     limit_in_words,
     side_by_side,
+    time_in_words,
 )
 
 
@@ -43,16 +34,16 @@ def plan_page(forecasts: Sequence[Forecast]) -> str:
 
 
 def _forecast(forecast: Forecast) -> Html:
-    lines = (*forecast.remarks, *forecast.lines(0))
+    lines, fitting = (*forecast.remarks, *forecast.lines(0)), forecast.fitting
     struck = [[each.plan, each.reason] for each in forecast.outcomes if each.reason is not None]
     return joined(
         element("h1", forecast.title),
         map(paragraph, lines),
         _plans(HEAD, forecast.rows(len(forecast.outcomes))),
         element("h2", "Where the time of a step goes"),
-        _bars({each.plan: each.by_limit for each in forecast.fitting}, limit_in_words, duration),
+        _bars({each.plan: each.by_limit for each in fitting}, limit_in_words, time_in_words),
         element("h2", "What is in memory at the peak"),
-        _bars({each.plan: each.peak.by_cause for each in forecast.fitting}, str, size),
+        _bars({each.plan: each.peak.by_cause for each in fitting}, str, size),
         [element("h2", "Struck out"), table((), struck, kind="areas")] if struck else None,
     )
 
@@ -73,8 +64,7 @@ def _bars(
     rows = []
     for plan, parts in plans.items():
         pieces = [
-            (colours[name], value, f"{words(name)} {quantity(value)}")
-            for name, value in parts.items()
+            (colours[name], each, f"{words(name)} {quantity(each)}") for name, each in parts.items()
         ]
         total = element("td", quantity(sum(parts.values())), kind="number")
         rows.append([plan, bar(pieces, longest), total])

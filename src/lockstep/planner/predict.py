@@ -10,16 +10,15 @@ from typing import Any
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.plan import Plan
-from lockstep.planner.machines.machine import Machine
-from lockstep.planner.prediction import Prediction, RankPeak, text
+from lockstep.planner.machines.costs import Machine
+from lockstep.planner.prediction import Prediction, text
 from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
 from lockstep.planner.trace import (
     ON_HOST,
-    Mark,
     Operation,
     TracedStep,
+    memory_peak,
     offloaded,
-    peak,
     with_more_microbatches,
 )
 from lockstep.planner.tracing.tracer import (
@@ -78,26 +77,21 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         traces = [offloaded(trace) for trace in traces]
     costs = machine.costs_of(shape.plan)
     step = _simulated(whole, costs, shape, machine)
-    twice = {
-        name: _simulated(whole, _twice(costs, name), shape, machine).seconds
-        for name in ("arithmetic", "memory", "network")
-    }
-    distinct = list({trace.rank: trace for trace in traces}.values())
+    samples, tokens = recipe.global_batch or 0, whole[0].tokens_per_sample
     return Prediction(
         plan=text(plan),
         microbatch=shape.microbatch,
         microbatches=shape.count,
         seconds=step.seconds,
         by_limit=step.by_limit,
-        seconds_with_twice=twice,
-        samples=recipe.global_batch or 0,
-        tokens=(
-            None
-            if whole[0].tokens_per_sample is None
-            else whole[0].tokens_per_sample * (recipe.global_batch or 0)
-        ),
+        seconds_with_twice={
+            name: _simulated(whole, _twice(costs, name), shape, machine).seconds
+            for name in ("arithmetic", "memory", "network")
+        },
+        samples=samples,
+        tokens=None if tokens is None else tokens * samples,
         steps=steps_of(recipe),
-        memory=[_memory(trace) for trace in distinct],
+        memory=[memory_peak(trace) for trace in {each.rank: each for each in traces}.values()],
         capacity_bytes=machine.capacity_bytes,
         overhead_bytes=machine.overhead_bytes,
         sent_bytes=whole[0].sent_bytes(),
@@ -138,25 +132,21 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
     given = recipe.microbatch or max(1, recipe.global_batch // data)
     microbatch = max(1, -(-min(given, recipe.global_batch) // 2**plan.microbatch_splits))
     total = -(-recipe.global_batch // microbatch)
-    count = max(
-        len(share)
-        for share in MicrobatchAssignment(data, round_robin=plan.has_rounds).indices_by_rank(total)[
-            :1
-        ]
-    )
+    assignment = MicrobatchAssignment(data, round_robin=plan.has_rounds)
+    count = len(assignment.indices_by_rank(total)[0])
     most = TRACED if ranks == 1 else ROUNDS * ranks
     traced = count if plan.schedule == "gpipe" and ranks > 1 else min(count, most)
-    changes: dict[str, Any] = {"global_batch": recipe.global_batch, "microbatch": microbatch}
+    changes: dict[str, Any] = {"microbatch": microbatch}
     if traced != count:
         changes["global_batch"] = microbatch * data * traced
         if isinstance(recipe.data, Stream):  # it has a shard for each microbatch
             changes["data"] = replace(recipe.data, shards=data * traced)
-    changed = replace(
-        recipe, **changes, precision="fp32" if recipe.precision == "auto" else recipe.precision
-    )
+    if recipe.precision == "auto":
+        changes["precision"] = "fp32"
     # FSDP computes what a rank lacks as dummies
     load = 1.0 if plan.has_rounds else total / (count * data)
-    return _Shape(microbatch, count, traced, load, changed, replace(plan, microbatch_splits=0))
+    changed, unsplit = replace(recipe, **changes), replace(plan, microbatch_splits=0)
+    return _Shape(microbatch, count, traced, load, changed, unsplit)
 
 
 def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
@@ -175,10 +165,10 @@ def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
     ranks, stride = len(split.kinds), cluster.count // len(split.kinds)
     known: dict[object, TracedStep] = {}
     traces = []
-    for place, kind in enumerate(split.kinds):
-        key = kind, "first" if place == 0 else "last" if place == ranks - 1 else "middle"
+    for at, kind in enumerate(split.kinds):
+        key = kind, at == 0, at == ranks - 1
         if key not in known:
-            known[key] = trace_step(shape.recipe, shape.plan, replace(options, rank=place * stride))
+            known[key] = trace_step(shape.recipe, shape.plan, replace(options, rank=at * stride))
         traces.append(known[key])
     return traces
 
@@ -191,26 +181,22 @@ def _simulated(
     if shape.plan.pipeline != 1:
         step = _extended(step, shape)
     slowed = machine.contention * step.overlapped_seconds
-    if shape.plan.offload:
-        copied = _offload_seconds(traces[0], shape)
-        step = replace(
-            step, seconds=step.seconds + copied, by_limit={**step.by_limit, "offload": copied}
-        )
-    seconds = (step.seconds + slowed) * (1 + machine.jitter * math.log2(machine.cluster.count))
-    return replace(step, seconds=seconds, by_limit={**step.by_limit, "contention": slowed})
+    copied = {"offload": _offload_seconds(traces[0], shape)} if shape.plan.offload else {}
+    seconds = step.seconds + sum(copied.values()) + slowed
+    return replace(
+        step,
+        seconds=seconds * (1 + machine.jitter * math.log2(machine.cluster.count)),
+        by_limit={**step.by_limit, **copied, "contention": slowed},
+    )
 
 
 def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
     """Return the time of copies between device and CPU, and of the optimizer there. Parameters are
     copied for each forward and backward, gradients after each."""
-    held = {
-        cause: sum(
-            each.bytes
-            for each in trace.allocations
-            if each.bytes > 0 and trace.causes[each.number] == cause
-        )
-        for cause in ON_HOST
-    }
+    held = dict.fromkeys(ON_HOST, 0)
+    for each in trace.allocations:
+        if each.bytes > 0 and (cause := trace.causes[each.number]) in held:
+            held[cause] += each.bytes
     copies = (2 * held["parameters"] + held["gradients"]) * shape.count / PCIE_BYTES_PER_SECOND
     return copies + 2 * sum(held.values()) / HOST_BYTES_PER_SECOND
 
@@ -218,16 +204,13 @@ def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
 def _extended(step: StepTime, shape: _Shape) -> StepTime:
     """Add a pipeline's untraced microbatches, at the slowest stage's time."""
     more = shape.count / shape.traced - 1
-    added = {
-        name: 0.0 if name == "bubble" else seconds * more for name, seconds in step.by_limit.items()
-    }
-    by_limit = {name: seconds + added[name] for name, seconds in step.by_limit.items()}
-    overlapped = step.overlapped_seconds * (1 + more)
+    parts = step.by_limit.items()
+    added = {name: 0.0 if name == "bubble" else seconds * more for name, seconds in parts}
     return replace(
         step,
         seconds=step.seconds + sum(added.values()),
-        by_limit=by_limit,
-        overlapped_seconds=overlapped,
+        by_limit={name: seconds + added[name] for name, seconds in parts},
+        overlapped_seconds=step.overlapped_seconds * (1 + more),
     )
 
 
@@ -241,29 +224,3 @@ def _twice(costs: Costs, what: str) -> Costs:
     if what == "network":
         return replace(costs, collective=lambda each: costs.collective(each) / 2)
     return replace(costs, operation=operation)
-
-
-def _memory(trace: TracedStep) -> RankPeak:
-    most = peak(trace)
-    return RankPeak(
-        rank=trace.rank,
-        bytes=most.bytes,
-        by_cause=dict[str, int](most.by_cause.items()),
-        moment=_moment(trace, most.at),
-    )
-
-
-def _moment(trace: TracedStep, at: int) -> str:
-    """Say where in the step an item is."""
-    marks = [item.name for item in trace.items[:at] if isinstance(item, Mark)]
-    if "update" in marks:
-        return "the optimizer's step"
-    phases = [
-        item.operation.phase
-        for item in trace.items[:at]
-        if not isinstance(item, Mark) and hasattr(item, "operation")
-    ]
-    where = {"forward": "the forward", "backward": "the backward", "recompute": "the backward"}.get(
-        phases[-1] if phases else "", "the step"
-    )
-    return f"{where} of microbatch {marks.count('microbatch')}"

@@ -1,27 +1,58 @@
-"""A prediction of a plan, and its days, cost and goodput. Pure."""
+"""The request of `lockstep plan` to the script's process, and its answers in files. Pure."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
 
 from lockstep.plan import Plan
+from lockstep.planner.trace import Peak
+from lockstep.scripts.request import ScriptRequest
 
 MARGIN = 0.08
 """Part of a device's memory that stays free: fragmentation, and libraries."""
+OUTCOMES, ENDED = "outcomes.jsonl", "ended.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPeak:
-    """The most memory that a rank needs."""
+class PlanRequest(ScriptRequest):
+    """The plans to predict for the recipe."""
 
-    rank: int
-    bytes: int
-    by_cause: Mapping[str, int]
-    moment: str
-    """The place in the step, in words."""
+    answered_by: ClassVar[str] = "lockstep.planner.worker"
+    calls: str = "train"
+    target: str
+    """The devices: `64 x H100`."""
+    plans: tuple[str, ...]
+    """Empty: search."""
+    memory_bytes: int | None
+    slots: int
+    """Plans that are predicted at once."""
+    folder: str
+    is_here: bool
+    """True if the devices are this machine's, so that the loader is measured too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The end of a search, as JSON in a file: without it the script has failed."""
+
+    devices: int | None = None
+    """Devices that the plans use, if they cannot use all."""
+    why: str | None = None
+    """Why they cannot, and what to change."""
+
+    def write(self, folder: Path) -> None:
+        (folder / ENDED).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Ended | None:
+        """Return the end; None if the search has not ended."""
+        path = folder / ENDED
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +73,10 @@ class Prediction:
     """Sum of a step's weights; None without `Recipe.weight`."""
     steps: int | None
     """None for epochs of data without a length."""
-    memory: Sequence[RankPeak]
-    """One for each kind of rank."""
+    memory: Sequence[Peak]
+    """The peak of each kind of rank."""
     capacity_bytes: int | None
-    """Usable memory of a device; None: nobody asks."""
+    """Usable memory of a device; None: unlimited."""
     overhead_bytes: int = 0
     """Memory of the device's libraries."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -54,7 +85,7 @@ class Prediction:
     """Note on how the step was traced."""
 
     @property
-    def peak(self) -> RankPeak:
+    def peak(self) -> Peak:
         return max(self.memory, key=lambda each: each.bytes)
 
     @property
@@ -72,83 +103,48 @@ class Prediction:
         return max(self.by_limit, key=lambda name: self.by_limit[name])
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "plan": self.plan,
-            "fits": self.fits,
-            "seconds": self.seconds,
-            "limit": self.limit,
-            "by_limit": dict(self.by_limit),
-            "seconds_with_twice": dict(self.seconds_with_twice),
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "microbatch": self.microbatch,
-            "microbatches": self.microbatches,
-            "needed_bytes": self.needed_bytes,
-            "capacity_bytes": self.capacity_bytes,
-            "overhead_bytes": self.overhead_bytes,
-            "memory": [
-                {
-                    "rank": each.rank,
-                    "bytes": each.bytes,
-                    "by_cause": dict(each.by_cause),
-                    "moment": each.moment,
-                }
-                for each in self.memory
-            ],
-            "sent_bytes": dict(self.sent_bytes),
-            "note": self.note,
-        }
+        derived = {"fits": self.fits, "limit": self.limit, "needed_bytes": self.needed_bytes}
+        return {**asdict(self), **derived}
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Prediction:
         """Invert `as_json`."""
-        derived = ("fits", "limit", "needed_bytes", "memory")
-        return cls(
-            **{name: value for name, value in told.items() if name not in derived},
-            memory=[RankPeak(**each) for each in told["memory"]],
-        )
+        derived = ("fits", "limit", "needed_bytes")
+        given = {name: value for name, value in told.items() if name not in derived}
+        return cls(**{**given, "memory": [Peak(**each) for each in told["memory"]]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A plan, with its prediction or a reason."""
+
+    plan: str
+    prediction: Prediction | None = None
+    reason: str | None = None
+    """Why the plan cannot run or does not fit, if so."""
+    is_refused: bool = False
+    """True if it cannot run, whatever the memory."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; infinite if it cannot run."""
+        if self.prediction is None or self.reason is not None:
+            return math.inf
+        return self.prediction.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "prediction": self.prediction and self.prediction.as_json()}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Outcome:
+        """Invert `as_json`."""
+        prediction = told["prediction"] and Prediction.from_json(told["prediction"])
+        return cls(**{**told, "prediction": prediction})
 
 
 def text(plan: Plan) -> str:
     """Return a plan as a user writes it."""
     axes = [f"{name}={size}" for name, size in plan.axis_sizes.items() if size != 1]
     rest = [part for part in str(plan).split(",") if part.split("=")[0] not in plan.axis_sizes]
-    return ",".join(
-        [*(axes or ["replicate=1"]), *(part for part in rest if part != "numerics=fast")]
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    days: float
-    device_hours: float
-    cost: float | None
-    goodput: float
-    """Part of the time in steps that are not lost again."""
-
-
-def budget(
-    seconds: float,
-    *,
-    steps: float,
-    devices: int,
-    price_per_hour: float | None,
-    hours_between_failures: float,
-    save_seconds: float,
-    restart_seconds: float,
-) -> Budget:
-    """Return a training's budget. `hours_between_failures`: a device's. Checkpoints are optimal
-    (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
-    rate = devices / (hours_between_failures * 3600)
-    # At the interval √(2 × save_seconds / rate), saving takes as long as the steps that a failure
-    # loses.
-    goodput = max(0.0, 1 - math.sqrt(2 * save_seconds * rate) - rate * restart_seconds)
-    total = math.inf if goodput == 0 else seconds * steps / goodput
-    hours = total * devices / 3600
-    return Budget(
-        days=total / 86400,
-        device_hours=hours,
-        cost=None if price_per_hour is None else hours * price_per_hour,
-        goodput=goodput,
-    )
+    options = [part for part in rest if part != "numerics=fast"]
+    return ",".join([*(axes or ["replicate=1"]), *options])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.base.errors import PlanError
 from lockstep.plan import Plan
-from lockstep.planner.prediction import Prediction, text
+from lockstep.planner.prediction import Outcome, Prediction, text
 from lockstep.planner.trace import ON_HOST
 
 LESS_MEMORY: tuple[dict[str, Any], ...] = (
@@ -31,47 +31,6 @@ REFINED = 2
 """Fastest plans that are tried with each refinement."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
 """Changes that may make a plan faster; later ones are tried on results of earlier ones too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A plan, with its prediction or a reason."""
-
-    plan: str
-    prediction: Prediction | None = None
-    reason: str | None = None
-    """Why the plan cannot run or does not fit, if so."""
-    is_refused: bool = False
-    """True if it cannot run, whatever the memory."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step; infinite if it cannot run."""
-        return (
-            float("inf")
-            if self.prediction is None or self.reason is not None
-            else self.prediction.seconds
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        prediction = self.prediction and self.prediction.as_json()
-        return {
-            "plan": self.plan,
-            "prediction": prediction,
-            "reason": self.reason,
-            "is_refused": self.is_refused,
-        }
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Outcome:
-        """Invert `as_json`."""
-        prediction = told["prediction"] and Prediction.from_json(told["prediction"])
-        return cls(
-            plan=told["plan"],
-            prediction=prediction,
-            reason=told["reason"],
-            is_refused=told["is_refused"],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,27 +64,20 @@ class Space:
 
     def why_fewer(self) -> str:
         """Say why no plan uses all devices, and what to change."""
-        size = self.microbatch or 1
-        enough = f"global_batch={self.devices * size}"
-        smaller = (
-            f", or microbatch={self.samples // self.devices}"
-            if self.devices <= self.samples
-            else ""
-        )
+        size, smaller = self.microbatch or 1, ""
+        if self.devices <= self.samples:
+            smaller = f", or microbatch={self.samples // self.devices}"
         return (
             f"no plan can use {self.devices} devices: a step has {self.microbatches} microbatches"
             f" (global_batch={self.samples}, microbatch={size}), and each data rank needs one;"
-            f" planned for {self.usable_devices}; to use all, give {enough}{smaller}"
+            f" planned for {self.usable_devices}; to use all, give"
+            f" global_batch={self.devices * size}{smaller}"
         )
 
     def most_splits(self, plan: Plan) -> int:
         """Return how often a plan's microbatches can be halved."""
-        data = plan.data_ranks
-        return (
-            int(math.log2(max(1, self.microbatch or self.samples // data)))
-            if self.is_splittable
-            else 0
-        )
+        size = self.microbatch or self.samples // plan.data_ranks
+        return int(math.log2(max(1, size))) if self.is_splittable else 0
 
 
 Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
@@ -135,13 +87,17 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
     """Return the outcome of each plan, the fastest that fits first. A plan that fits is not tried
     with less memory; one whose parameters do not fit is not tried unless no other has fewer."""
     outcomes: list[Outcome] = []
-    plans = list(layouts(space))
-    smallest = min((_held_bytes(plan, space) for plan in plans), default=0)
-    for plan in list(plans):
-        if (reason := _too_large(plan, space)) is not None and _held_bytes(plan, space) > smallest:
-            plans.remove(plan)
+    plans = {plan: _held_bytes(plan, space) for plan in layouts(space)}
+    smallest = min(plans.values(), default=0)
+    for plan, held in list(plans.items()):
+        if space.capacity_bytes is not None and held > max(space.capacity_bytes, smallest):
+            del plans[plan]
+            reason = (
+                f"parameters and gradients alone need {held / 1e9:.0f} GB of the"
+                f" {space.capacity_bytes / 1e9:.0f} GB"
+            )
             outcomes.append(Outcome(plan=text(plan), reason=reason))
-    outcomes += _with_less_memory(plans, space, evaluate)
+    outcomes += _with_less_memory(list(plans), space, evaluate)
     outcomes += evaluate(list(_scheduled(outcomes)))
     for change in REFINEMENTS:
         outcomes += evaluate(list(_refined(outcomes, change)))
@@ -155,34 +111,26 @@ def layouts(space: Space) -> Iterator[Plan]:
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
         for pipeline in _divisors(space.devices // tensor):
-            if pipeline > max(1, space.stages) and (
-                tensor > 1 or pipeline != _divisors(space.devices)[1]
-            ):
+            is_too_deep = pipeline > max(1, space.stages)
+            if is_too_deep and (tensor > 1 or pipeline != _divisors(space.devices)[1]):
                 continue
             data = space.devices // tensor // pipeline
             if data > space.microbatches:
                 continue
             near = max(1, space.devices_per_node // tensor)
-            for shard in sorted(
-                {1, data} | ({near} if data % near == 0 and near < data else set())
-            ):
+            within = {near} if data % near == 0 and near < data else set[int]()
+            fills = 0
+            if space.microbatch is None and pipeline > 1:
+                fills = math.ceil(math.log2(FILLED * pipeline))
+            for shard in sorted({1, data} | within):
                 plan = Plan(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
-                fills = (
-                    math.ceil(math.log2(FILLED * pipeline))
-                    if space.microbatch is None and pipeline > 1
-                    else 0
-                )
                 yield replace(plan, microbatch_splits=min(fills, space.most_splits(plan)))
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:
     """Return the plan that needs the least memory, if none fits."""
-    predicted = [each for each in outcomes if each.prediction is not None]
-    return min(
-        predicted,
-        key=lambda each: each.prediction.needed_bytes if each.prediction else 0,
-        default=None,
-    )
+    needed = [(each.prediction.needed_bytes, each) for each in outcomes if each.prediction]
+    return min(needed, key=lambda pair: pair[0], default=(0, None))[1]
 
 
 def _divisors(number: int) -> list[int]:
@@ -190,17 +138,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _held_bytes(plan: Plan, space: Space) -> int:
-    parts = math.prod(plan.size(axis) for axis in plan.larger if not axis.same_state)
-    return space.state_bytes // parts
-
-
-def _too_large(plan: Plan, space: Space) -> str | None:
-    held = _held_bytes(plan, space)
-    if space.capacity_bytes is None or held <= space.capacity_bytes:
-        return None
-    return (
-        f"parameters and gradients alone need {held / 1e9:.0f} GB of the"
-        f" {space.capacity_bytes / 1e9:.0f} GB"
+    return space.state_bytes // math.prod(
+        plan.size(axis) for axis in plan.larger if not axis.same_state
     )
 
 
@@ -229,18 +168,15 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
 
 def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
     """True if a change splits no microbatch, or the plan's further."""
-    return "microbatch_splits" not in change or plan.microbatch_splits < change[
-        "microbatch_splits"
-    ] <= space.most_splits(plan)
+    splits = change.get("microbatch_splits")
+    return splits is None or plan.microbatch_splits < splits <= space.most_splits(plan)
 
 
 def _may_fit(prediction: Prediction) -> bool:
     """True if what checkpointing cannot free leaves room."""
     held = sum(prediction.peak.by_cause.get(cause, 0) for cause in (*ON_HOST, "communication"))
-    return (
-        prediction.capacity_bytes is None
-        or held + prediction.overhead_bytes < prediction.capacity_bytes
-    )
+    capacity = prediction.capacity_bytes
+    return capacity is None or held + prediction.overhead_bytes < capacity
 
 
 def _scheduled(outcomes: Sequence[Outcome]) -> Iterator[Plan]:
@@ -257,9 +193,8 @@ def _refined(outcomes: Sequence[Outcome], change: dict[str, Any]) -> Iterator[Pl
 
 
 def _fastest(outcomes: Sequence[Outcome], count: int) -> list[Plan]:
-    ranked = sorted(
-        (each for each in outcomes if each.reason is None), key=lambda each: each.seconds
-    )
+    able = (each for each in outcomes if each.reason is None)
+    ranked = sorted(able, key=lambda each: each.seconds)
     return [Plan.parse(each.plan) for each in ranked[:count]]
 
 

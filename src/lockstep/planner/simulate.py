@@ -84,11 +84,6 @@ class StepTime:
     marks: dict[str, float] = field(default_factory=dict)
     """Time of each mark, the last of a name."""
 
-    @property
-    def limit(self) -> str:
-        """The largest part of the step."""
-        return max(self.by_limit, key=lambda name: self.by_limit[name])
-
 
 @dataclass(slots=True)
 class _Rank:
@@ -150,9 +145,8 @@ class Simulation:
             )
         spent["bubble"] = spent.get("bubble", 0.0) + max(0.0, seconds - sum(spent.values()))
         waited = sum(each for name, each in spent.items() if name not in ON_DEVICE)
-        by_limit = {
-            name: each for name, each in sorted(spent.items(), key=lambda each: -each[1]) if each
-        }
+        largest_first = sorted(spent.items(), key=lambda part: -part[1])
+        by_limit = {name: each for name, each in largest_first if each}
         return StepTime(seconds, by_limit, max(0.0, slowest.communication - waited), slowest.marks)
 
     def _advance(self, rank: _Rank) -> bool:
@@ -279,45 +273,21 @@ def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
     """Return the time of a step. `traces`: of each stage's rank, in order. A trace given again
     stands for later ranks: its messages go to their neighbours."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
-    ranks = [
-        _Rank(place, trace.items, place - first[id(trace)]) for place, trace in enumerate(traces)
-    ]
-    return _on_cores(Simulation(ranks, _sharing(costs, len(ranks))).run(), ranks, costs)
-
-
-def _sharing(costs: Costs, stages: int) -> Costs:
-    """Return the costs where the processes of one stage share the cores."""
-    slower = max(1.0, costs.processes_per_core / stages)
-    if slower == 1:
-        return costs
-    marks = {name: seconds * slower for name, seconds in costs.host.marks.items()}
-    return replace(
-        costs,
-        operation=lambda each: costs.operation(each) * slower,
-        host=replace(costs.host, marks=marks),
-    )
-
-
-def _on_cores(step: StepTime, ranks: Sequence[_Rank], costs: Costs) -> StepTime:
-    """Return the step with too few cores for all stages: no shorter than all work."""
-    slower = max(1.0, costs.processes_per_core / len(ranks))
-    work = sum(
-        seconds
-        for rank in ranks
-        for name, seconds in rank.spent.items()
-        if name in (*COMPUTED, "launches")
-    )
-    least = work / slower * costs.processes_per_core / len(ranks)
-    if least <= step.seconds:
+    ranks = [_Rank(at, trace.items, at - first[id(trace)]) for at, trace in enumerate(traces)]
+    per_core = costs.processes_per_core / len(ranks)
+    slower = max(1.0, per_core)  # the processes of one stage share the cores
+    shared = costs
+    if slower > 1:
+        marks = {name: seconds * slower for name, seconds in costs.host.marks.items()}
+        host = replace(costs.host, marks=marks)
+        shared = replace(costs, operation=lambda each: costs.operation(each) * slower, host=host)
+    step = Simulation(ranks, shared).run()
+    # With too few cores for all stages, the step is no shorter than all work.
+    work = sum(rank.spent[name] for rank in ranks for name in (*COMPUTED, "launches"))
+    if (least := work / slower * per_core) <= step.seconds:
         return step
-    return replace(
-        step,
-        seconds=least,
-        by_limit={
-            **step.by_limit,
-            "bubble": step.by_limit.get("bubble", 0.0) + least - step.seconds,
-        },
-    )
+    bubble = step.by_limit.get("bubble", 0.0) + least - step.seconds
+    return replace(step, seconds=least, by_limit={**step.by_limit, "bubble": bubble})
 
 
 def fused(trace: TracedStep) -> TracedStep:
@@ -326,71 +296,48 @@ def fused(trace: TracedStep) -> TracedStep:
     items: list[Item] = []
     for item in trace.items:
         last = items[-1] if items else None
-        if isinstance(item, Compute) and isinstance(last, Compute) and _fuses(item, last):
+        if not isinstance(item, Compute):
+            items.append(item)
+        elif isinstance(last, Compute) and _fuses(item, last):
             items[-1] = last if last.operation.bytes >= item.operation.bytes else item
         else:
-            items.append(_padded(item) if isinstance(item, Compute) else item)
+            aligned = max(PADDED, item.operation.aligned_bytes)
+            padded = replace(item.operation, aligned_bytes=aligned)
+            items.append(replace(item, operation=padded))
     return replace(trace, items=items)
 
 
-def _padded(item: Compute) -> Compute:
-    operation = item.operation
-    return (
-        item
-        if operation.aligned_bytes >= PADDED
-        else replace(item, operation=replace(operation, aligned_bytes=PADDED))
-    )
-
-
 def _fuses(one: Compute, other: Compute) -> bool:
-    kinds = {one.operation.kind, other.operation.kind}
+    first, second = one.operation, other.operation
     return (
-        kinds == {"memory"}
+        first.kind == second.kind == "memory"
         and one.stream == other.stream
-        and one.operation.phase == other.operation.phase != "update"
+        and first.phase == second.phase != "update"
     )
 
 
 def repeated(trace: TracedStep, microbatches: int) -> TracedStep:
     """Return the trace of `microbatches`: the second of three is repeated."""
-    starts = [
-        place
-        for place, item in enumerate(trace.items)
-        if isinstance(item, Mark) and item.name == "microbatch"
-    ]
+    starts = [at for at, item in enumerate(trace.items) if item == Mark("microbatch")]
     if len(starts) >= microbatches:
         return trace
     assert len(starts) == 3, "a shorter step is traced with three microbatches"
     _, second, third = starts
     middle = trace.items[second:third]
-    beyond = 1 + max([0, *(_number(item) or 0 for item in trace.items)])
-    own = {
-        (type(item) in (RecordEvent, AwaitEvent), _number(item))
-        for item in middle
-        if isinstance(item, Communicate | RecordEvent)
-    }
+    numbers = (getattr(item, "number", getattr(item, "event", 0)) for item in trace.items)
+    beyond = 1 + max(0, *numbers)
+    collectives = {item.number for item in middle if isinstance(item, Communicate)}
+    events = {item.event for item in middle if isinstance(item, RecordEvent)}
+
+    def renumbered(item: Item, shift: int) -> Item:
+        match item:
+            case Communicate(number=number) | Await(number=number) if number in collectives:
+                return replace(item, number=number + shift)
+            case RecordEvent(event=event) | AwaitEvent(event=event) if event in events:
+                return replace(item, event=event + shift)
+        return item
+
     items = list(trace.items[:third])
     for copy in range(1, microbatches - 2):
-        items += [_renumbered(item, copy * beyond, own) for item in middle]
+        items += [renumbered(item, copy * beyond) for item in middle]
     return replace(trace, items=[*items, *trace.items[third:]])
-
-
-def _number(item: Item) -> int | None:
-    match item:
-        case Communicate() | Await():
-            return item.number
-        case RecordEvent() | AwaitEvent():
-            return item.event
-    return None
-
-
-def _renumbered(item: Item, shift: int, own: set[tuple[bool, int | None]]) -> Item:
-    is_event = isinstance(item, RecordEvent | AwaitEvent)
-    if (is_event, _number(item)) not in own:
-        return item
-    match item:
-        case Communicate() | Await():
-            return replace(item, number=item.number + shift)
-        case RecordEvent() | AwaitEvent():
-            return replace(item, event=item.event + shift)
-    return item

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -218,27 +218,39 @@ def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> Traced
     return replace(trace, allocations=grown)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most memory of a step."""
+    """The most memory that a rank needs in a step."""
 
+    rank: int
     bytes: int
-    by_cause: dict[Cause, int]
-    at: int
-    """Items of the trace before it."""
+    by_cause: Mapping[str, int]
+    moment: str
+    """When in the step, in words."""
 
 
-def peak(trace: TracedStep) -> Peak:
+def memory_peak(trace: TracedStep) -> Peak:
     """Return the peak, and what is in memory then."""
-    total = most = 0
-    place, live, at_peak = 0, dict[int, int](), -1
+    total = most = items_before = changes_before = 0
     for index, each in enumerate(trace.allocations):
         total += each.bytes
         if total > most:
-            most, at_peak, place = total, index, each.at
-    for each in trace.allocations[: at_peak + 1]:
-        live[each.number] = live.get(each.number, 0) + each.bytes
-    by_cause: Counter[Cause] = Counter()
-    for number, size in live.items():
-        by_cause[trace.causes[number]] += size
-    return Peak(most, {cause: size for cause, size in by_cause.most_common() if size}, place)
+            most, changes_before, items_before = total, index + 1, each.at
+    by_cause: Counter[str] = Counter()
+    for each in trace.allocations[:changes_before]:
+        by_cause[trace.causes[each.number]] += each.bytes
+    sizes = {cause: size for cause, size in by_cause.most_common() if size}
+    return Peak(
+        rank=trace.rank, bytes=most, by_cause=sizes, moment=_moment(trace.items[:items_before])
+    )
+
+
+def _moment(items: Sequence[Item]) -> str:
+    """Say where in the step the items end."""
+    marks = [item.name for item in items if isinstance(item, Mark)]
+    if "update" in marks:
+        return "the optimizer's step"
+    phases = [item.operation.phase for item in items if isinstance(item, Compute)]
+    latest = phases[-1] if phases else ""
+    where = {"forward": "the forward", "backward": "the backward", "recompute": "the backward"}
+    return f"{where.get(latest, 'the step')} of microbatch {marks.count('microbatch')}"

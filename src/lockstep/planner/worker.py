@@ -1,42 +1,57 @@
-"""Runs in the script's process, in the place of `ls.train`: predicts plans, each in a fork, and
-ends the process."""
+"""Runs in the script's process instead of `ls.train`: predicts plans, each in a fork, and ends it.
+
+With plans for this machine, the loader is measured too."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lockstep.base.control_group import usable_cpus
-from lockstep.base.errors import UserError
+from lockstep.base.errors import RecipeError, UserError
 from lockstep.base.processes import die_with_parent
 from lockstep.base.units import size
+from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
 from lockstep.hooks.hang.snapshot import error_with_line
 from lockstep.plan import Plan
-from lockstep.planner.loader import MEASURED_SECONDS, LoaderTime
+from lockstep.planner.machines.costs import Machine
 from lockstep.planner.machines.hardware import parse_target
-from lockstep.planner.machines.machine import Machine
 from lockstep.planner.predict import is_splittable, predict
-from lockstep.planner.prediction import Prediction, text
-from lockstep.planner.request import OUTCOMES, Ended, PlanRequest
-from lockstep.planner.search import Outcome, Space, search
+from lockstep.planner.prediction import OUTCOMES, Ended, Outcome, PlanRequest, Prediction, text
+from lockstep.planner.search import Space, search
+from lockstep.planner.tracing.stand_ins import ValueNeeded
 from lockstep.planner.tracing.tracer import model_size
-from lockstep.planner.tracing.values import ValueNeeded
+from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 MOST_COPIES = 8
 """A model is computed with values if so many copies of it fit into memory."""
+LOADER = "loader"
+MEASURED_SECONDS = 1.0
+"""Microbatches are loaded for so long."""
+PATIENCE_SECONDS = 60.0
+"""A loader without one microbatch by then is given up."""
+MOST_SAMPLES = 32
+"""Samples of a measured microbatch whose size the plan chooses."""
 
 
 def train(recipe: Recipe) -> None:
     """Predict the plans of the request for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
     assert request is not None, "the command has asked"
-    # which the command removes, however this process and its forks end
+    # The command removes the folder, however this process and its forks end.
     tempfile.tempdir = request.folder
     evaluation = _Evaluation(recipe, request)
     ended = Ended()
@@ -50,42 +65,58 @@ def train(recipe: Recipe) -> None:
     os._exit(0)  # the script goes no further
 
 
+def _fork(path: Path, compute: Callable[[], float | Outcome]) -> int:
+    """Fork a process that writes to `path` what `compute` returns, as JSON, or the error in a
+    line."""
+    own = os.getpid()
+    if process := os.fork():
+        return process
+    die_with_parent(own)
+    told: Any
+    try:
+        try:
+            computed = compute()
+            told = computed.as_json() if isinstance(computed, Outcome) else computed
+        except BaseException as error:
+            told = error_with_line(error)
+        path.write_text(json.dumps(told), encoding="utf-8")
+    finally:
+        os._exit(0)
+
+
 class _Evaluation:
     """Predicts plans for one recipe."""
 
     def __init__(self, recipe: Recipe, request: PlanRequest) -> None:
-        self._recipe, self._request = recipe, request
+        self._recipe, self._request, self._folder = recipe, request, Path(request.folder)
         self._machine = Machine.of(parse_target(request.target), request.memory_bytes)
         self._known: dict[str, Outcome] = {}
-        loader = LoaderTime.measured(
-            recipe, Path(request.folder), MEASURED_SECONDS if request.is_here else 0.0
-        )
+        seconds = MEASURED_SECONDS if request.is_here else 0.0
+        loader = LoaderTime.measured(recipe, self._folder, seconds)
         self._loader = loader if request.is_here else None
 
     def search(self) -> Ended:
         """Search all plans; those for fewer devices if a step has too few microbatches and nothing
         else is legal."""
-        space = self.space()
+        space = self._space()
         if self._searched(space) or space.usable_devices == space.devices:
             return Ended()
         cluster = self._machine.cluster.of(space.usable_devices)
         self._machine = Machine.of(cluster, self._request.memory_bytes)
         fewer = replace(space, devices=cluster.count, devices_per_node=cluster.devices_per_node)
-        return (
-            Ended(devices=cluster.count, why=space.why_fewer())
-            if self._searched(fewer)
-            else Ended()
-        )
+        if not self._searched(fewer):
+            return Ended()
+        return Ended(devices=cluster.count, why=space.why_fewer())
 
     def _searched(self, space: Space) -> bool:
-        """Search, and report what is found. Returns True if a plan can be run, whatever the
-        memory."""
+        """Search, and write all outcomes. Returns True if a plan can run, whatever the memory."""
         outcomes = search(space, self.evaluate)
-        self.report([each for each in outcomes if each.prediction is None])
+        for each in outcomes:
+            if each.prediction is None and each.plan not in self._known:
+                self._report(each)
         return not all(each.is_refused for each in outcomes)
 
-    def space(self) -> Space:
-        """Return the space in which plans for this recipe are searched for."""
+    def _space(self) -> Space:
         recipe, cluster = self._recipe, self._machine.cluster
         model = model_size(recipe)
         return Space(
@@ -101,89 +132,62 @@ class _Evaluation:
 
     def evaluate(self, plans: Sequence[Plan]) -> list[Outcome]:
         """Predict the plans, each in a fork of this process, a few at once."""
-        waiting, running = list(plans), dict[int, tuple[Plan, Path]]()
+        waiting, running = list(plans), dict[int, tuple[str, Path]]()
         found: dict[str, Outcome] = {}
         while waiting or running:
             while waiting and len(running) < self._request.slots:
                 plan = waiting.pop(0)
-                path = (
-                    Path(self._request.folder)
-                    / f"plan-{len(self._known) + len(found) + len(running)}-{os.getpid()}.json"
-                )
-                running[self._fork(plan, path)] = plan, path
+                number = len(self._known) + len(found) + len(running)
+                path = self._folder / f"plan-{number}-{os.getpid()}.json"
+                process = _fork(path, partial(self._predicted, plan))
+                running[process] = text(plan), path
             process, status = os.wait()
             if process in running:
-                plan, path = running.pop(process)
-                found[text(plan)] = outcome = self._read(plan, path, status)
-                self._report(outcome)
+                name, path = running.pop(process)
+                found[name] = _outcome(name, path, status)
+                self._report(found[name])
         self._known |= found
         return [found[text(plan)] for plan in plans]
 
-    def _fork(self, plan: Plan, path: Path) -> int:
-        own = os.getpid()
-        process = os.fork()
-        if process:
-            return process
-        die_with_parent(own)
+    def _predicted(self, plan: Plan) -> Outcome:
+        recipe, machine = self._recipe, self._machine
         try:
-            outcome = self._with_loader(_predicted(self._recipe, plan, self._machine), plan)
-        except BaseException as error:
-            outcome = Outcome(
-                plan=text(plan),
-                reason=f"it could not be traced: {error_with_line(error)}",
-                is_refused=True,
-            )
-        try:
-            path.write_text(json.dumps(outcome.as_json()), encoding="utf-8")
-        finally:
-            os._exit(0)
-
-    def _with_loader(self, outcome: Outcome, plan: Plan) -> Outcome:
-        if self._loader is None or outcome.prediction is None:
-            return outcome
-        loaded = self._loader.added_to(
-            outcome.prediction, plan, processes=self._machine.cluster.count, cores=usable_cpus()
-        )
-        return replace(outcome, prediction=loaded)
-
-    def _read(self, plan: Plan, path: Path, status: int) -> Outcome:
-        try:
-            outcome = Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            reason = (
-                f"the process that traced it ended with status {os.waitstatus_to_exitcode(status)}"
-            )
+            try:
+                prediction = predict(recipe, plan, machine)
+            except ValueNeeded as error:
+                if MOST_COPIES * model_size(recipe).parameter_bytes > available_bytes():
+                    raise
+                note = f"computed with values on this CPU, because {error}"
+                prediction = replace(predict(recipe, plan, machine, is_fake=False), note=note)
+        except UserError as error:
+            reason = f"{type(error).__name__}: {error}"
             return Outcome(plan=text(plan), reason=reason, is_refused=True)
-        path.unlink()
-        return outcome
-
-    def report(self, outcomes: Sequence[Outcome]) -> None:
-        """Write the outcomes that nobody has written yet."""
-        for outcome in outcomes:
-            if outcome.plan not in self._known:
-                self._report(outcome)
+        why_not = None if prediction.fits else _why_not(prediction)
+        if self._loader is not None:
+            processes = machine.cluster.count
+            prediction = self._loader.added_to(
+                prediction, plan, processes=processes, cores=usable_cpus()
+            )
+        return Outcome(plan=text(plan), prediction=prediction, reason=why_not)
 
     def _report(self, outcome: Outcome) -> None:
-        with (Path(self._request.folder) / OUTCOMES).open("a", encoding="utf-8") as file:
+        with (self._folder / OUTCOMES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(outcome.as_json()) + "\n")
 
 
-def _predicted(recipe: Recipe, plan: Plan, machine: Machine) -> Outcome:
+def _outcome(plan: str, path: Path, status: int) -> Outcome:
+    """Return the outcome that a fork has written."""
     try:
-        try:
-            prediction = predict(recipe, plan, machine)
-        except ValueNeeded as error:
-            if MOST_COPIES * model_size(recipe).parameter_bytes > available_bytes():
-                raise
-            note = f"computed with values on this CPU, because {error}"
-            prediction = replace(predict(recipe, plan, machine, is_fake=False), note=note)
-    except UserError as error:
-        return Outcome(plan=text(plan), reason=f"{type(error).__name__}: {error}", is_refused=True)
-    return Outcome(
-        plan=text(plan),
-        prediction=prediction,
-        reason=None if prediction.fits else _why_not(prediction),
-    )
+        told = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+    except (OSError, ValueError):
+        ended = os.waitstatus_to_exitcode(status)
+        told = f"the process that traced it ended with status {ended}"
+    else:
+        if not isinstance(told, str):
+            return Outcome.from_json(told)
+        told = f"it could not be traced: {told}"
+    return Outcome(plan=plan, reason=told, is_refused=True)
 
 
 def available_bytes() -> int:
@@ -197,3 +201,94 @@ def _why_not(prediction: Prediction) -> str:
         f"needs {size(prediction.needed_bytes)} of {size(capacity)}, on rank {peak.rank} in"
         f" {peak.moment}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderTime:
+    """The time of a sample in a process of this machine."""
+
+    seconds: float
+    note: str
+
+    @classmethod
+    def measured(cls, recipe: Recipe, folder: Path, seconds: float) -> LoaderTime:
+        """Load microbatches by the recipe's data and `collate` for so many seconds, in a fork.
+        Raises `RecipeError` if that fails or the first takes longer than `PATIENCE_SECONDS`."""
+        path = folder / "loader.json"
+        process = _fork(path, lambda: _seconds_of_a_sample(recipe, seconds))
+        if not _ends(process, PATIENCE_SECONDS):
+            told = f"took longer than {PATIENCE_SECONDS:.0f} s"
+        elif not path.exists():
+            told = "killed its process"
+        elif isinstance(told := json.loads(path.read_text(encoding="utf-8")), str):
+            told = f"failed with {told}"
+        else:
+            return cls(told, f"a process loads {1 / told:,.4g} samples/s here")
+        raise RecipeError(
+            f"loading a microbatch of Recipe.data {told}; a plan is made from one; correct the"
+            " dataset, or `collate`"
+        )
+
+    def added_to(
+        self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
+    ) -> Prediction:
+        """Return the prediction with each process's loader. Without workers a process loads, then
+        computes; with workers the slower counts. `cores`: of all processes."""
+        noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
+        own, samples = cores / processes, prediction.microbatch * prediction.microbatches
+        workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
+        loading = samples * self.seconds / min(max(1, workers), own)
+        if not workers:
+            by_limit, added = {**prediction.by_limit, LOADER: loading}, loading
+        elif loading > prediction.seconds:
+            by_limit, added = {LOADER: loading}, 0.0
+        else:
+            return noted
+        twice = prediction.seconds_with_twice.items()
+        return replace(
+            noted,
+            seconds=max(prediction.seconds + added, loading),
+            by_limit=dict(sorted(by_limit.items(), key=lambda each: -each[1])),
+            seconds_with_twice={name: max(each + added, loading) for name, each in twice},
+        )
+
+
+def _ends(process: int, seconds: float) -> bool:
+    """Wait for a child; kill it if it is late."""
+    end = time.monotonic() + seconds
+    while os.waitpid(process, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _seconds_of_a_sample(recipe: Recipe, seconds: float) -> float:
+    size = recipe.microbatch
+    if not isinstance(size, int):
+        size = min(recipe.global_batch or 1, MOST_SAMPLES)
+    loaded, began = 0, time.perf_counter()
+    for microbatch in _microbatches(recipe, size):
+        loaded += microbatch.size
+        if (spent := time.perf_counter() - began) >= seconds:
+            return spent / loaded
+    raise AssertionError("there is always another microbatch")
+
+
+def _microbatches(recipe: Recipe, size: int) -> Iterator[Microbatch]:
+    """Yield microbatches without end."""
+    in_step = -(-(recipe.global_batch or size) // size)
+    spans = (
+        Span(step=at // in_step, index=at % in_step, start=at * size, stop=(at + 1) * size)
+        for at in count()
+    )
+    device = torch.device("cpu")
+    if isinstance(recipe.data, Stream):
+        stream = StreamLoader(recipe.data, collate=recipe.collate, seed=recipe.seed, device=device)
+        return stream.fetch(spans, microbatches=in_step, positions={})
+    loader = Loader(
+        recipe.data, collate=recipe.collate, seed=recipe.seed, ahead=size, device=device
+    )
+    return loader.fetch(spans)

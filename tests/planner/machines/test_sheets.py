@@ -19,7 +19,7 @@ from lockstep.planner.machines.hardware import (
     load_link,
     parse_target,
 )
-from lockstep.planner.machines.sheets import GpuReadings, as_toml, link_of, link_path
+from lockstep.planner.machines.measuring_gpu import GpuReadings, as_toml, link_of, link_path
 from lockstep.planner.trace import Collective, CollectiveKind
 
 READINGS = GpuReadings(

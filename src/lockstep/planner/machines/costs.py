@@ -1,5 +1,5 @@
-"""Time of an operation on a device (a roofline with tiles) and of a collective (latency and
-bandwidth).
+"""Seconds of a kernel (a roofline with tiles) and of a collective (latency and bandwidth) on
+devices of data sheets, and the machine that these make.
 
 A rate is the data sheet's peak, times the part that the best kernel reaches (`hardware.py`), times
 what was fitted (`fitted.toml`).
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from math import ceil, log2
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import ceil, inf, log2
 from pathlib import Path
+from typing import Any
 
-from lockstep.planner.machines.hardware import Cluster, Device, Link
+from lockstep.plan import Plan
+from lockstep.planner.machines.hardware import Cluster, Device
+from lockstep.planner.simulate import Costs, HostCosts
 from lockstep.planner.trace import ALIGNED, Collective, Operation, sent_bytes
 
 
@@ -60,17 +63,13 @@ class Interval:
     high: float
 
 
-def load_fitted(
-    path: Path = Path(__file__).parent / "fitted.toml",
-) -> tuple[Fitted, dict[str, Interval]]:
-    """Return the fitted numbers, and intervals of `seconds` and `memory`."""
-    sheet = tomllib.loads(path.read_text(encoding="utf-8"))
-    return Fitted(**sheet["fitted"]), {
-        kind: Interval(**each) for kind, each in sheet["interval"].items()
-    }
+def _sheet(name: str) -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
-FITTED, INTERVALS = load_fitted()
+FITTED = Fitted(**_sheet("fitted.toml")["fitted"])
+INTERVALS = {kind: Interval(**each) for kind, each in _sheet("fitted.toml")["interval"].items()}
+"""Intervals of `seconds` and `memory`."""
 TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -86,14 +85,15 @@ LOADED = 16
 """A thread loads so many bytes at once, and rows of other multiples in pieces."""
 CONVOLUTION = 0.6
 """Rate of convolutions to matrix products'."""
+OVERHEAD_BYTES = 1_300_000_000
+"""Memory of a GPU's driver context and libraries."""
 
 
 def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
     """Return the longer of an operation's arithmetic and bytes, at least a kernel's launch."""
-    moving = operation.bytes / (
-        device.memory_bytes_per_second * device.memory_fraction * fitted.memory
-    )
-    return max(_arithmetic_seconds(operation, device, fitted), moving, device.launch_seconds)
+    bandwidth = device.memory_bytes_per_second * device.memory_fraction * fitted.memory
+    arithmetic = _arithmetic_seconds(operation, device, fitted)
+    return max(arithmetic, operation.bytes / bandwidth, device.launch_seconds)
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
@@ -108,26 +108,20 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     near = max(1, min(n, cluster.devices_per_node // collective.stride))
     nodes = ceil(n / near)
     rounds = 2 if collective.kind == "all_reduce" else 1
-    inside = (
-        cluster.inside.latency_seconds + cluster.inside.hop_seconds * (near - 2)
-        if near > 1
-        else 0.0
-    )
-    between = (
-        cluster.between.latency_seconds + cluster.between.hop_seconds * log2(nodes)
-        if nodes > 1
-        else 0.0
-    )
-    return (inside + between) * rounds / 2 + _moving_seconds(collective, cluster, near, nodes)
+    inside, between, latency = cluster.inside, cluster.between, 0.0
+    if near > 1:
+        latency += inside.latency_seconds + inside.hop_seconds * (near - 2)
+    if nodes > 1:
+        latency += between.latency_seconds + between.hop_seconds * log2(nodes)
+    return latency * rounds / 2 + _moving_seconds(collective, cluster, near, nodes)
 
 
 def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) -> float:
     if not operation.flops:
         return 0.0
     peak = device.peak_flops.get(operation.dtype, device.peak_flops["float32"])
-    best = (
-        peak * device.matmul_fraction * fitted.matmul.get(device.generation, fitted.matmul["other"])
-    )
+    in_long_runs = fitted.matmul.get(device.generation, fitted.matmul["other"])
+    best = peak * device.matmul_fraction * in_long_runs
     match operation.kind:
         case "matmul" if operation.shape:
             return operation.flops / (best * matmul_rate(operation, device, fitted))
@@ -170,36 +164,64 @@ def _attention_rate(operation: Operation, device: Device, fitted: Fitted) -> flo
     _, _, keys, head = operation.shape
     kernel = "cudnn" if "cudnn" in operation.name else "flash"
     direction = fitted.backward_attention if operation.phase == "backward" else 1.0
-    shape = (
-        keys
-        / (keys + ATTENTION_KEYS)
-        * head
-        / (head + ATTENTION_HEAD)
-        * (128 + ATTENTION_HEAD)
-        / 128
-    )
+    shape = keys / (keys + ATTENTION_KEYS) * head / (head + ATTENTION_HEAD)
+    shape = shape * (128 + ATTENTION_HEAD) / 128
     return device.attention_fraction[kernel] * fitted.attention * direction * min(1.0, shape)
 
 
 def _moving_seconds(collective: Collective, cluster: Cluster, near: int, nodes: int) -> float:
-    sent = sent_bytes(collective)
+    sent, (inside, between) = sent_bytes(collective), (cluster.inside, cluster.between)
     if nodes == 1:
-        gain = cluster.inside.all_reduce_gain if collective.kind == "all_reduce" else 1.0
-        return (
-            sent
-            / _bandwidth(cluster.inside)
-            / gain
-            * (1 + cluster.inside.few_ranks / collective.ranks)
-        )
+        gain = inside.all_reduce_gain if collective.kind == "all_reduce" else 1.0
+        return sent / inside.bandwidth / gain * (1 + inside.few_ranks / collective.ranks)
     if collective.kind == "all_to_all":
         away = sent * (collective.ranks - near) / (collective.ranks - 1)
-        return max(away / _bandwidth(cluster.between), (sent - away) / _bandwidth(cluster.inside))
+        return max(away / between.bandwidth, (sent - away) / inside.bandwidth)
     width = 1 if collective.kind in ("broadcast", "send") else near
-    return sent / min(
-        _bandwidth(cluster.inside) if near > 1 else float("inf"),
-        width * _bandwidth(cluster.between),
-    )
+    return sent / min(inside.bandwidth if near > 1 else inf, width * between.bandwidth)
 
 
-def _bandwidth(link: Link) -> float:
-    return link.bytes_per_second * link.fraction
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Devices to plan for, with their costs."""
+
+    cluster: Cluster
+    costs: Costs
+    capacity_bytes: int | None
+    overhead_bytes: int
+    is_gpu: bool = True
+    contention: float = 0.0
+    """Part of the communication beside computation that costs time all the same."""
+    jitter: float = 0.0
+    """Part of a step that each doubling of the devices adds."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
+        """Return the machine of data sheets. `memory_bytes`: of a device, unless the sheet's."""
+        return cls(
+            cluster=cluster,
+            costs=Costs(
+                partial(operation_seconds, device=cluster.device),
+                partial(collective_seconds, cluster=cluster),
+                host_costs(),
+            ),
+            capacity_bytes=memory_bytes or cluster.device.memory_bytes,
+            overhead_bytes=OVERHEAD_BYTES,
+            contention=FITTED.contention,
+            jitter=FITTED.jitter,
+        )
+
+    def costs_of(self, plan: Plan) -> Costs:
+        if self.is_gpu and plan.compile:
+            return replace(self.costs, host=host_costs(is_compiled=True))
+        return self.costs
+
+
+@cache
+def host_costs(*, is_compiled: bool = False) -> HostCosts:
+    """Return a host's costs. `is_compiled`: without Python's and autograd's work for each
+    operation."""
+    sheet = _sheet("host.toml")
+    launch, marks = sheet["launch"], dict[str, float](sheet["marks"])
+    collectives = {axis: launch + seconds for axis, seconds in sheet["collectives"].items()}
+    return HostCosts(launch if is_compiled else launch + sheet["kernel"], marks, collectives)

@@ -1,4 +1,5 @@
-"""Devices, links and clusters: data sheets as values, and the text that names a cluster.
+"""Devices, links and clusters: data sheets as values, and the text that names a cluster: by data
+sheets, or this machine's accelerators.
 
 The figures, with sources, are in TOML files in `devices/` and `links/`. The path of a user's file
 with the same keys may be named instead.
@@ -6,16 +7,17 @@ with the same keys may be named instead.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import PlanError, say
 
 FOLDER = Path(__file__).parent
 MAY_BE_ZERO = ("launch_seconds", "latency_seconds", "hop_seconds", "few_ranks")
@@ -25,6 +27,7 @@ NEEDED: Mapping[str, frozenset[str]] = {
 }
 """Keys that a table of a sheet must have."""
 TARGET = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)(?:\s+over\s+(\S.*?))?\s*")
+THIS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?this\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,11 @@ class Link:
     aliases: tuple[str, ...] = ()
     source: str
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of large collectives."""
+        return self.bytes_per_second * self.fraction
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -109,31 +117,32 @@ def parse_target(text: str) -> Cluster:
             f"target {text!r}: the number of devices is {count}, and must be at least 1"
         )
     if match[1] is None and (counted := re.fullmatch(r"(\d+)\s+(\S.*)", name)):
-        if not is_known_device(counted[2]):
-            devices = ", ".join(known_devices())
+        if is_known_device(counted[2]):
             raise PlanError(
-                f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x"
-                f" and a device, such as `{counted[1]} x H100`; devices: {devices}"
+                f"target {text!r}: between a count and its device is an x; write `{counted[1]} x"
+                f" {counted[2]}`"
             )
         raise PlanError(
-            f"target {text!r}: between a count and its device is an x; write `{counted[1]} x"
-            f" {counted[2]}`"
+            f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x and"
+            f" a device, such as `{counted[1]} x H100`; devices: {', '.join(known_devices())}"
         )
     device = load_device(name)
-    between = load_link(link) if link else load_link(device.between)
-    return Cluster(
-        device, count, min(count, device.devices_per_node), load_link(device.inside), between
-    )
+    inside, between = load_link(device.inside), load_link(link or device.between)
+    return Cluster(device, count, min(count, device.devices_per_node), inside, between)
 
 
 def known_devices() -> list[str]:
     """Return the sorted names of the library's data sheets."""
-    return sorted(each["name"] for each in _sheets("devices"))
+    return _names("devices")
 
 
 def known_links() -> list[str]:
     """Return the sorted names of the library's links."""
-    return sorted(each["name"] for each in _sheets("links"))
+    return _names("links")
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(each["name"] for each in _sheets(folder))
 
 
 def load_device(name: str) -> Device:
@@ -147,15 +156,20 @@ def load_link(name: str) -> Link:
 
 
 def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
-    if name.endswith(".toml"):
-        return _read(Path(name), kind)
-    if (sheet := _known(folder, name)) is not None:
-        return sheet
-    names = ", ".join(sorted(each["name"] for each in _sheets(folder)))
-    raise PlanError(
-        f"{kind} {name!r} is not known; known: {names}; or give the path of a .toml file with its"
-        " figures"
-    )
+    if not name.endswith(".toml"):
+        if (sheet := _known(folder, name)) is not None:
+            return sheet
+        raise PlanError(
+            f"{kind} {name!r} is not known; known: {', '.join(_names(folder))}; or give the path of"
+            " a .toml file with its figures"
+        )
+    try:
+        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"the {kind}'s file {name!r} cannot be read: {error}; give a TOML file, or the"
+            f" name of a {kind}"
+        ) from error
 
 
 def is_known_device(name: str) -> bool:
@@ -165,17 +179,14 @@ def is_known_device(name: str) -> bool:
 
 def _known(folder: str, name: str) -> dict[str, Any] | None:
     """Return the sheet of this name or alias."""
-    wanted = _plain(name)
-    names = {
-        _plain(each): sheet
-        for sheet in _sheets(folder)
-        for each in [sheet["name"], *sheet.get("aliases", ())]
-    }
-    return names.get(wanted)
 
+    def plain(name: str) -> str:
+        return re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia").removeprefix("amd")
 
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia").removeprefix("amd")
+    for sheet in _sheets(folder):
+        if plain(name) in map(plain, (sheet["name"], *sheet.get("aliases", ()))):
+            return sheet
+    return None
 
 
 @cache
@@ -186,29 +197,14 @@ def _sheets(folder: str) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _read(path: Path, kind: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"the {kind}'s file {str(path)!r} cannot be read: {error}; give a TOML file, or the"
-            f" name of a {kind}"
-        ) from error
-
-
 def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
     known = {each.name: each for each in fields(kind)}
-    missing = [
-        key
-        for key in known
-        if key not in sheet and key not in ("aliases", "few_ranks", "all_reduce_gain")
-    ]
-    if missing or (unknown := sorted(set(sheet) - set(known))):
-        wrong = (
-            f"lacks {', '.join(missing)}"
-            if missing
-            else f"has the unknown keys {', '.join(unknown)}"
-        )
+    missing = [key for key, each in known.items() if key not in sheet and each.default is MISSING]
+    unknown = sorted(set(sheet) - set(known))
+    if missing or unknown:
+        wrong = f"has the unknown keys {', '.join(unknown)}"
+        if missing:
+            wrong = f"lacks {', '.join(missing)}"
         raise PlanError(f"the sheet of {name!r} {wrong}; its keys are {', '.join(known)}")
     for key, value in sheet.items():
         if (rule := _rule_broken(key, value, str(known[key].type))) is not None:
@@ -218,41 +214,72 @@ def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
 
 def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
     """Return the rule that a value breaks."""
+    rule = "it is a string"
+    holds = isinstance(value, str)
     if annotation in ("int", "float"):
-        return (
-            None
-            if _is_quantity(value, is_whole=annotation == "int", or_zero=key in MAY_BE_ZERO)
-            else _number_rule(key, annotation)
-        )
-    if annotation.startswith("Mapping"):
-        needed = NEEDED[key]
-        whole = (
-            isinstance(value, dict)
-            and needed <= value.keys()
-            and all(_is_quantity(each) for each in value.values())
-        )
-        return (
-            None
-            if whole
-            else f"it is a table of numbers above 0, with at least {', '.join(sorted(needed))}"
-        )
-    if annotation.startswith("tuple"):
-        return (
-            None
-            if isinstance(value, list) and all(isinstance(each, str) for each in value)
-            else "it is a list of strings"
-        )
-    return None if isinstance(value, str) else "it is a string"
-
-
-def _number_rule(key: str, annotation: str) -> str:
-    return (
-        f"it is a {'whole ' if annotation == 'int' else ''}number,"
-        f" {'0 or more' if key in MAY_BE_ZERO else 'above 0'}"
-    )
+        is_whole, or_zero = annotation == "int", key in MAY_BE_ZERO
+        rule = f"it is a {'whole ' * is_whole}number, {'0 or more' if or_zero else 'above 0'}"
+        holds = _is_quantity(value, is_whole=is_whole, or_zero=or_zero)
+    elif annotation.startswith("Mapping"):
+        needed = ", ".join(sorted(NEEDED[key]))
+        rule = f"it is a table of numbers above 0, with at least {needed}"
+        holds = isinstance(value, dict) and value.keys() >= NEEDED[key]
+        holds = holds and all(map(_is_quantity, value.values()))
+    elif annotation.startswith("tuple"):
+        rule = "it is a list of strings"
+        holds = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return None if holds else rule
 
 
 def _is_quantity(value: Any, *, is_whole: bool = False, or_zero: bool = False) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
         return False
     return isfinite(value) and (value > 0 or (or_zero and value == 0))
+
+
+def devices_here(text: str) -> tuple[int, str] | None:
+    """Return number and product name of this machine's accelerators that a target names; None if it
+    names others. Raises `PlanError`."""
+    match = THIS.fullmatch(text)
+    if match is None:
+        return None
+    from lockstep.base import accelerator
+
+    if not (found := accelerator.count()):
+        unseen = accelerator.unseen(os.environ)
+        raise PlanError(
+            f"--on {text!r} is this machine's accelerators, and torch sees none"
+            f'{f" ({unseen})" if unseen else ""}; name the devices to plan for: --on "1 x H100";'
+            f" known: {', '.join(known_devices())}"
+        )
+    wanted, name = int(match[1] or found), accelerator.product_name()
+    if not 1 <= wanted <= found:
+        raise PlanError(
+            f"--on {text!r}, and this machine has {found} ({name}); give --on '{found} x this', or"
+            " the name of a device, such as --on '64 x H100'"
+        )
+    return wanted, name
+
+
+def cluster_of(text: str) -> Cluster | int:
+    """Return the devices of a target; their number alone if they are this machine's and no data
+    sheet describes them. Raises `PlanError`."""
+    if (here := devices_here(text)) is None:
+        return parse_target(text)
+    return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]
+
+
+def named(text: str, folder: Path) -> str:
+    """Return the target, with this machine's accelerators named by their data sheet, or by one that
+    is measured into `folder` now. Raises `PlanError`, `LaunchError`."""
+    if (here := devices_here(text)) is None:
+        return text
+    count, name = here
+    if is_known_device(name):
+        return f"{count} x {name}"
+    from lockstep.planner.machines.measuring_gpu import write_gpu_sheets
+
+    say(f"lockstep plan: no data sheet describes {name}; it is measured, as by doctor --write")
+    path = folder / "this-machine.toml"
+    write_gpu_sheets(path, count)
+    return f"{count} x {path}"

@@ -1,15 +1,19 @@
-"""Measures accelerators: matrix products, attention, copies, launches, and collectives.
+"""Measures accelerators (matrix products, attention, copies, launches, collectives), and writes
+their data sheets for `--on`.
 
 Sizes double until a call is long enough to be timed, so that slow devices take no longer.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError
 from lockstep.launch.spawn import spawn
-from lockstep.planner.machines.sheets import ALONE, GpuReadings, as_toml, link_of, link_path
+from lockstep.planner.machines.hardware import Device, Link
+from lockstep.planner.trace import Collective, CollectiveKind, sent_bytes
 
 LONG_SECONDS = 5e-3
 """A call so long hides its launch."""
@@ -35,35 +40,35 @@ LAUNCHED = 400
 """Small kernels of one measurement: fewer than a stream holds before the host waits."""
 AHEAD_SECONDS = 0.03
 """The device computes so long, while the host launches the small kernels."""
-GENERATIONS = {
-    (7, 0): "Volta",
-    (7, 5): "Turing",
-    (8, 0): "Ampere",
-    (8, 6): "Ampere",
-    (8, 9): "Ada",
-    (9, 0): "Hopper",
-}
+GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper"}
+"""10 × major + minor compute capability -> generation."""
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-Timer = Callable[[Callable[[], Any]], float]
+ALONE, BETWEEN = "PCIe4", "Ethernet-100G"
+"""Links that were not measured: inside a machine with one device, and between machines."""
+MEASURED: Mapping[str, CollectiveKind] = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+}
+"""Collectives that show a link's bandwidth, by the doctor's names."""
+Call = Callable[[], Any]
+Timer = Callable[[Call], float]
 """Returns the seconds of a call on the device."""
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
     """Measure accelerators; write the device's sheet to `path` and the link's beside it. Returns
     the files. Raises `LaunchError`."""
-    readings = spawn(measure, nproc=1)
-    written, inside = [path], ALONE
+    readings = spawn(measure_accelerator, nproc=1)
+    sheets: dict[Path, Device | Link] = {}
+    inside = ALONE
     if devices > 1:
-        link = link_of(
-            f"{readings.name} link", {ranks: timed_collectives(ranks) for ranks in {2, devices}}
-        )
-        written.append(link_path(path))
-        written[1].write_text(as_toml(link), encoding="utf-8")
-        inside = str(written[1])
-    path.write_text(
-        as_toml(readings.device(devices_per_node=devices, inside=inside)), encoding="utf-8"
-    )
-    return written
+        timed = {ranks: timed_collectives(ranks) for ranks in {2, devices}}
+        inside = str(link_path(path))
+        sheets[link_path(path)] = link_of(f"{readings.name} link", timed)
+    sheets = {path: readings.device(devices_per_node=devices, inside=inside), **sheets}
+    for file, sheet in sheets.items():
+        file.write_text(as_toml(sheet), encoding="utf-8")
+    return list(sheets)
 
 
 def timed_collectives(ranks: int) -> list[dict[str, Any]]:
@@ -80,10 +85,10 @@ def timed_collectives(ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(timer: Timer | None = None) -> GpuReadings:
+def measure_accelerator(timer: Timer | None = None) -> GpuReadings:
     """Measure the first accelerator."""
     device = accelerator.device(0)
-    seconds = timer or partial(device_seconds, device=device)
+    seconds = timer or partial(call_seconds, device=device)
     short = torch.bfloat16 if accelerator.computes_bf16(device) else torch.float16
     matmul = {name: _matmul_rate(dtype, device, seconds) for name, dtype in _dtypes(device, short)}
     with _float32_in_tensor_cores():
@@ -102,7 +107,7 @@ def measure(timer: Timer | None = None) -> GpuReadings:
     )
 
 
-def device_seconds(call: Callable[[], Any], device: torch.device) -> float:
+def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Return the shortest time until the device has done a call."""
     call()
     times = []
@@ -122,11 +127,19 @@ def _dtypes(device: torch.device, short: torch.dtype) -> Iterator[tuple[str, tor
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> float:
-    best = 0.0
-    for width in WIDTHS:
+    def product(width: int) -> tuple[int, Call]:
         one, other = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-        taken = seconds(partial(torch.mm, one, other))
-        best = max(best, 2 * width**3 / taken)
+        return 2 * width**3, partial(torch.mm, one, other)
+
+    return _best_rate(map(product, WIDTHS), seconds)
+
+
+def _best_rate(calls: Iterable[tuple[int, Call]], seconds: Timer) -> float:
+    """Return the best rate of calls with their work, until one is long."""
+    best = 0.0
+    for work, call in calls:
+        taken = seconds(call)
+        best = max(best, work / taken)
         if taken >= LONG_SECONDS:
             break
     return best
@@ -152,29 +165,23 @@ def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -
 
 
 def _attention_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> float:
-    best = 0.0
-    for length in LENGTHS:
-        query, key, value = [
-            torch.randn(1, HEADS, length, HEAD_DIM, device=device).to(dtype) for _ in range(3)
-        ]
-        taken = seconds(partial(scaled_dot_product_attention, query, key, value, is_causal=True))
-        best = max(best, 2 * HEADS * length**2 * HEAD_DIM / taken)
-        if taken >= LONG_SECONDS:
-            break
-    return best
+    def attention(length: int) -> tuple[int, Call]:
+        shape = 1, HEADS, length, HEAD_DIM
+        query, key, value = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+        call = partial(scaled_dot_product_attention, query, key, value, is_causal=True)
+        return 2 * HEADS * length**2 * HEAD_DIM, call
+
+    return _best_rate(map(attention, LENGTHS), seconds)
 
 
 def _copy_rate(total_bytes: int, device: torch.device, seconds: Timer) -> float:
-    best = 0.0
-    for size in COPIED_BYTES:
-        if best and size > total_bytes / 8:
-            break
+    def copy(size: int) -> tuple[int, Call]:
         source, target = (torch.ones(size // 4, device=device) for _ in range(2))
-        taken = seconds(partial(target.copy_, source))
-        best = max(best, 2 * size / taken)
-        if taken >= LONG_SECONDS:
-            break
-    return best
+        return 2 * size, partial(target.copy_, source)
+
+    least, *larger = COPIED_BYTES
+    sizes = (least, *(size for size in larger if size <= total_bytes / 8))
+    return _best_rate(map(copy, sizes), seconds)
 
 
 def _launch_seconds(device: torch.device, seconds: Timer) -> float:
@@ -195,16 +202,118 @@ def _generation(device: torch.device) -> str:
     capability = accelerator.compute_capability(device)
     if capability is None:
         return "other"
-    return "Blackwell" if capability[0] >= 10 else GENERATIONS.get(capability, "other")
+    major, minor = capability
+    return "Blackwell" if major >= 10 else GENERATIONS.get(10 * major + minor, "other")
 
 
 def _multiprocessors(device: torch.device) -> int:
-    properties = getattr(
-        torch.get_device_module(device.type), "get_device_properties", lambda _: None
-    )(device)
+    module = torch.get_device_module(device.type)
+    properties = getattr(module, "get_device_properties", lambda _: None)(device)
     names = ("multi_processor_count", "max_compute_units")
     return next((int(getattr(properties, name)) for name in names if hasattr(properties, name)), 1)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReadings:
+    name: str
+    generation: str
+    memory_bytes: int
+    multiprocessors: int
+    matmul: Mapping[str, float]
+    """FLOP/s of the best product by dtype; at least `float32`."""
+    attention: Mapping[str, float]
+    """FLOP/s on a long sequence by kernel: `flash`, `cudnn`, or both."""
+    attention_dtype: str
+    copied_bytes_per_second: float
+    """Read and written."""
+    launch_seconds: float
+
+    def device(self, *, devices_per_node: int, inside: str) -> Device:
+        """Return the device. `inside`: name or file of the link in a machine."""
+        peak = self.matmul[self.attention_dtype]
+        reached = {kernel: rate / peak for kernel, rate in self.attention.items()}
+        slowest = min(reached.values())
+        return Device(
+            name=self.name,
+            generation=self.generation,
+            peak_flops=self.matmul,
+            matmul_fraction=1.0,
+            attention_fraction={
+                kernel: reached.get(kernel, slowest) for kernel in ("flash", "cudnn")
+            },
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_second=self.copied_bytes_per_second,
+            memory_fraction=1.0,
+            launch_seconds=self.launch_seconds,
+            multiprocessors=self.multiprocessors,
+            devices_per_node=devices_per_node,
+            inside=inside,
+            between=BETWEEN,
+            source=(
+                "measured by lockstep doctor --write: rates are those that were reached; the link"
+                " between machines was not measured"
+            ),
+        )
+
+
+def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link:
+    """Return the link. `timed`: ranks -> the doctor's rows, for two ranks and perhaps all."""
+    few, most = min(timed), max(timed)
+    latency = {
+        ranks: min(row["seconds"] for row in rows if row["collective"] == "all-reduce")
+        for ranks, rows in timed.items()
+    }
+    slowness = {
+        ranks: fmean(1 / _rate(rows, kind, ranks, latency[ranks] / 2) for kind in MEASURED)
+        for ranks, rows in timed.items()
+    }
+    # A group of n ranks takes 1 + few_ranks / n times as long as a large one.
+    added = max(0.0, (slowness[few] - slowness[most]) / (1 / few - 1 / most)) if few < most else 0.0
+    large = slowness[most] - added / most
+    if large <= 0:
+        added, large = 0.0, slowness[most]
+    return Link(
+        name=name,
+        bytes_per_second=1 / large,
+        fraction=1.0,
+        latency_seconds=latency[few],
+        hop_seconds=max(0.0, latency[most] - latency[few]) / (most - few) if few < most else 0.0,
+        few_ranks=added / large,
+        all_reduce_gain=_rate(timed[most], "all-reduce", most, latency[most]) * slowness[most],
+        source=(
+            "measured by lockstep doctor --write: collectives of"
+            f" {' and '.join(map(str, sorted(timed)))} devices"
+        ),
+    )
+
+
+def as_toml(sheet: Device | Link) -> str:
+    """Return the text of a sheet's file."""
+    values = {each.name: getattr(sheet, each.name) for each in fields(sheet)}
+    tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+    lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def link_path(path: Path) -> Path:
+    """Return the path of the link's file beside the device's."""
+    return path.with_name(f"{path.stem}-link.toml")
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _rate(rows: Sequence[Mapping[str, Any]], collective: str, ranks: int, latency: float) -> float:
+    """Return the bytes a second of a rank in the largest collective, beyond its latency."""
+    sizes = (row for row in rows if row["collective"] == collective)
+    row = max(sizes, key=lambda row: row["size_bytes"])
+    kind = MEASURED.get(collective, "all_reduce")
+    seconds: float = max(row["seconds"] - latency, row["seconds"] / 2)
+    return sent_bytes(Collective(kind, ranks, 1, row["size_bytes"])) / seconds

@@ -109,14 +109,10 @@ class RecordedGroup(PythonProcessGroup):
         return BACKEND
 
     @property
-    def pg_name(self) -> str:
-        """Torch's name of the group."""
+    def group_name(self) -> str:
         return group_name(self)
 
-    @property
-    def group_name(self) -> str:
-        """See `pg_name`."""
-        return group_name(self)
+    pg_name = group_name
 
     def _done(
         self,
@@ -132,18 +128,13 @@ class RecordedGroup(PythonProcessGroup):
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
         return self._done("all_reduce", tensors, tensors, tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
-        return self._done("all_reduce", tensors, tensors, tensors)
-
-    def reduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
-        return self._done("all_reduce", tensors, tensors, tensors)
-
-    def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
-        return self._allgather_base(output, given)
+    allreduce_coalesced = reduce = allreduce
 
     def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
         _fill(output, given)
         return self._done("all_gather", [output], [output], [output, given])
+
+    all_gather_single = _allgather_base
 
     def allgather(
         self, outputs: list[list[Tensor]], given: list[Tensor], options: Any = None
@@ -153,12 +144,11 @@ class RecordedGroup(PythonProcessGroup):
             _fill(part, given[0])
         return self._done("all_gather", outputs, parts, [*parts, *given])
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
-        return self._reduce_scatter_base(output, given)
-
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any = None) -> FakeWork:
         _fill(output, given)
         return self._done("reduce_scatter", [output], [given], [output, given])
+
+    reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter(
         self, outputs: list[Tensor], given: list[list[Tensor]], options: Any = None
@@ -193,12 +183,12 @@ class RecordedGroup(PythonProcessGroup):
 
 def _fill(output: Tensor, given: Tensor) -> None:
     """Fill a tensor that has values with this rank's, again and again."""
-    if output.numel() and given.numel() and not isinstance(output, FakeTensor):
+    size = output.numel()
+    if size and given.numel() and not isinstance(output, FakeTensor):
         with disable_current_modes(), torch.no_grad():
-            flat = given.detach().reshape(-1)[: output.numel()]
-            output.detach().copy_(
-                flat.repeat(-(-output.numel() // flat.numel()))[: output.numel()].view(output.shape)
-            )
+            flat = given.detach().reshape(-1)[:size]
+            filled = flat.repeat(-(-size // flat.numel()))[:size]
+            output.detach().copy_(filled.view(output.shape))
 
 
 class RecordedMemory(SharedMemoryGroup):
@@ -206,13 +196,8 @@ class RecordedMemory(SharedMemoryGroup):
     is waited for at once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size, self.name, self.pending = (
-            group.rank(),
-            group.size(),
-            "shared memory",
-            None,
-        )
-        self._group = group
+        self.rank, self.size, self._group = group.rank(), group.size(), group
+        self.name, self.pending = "shared memory", None
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._note("all_reduce", tensor, tensor)
@@ -281,14 +266,9 @@ def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
             dist.init_process_group(BACKEND, rank=rank, world_size=size, store=FakeStore())
         try:
             with replaced(SharedMemoryGroup, create=staticmethod(RecordedMemory)):
-                yield FakeWorld(
-                    rank,
-                    size,
-                    rank % local_size,
-                    min(local_size, size),
-                    torch.device("cpu"),
-                    owns_group=size > 1,
-                )
+                local, here = rank % local_size, min(local_size, size)
+                cpu = torch.device("cpu")
+                yield FakeWorld(rank, size, local, here, cpu, owns_group=size > 1)
         finally:
             mesh.forget_meshes()
             forget_distributed_operations()

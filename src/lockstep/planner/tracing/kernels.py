@@ -13,52 +13,13 @@ from lockstep.planner.trace import ALIGNED, Kind, Operation, Phase
 from lockstep.planner.tracing.torch_fakes import flop_registry
 
 WITHOUT_KERNEL = frozenset(
-    {
-        *(
-            "detach",
-            "alias",
-            "_unsafe_view",
-            "view",
-            "reshape",
-            "_reshape_alias",
-            "as_strided",
-            "expand",
-            "permute",
-        ),
-        *(
-            "transpose",
-            "t",
-            "unsqueeze",
-            "squeeze",
-            "select",
-            "slice",
-            "split",
-            "split_with_sizes",
-            "unbind",
-            "chunk",
-        ),
-        *(
-            "narrow",
-            "diagonal",
-            "unfold",
-            "view_as_real",
-            "view_as_complex",
-            "lift_fresh",
-            "empty",
-            "empty_like",
-        ),
-        *(
-            "empty_strided",
-            "new_empty",
-            "new_empty_strided",
-            "resize_",
-            "set_",
-            "is_same_size",
-            "sym_size",
-        ),
-        *("sym_stride", "sym_numel", ITEM, "record_stream", "random_"),
-        *("_has_compatible_shallow_copy_type", "movedim", "swapaxes", "_conj", "conj"),
-    }
+    (
+        "detach alias _unsafe_view view reshape _reshape_alias as_strided expand permute transpose"
+        " t unsqueeze squeeze select slice split split_with_sizes unbind chunk narrow diagonal"
+        " unfold view_as_real view_as_complex lift_fresh empty empty_like empty_strided new_empty"
+        " new_empty_strided resize_ set_ is_same_size sym_size sym_stride sym_numel record_stream"
+        f" random_ _has_compatible_shallow_copy_type movedim swapaxes _conj conj {ITEM}"
+    ).split()
 )
 """Operations that change none of the device's data."""
 READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
@@ -74,17 +35,14 @@ def kernel(
         return None
     read = [each for each in tree_leaves([arguments, dict(keywords)]) if isinstance(each, Tensor)]
     written = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-    if not written and not read:
+    if not (tensors := [*written, *read]):
         return None
     flops = _flops(function, arguments, keywords, result)
     kind, shape = _kind(name, arguments, result) if flops else ("memory", ())
-    computed = next((each for each in [*written, *read] if each.is_floating_point()), None)
-    dtype = str((written or read)[0].dtype if computed is None else computed.dtype).removeprefix(
-        "torch."
-    )
-    moved = _bytes(written) + (
-        _bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read)
-    )
+    computed = next(filter(Tensor.is_floating_point, tensors), tensors[0])
+    dtype = str(computed.dtype).removeprefix("torch.")
+    got = _bytes(read[1:]) + _bytes(written) if name in READS_ONE_ROW else _bytes(read)
+    moved = got + _bytes(written)
     aligned = _aligned_bytes(arguments, written) if kind == "matmul" else ALIGNED
     return Operation(
         kind, dtype, 0 if kind == "memory" else flops, moved, shape, phase, f"aten.{name}", aligned
@@ -94,20 +52,20 @@ def kernel(
 def _flops(
     function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], result: Any
 ) -> int:
-    if "attention" in (name := function.overloadpacket.__name__):
-        return _attention_flops(name, arguments)
+    name = function.overloadpacket.__name__
+    if "attention" in name:
+        # Two products, five backward; causal attention computes half.
+        batch, queries, keys, width = _kind(name, arguments, None)[1]
+        is_causal = queries == keys and any(each is True for each in arguments)
+        products = batch * queries * keys * width * (10 if "backward" in name else 4)
+        return products // (2 if is_causal else 1)
     if "convolution" in name:
-        return _convolution_flops(name, arguments, result)
+        # Backward a product for each requested gradient. Torch's counter counts products between
+        # groups too.
+        products = sum(arguments[10][:2]) if "backward" in name else 1
+        return 2 * prod(_convolution_shape(name, arguments, result)) * products
     count = flop_registry.get(function.overloadpacket)
     return 0 if count is None else int(count(*arguments, **keywords, out_val=result))
-
-
-def _attention_flops(name: str, arguments: Sequence[Any]) -> int:
-    """Return the FLOPs of two products, five backward; causal attention computes half."""
-    backward = "backward" in name
-    batch, queries, keys, width = _kind(name, arguments, None)[1]
-    is_causal = queries == keys and any(each is True for each in arguments)
-    return batch * queries * keys * width * (10 if backward else 4) // (2 if is_causal else 1)
 
 
 def _kind(name: str, arguments: Sequence[Any], result: Any) -> tuple[Kind, tuple[int, ...]]:
@@ -137,13 +95,6 @@ def _row_bytes(matrix: Tensor) -> int:
     return (rows if columns == 1 and matrix.shape[-1] > 1 else columns) * matrix.element_size()
 
 
-def _convolution_flops(name: str, arguments: Sequence[Any], result: Any) -> int:
-    """Return the FLOPs of its product, backward for each requested gradient. Torch's counter counts
-    products between groups too."""
-    products = sum(arguments[10][:2]) if "backward" in name else 1
-    return 2 * prod(_convolution_shape(name, arguments, result)) * products
-
-
 def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tuple[int, ...]:
     """Return (groups, m, n, k) of a forward convolution's product: rows are positions, sums are
     over channels and the kernel's places."""
@@ -152,19 +103,16 @@ def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tupl
     is_transposed, groups = arguments[7 if is_backward else 6], arguments[9 if is_backward else 8]
     samples, _, *positions = (read if is_transposed else written).shape
     inner, outer = weight.shape[0] // groups, prod(weight.shape[1:])
-    return (
-        groups,
-        samples * prod(positions),
-        *((outer, inner) if is_transposed else (inner, outer)),
-    )
+    product = (outer, inner) if is_transposed else (inner, outer)
+    return groups, samples * prod(positions), *product
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors, each once; of an expanded one its distinct elements'."""
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        distinct = 1
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            distinct *= size if stride else 1
-        seen[id(tensor)] = distinct * tensor.element_size()
-    return sum(seen.values())
+
+    def distinct(tensor: Tensor) -> int:
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        return prod(size for size, stride in sizes if stride)
+
+    several = {id(each): each for each in tensors}.values()
+    return sum(distinct(each) * each.element_size() for each in several)

@@ -82,7 +82,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = resize(storage, size)
             self._note_storage(storage)
             if not size:
-                self.label_storage(storage, "gathered")
+                self._label_storage(storage, "gathered")
             return result
 
         try:
@@ -122,7 +122,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.mark(DISPATCH)
             return NotImplemented
         kwargs = kwargs or {}
-        self._note_phase()
+        if self.phase != "update":
+            self.phase = "forward"
+            if in_backward():
+                self.phase = "recompute" if torch.is_grad_enabled() else "backward"
         result = function(*args, **kwargs)
         if function.namespace == "_c10d_functional":
             self._note_functional(function, args, result)
@@ -132,14 +135,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(each, Tensor):
                 self._note_storage(each.untyped_storage())
         return result
-
-    def _note_phase(self) -> None:
-        if self.phase == "update":
-            return
-        if in_backward():
-            self.phase = "recompute" if torch.is_grad_enabled() else "backward"
-        else:
-            self.phase = "forward"
 
     def _note_functional(self, function: Any, args: Any, result: Any) -> None:
         name = function.overloadpacket.__name__
@@ -165,14 +160,14 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> int:
         """See `fake_world.Listener`."""
         for each in buffers:
-            if self._cause_of(storage := each.untyped_storage()) in WITHOUT_LABEL:
-                self.label_storage(storage, "communication")
+            number = self._note_storage(each.untyped_storage())
+            if self.causes[number] in WITHOUT_LABEL:
+                self.causes[number] = "communication"
         self._collectives += 1
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        collective = Collective(
-            kind, len(ranks), stride, size, self._axes.get(name, ""), self.phase
-        )
+        axis = self._axes.get(name, "")
+        collective = Collective(kind, len(ranks), stride, size, axis, self.phase)
         stream = self.streams.current.number
         self._note(Communicate(collective, self._collectives, stream, name, peer, receives))
         self._outstanding.add(self._collectives)
@@ -194,47 +189,33 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Say what tensors' memory is for."""
         for each in tree_leaves(tensors):
             if isinstance(each, Tensor):
-                self.label_storage(_local(each).untyped_storage(), cause)
+                local = each.to_local() if hasattr(each, "to_local") else each
+                self._label_storage(local.untyped_storage(), cause)
 
-    def _cause_of(self, storage: torch.UntypedStorage) -> Cause:
-        self._note_storage(storage)
-        return self.causes[self._numbers[id(storage)]]
+    def _label_storage(self, storage: torch.UntypedStorage, cause: Cause) -> None:
+        self.causes[self._note_storage(storage)] = cause
 
-    def label_storage(self, storage: torch.UntypedStorage, cause: Cause) -> None:
-        self._note_storage(storage)
-        self.causes[self._numbers[id(storage)]] = cause
-
-    def _note_storage(self, storage: torch.UntypedStorage) -> None:
+    def _note_storage(self, storage: torch.UntypedStorage) -> int:
+        """Note the storage's size, if it is new or has changed. Returns its number."""
         identity, size = id(storage), storage.nbytes()
         if identity not in self._numbers:
             number = len(self.causes)
             self._numbers[identity], self._sizes[number] = number, 0
-            self.causes[number] = (
-                "logits"
-                if self.in_loss
-                else "activations"
-                if self.phase == "forward"
-                else "temporary"
-            )
+            unlabelled: Cause = "activations" if self.phase == "forward" else "temporary"
+            self.causes[number] = "logits" if self.in_loss else unlabelled
             self._finalizers.append(weakref.finalize(storage, self._free, identity, number))
-        number = self._numbers[identity]
-        if size != self._sizes[number]:
-            self.allocations.append(
-                MemoryChange(number, size - self._sizes[number], len(self.items))
-            )
+        self._note_size(self._numbers[identity], size)
+        return self._numbers[identity]
+
+    def _note_size(self, number: int, size: int) -> None:
+        if change := size - self._sizes[number]:
+            self.allocations.append(MemoryChange(number, change, len(self.items)))
             self._sizes[number] = size
 
     def _free(self, identity: int, number: int) -> None:
         if self._numbers.get(identity) == number:
             del self._numbers[identity]
-        if self._sizes[number]:
-            self.allocations.append(MemoryChange(number, -self._sizes[number], len(self.items)))
-            self._sizes[number] = 0
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+        self._note_size(number, 0)
 
 
 class RecordedStream:

@@ -73,11 +73,10 @@ def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextM
 def foreach_on_the_cpu() -> AbstractContextManager[None]:
     """Let optimizers choose foreach for CPU tensors, as for a GPU's."""
     module = sys.modules["torch.optim.optimizer"]
-    kinds = [*module._foreach_supported_types, FakeTensor]
     return replaced(
         module,
         _get_foreach_kernels_supported_devices=lambda: ["cpu"],
-        _foreach_supported_types=kinds,
+        _foreach_supported_types=[*module._foreach_supported_types, FakeTensor],
     )
 
 
@@ -126,11 +125,8 @@ def propagation_methods(
     """Return the class that finds shapes of distributed tensors, and that method, wrapped."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    return ShardingPropagator, {
-        "_propagate_tensor_meta_non_cached": wrapped(
-            ShardingPropagator._propagate_tensor_meta_non_cached
-        )
-    }
+    name = "_propagate_tensor_meta_non_cached"
+    return ShardingPropagator, {name: wrapped(getattr(ShardingPropagator, name))}
 
 
 class _KeepsBuckets:

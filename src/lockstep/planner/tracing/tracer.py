@@ -29,16 +29,17 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
 from lockstep.planner.trace import REDUCED, Cause, TracedStep
-from lockstep.planner.tracing.alone import (
+from lockstep.planner.tracing.fake_world import fake_world, listening
+from lockstep.planner.tracing.recorder import TraceRecorder
+from lockstep.planner.tracing.stand_ins import (
+    GpuSemantics,
+    Values,
     unrecorded,
     with_short_first_step,
     with_values,
     without_others,
     without_values,
 )
-from lockstep.planner.tracing.fake_world import fake_world, listening
-from lockstep.planner.tracing.gpu_semantics import GpuSemantics
-from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import (
     FakeTensor,
     FakeTensorMode,
@@ -47,7 +48,6 @@ from lockstep.planner.tracing.torch_fakes import (
     group_name,
     replaced,
 )
-from lockstep.planner.tracing.values import Values
 from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe_session import RecipeSession
@@ -96,27 +96,19 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
     ranks = int(plan.pipeline or 1)
 
     def watch(run: Run) -> None:
-        model = run.training.modules[0].model
-        split = Stages.split(
-            model, recipe.stages, ranks=ranks, per_rank=STAGES_PER_RANK[plan.schedule]
-        )
+        model, per_rank = run.training.modules[0].model, STAGES_PER_RANK[plan.schedule]
+        split = Stages.split(model, recipe.stages, ranks=ranks, per_rank=per_rank)
         splits.append(split)
-        for stage in range(len(split.ranges) - 1):
-            part = split.last_part(stage)
+        for part in map(split.last_part, range(len(split.ranges) - 1)):
             model.get_submodule(part).register_forward_hook(partial(_note_boundary, found, part))
 
     microbatch = recipe.microbatch if isinstance(recipe.microbatch, int) else recipe.global_batch
+    one_microbatch = replace(recipe, global_batch=microbatch)
     whole = replace(plan, pipeline=1, replicate=1, shard=1, tensor=1, offload=False)
-    trace_step(
-        replace(recipe, global_batch=microbatch),
-        whole,
-        replace(options, rank=0, world_size=1),
-        watch,
-    )
+    trace_step(one_microbatch, whole, replace(options, rank=0, world_size=1), watch)
     (split,) = splits
-    boundaries = [found[split.last_part(stage)] for stage in range(len(split.ranges) - 1)]
     return StageSplit(
-        boundaries,
+        [found[split.last_part(stage)] for stage in range(len(split.ranges) - 1)],
         [tuple(len(split.ranges[stage]) for stage in split.on_rank(rank)) for rank in range(ranks)],
     )
 
@@ -132,20 +124,14 @@ class ModelSize:
 
 def model_size(recipe: Recipe) -> ModelSize:
     """Return the model's size, built without values. Raises `RecipeError`."""
+    mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), Plan(replicate=1))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = InitialModel.build(recipe.model, 0, _mesh_of_one(), without_values=True).module
-    size, parts = (
+        model = InitialModel.build(recipe.model, 0, mesh, without_values=True).module
+    return ModelSize(
         sum(parameter.nbytes for parameter in model.parameters()),
         len(sequential_parts(model, recipe.stages)),
+        bool(training_batchnorms([model])),
     )
-    return ModelSize(size, parts, bool(training_batchnorms([model])))
-
-
-def _mesh_of_one() -> Mesh:
-    world = World(
-        rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False
-    )
-    return Mesh.of(world, Plan(replicate=1))
 
 
 def _note_boundary(
@@ -162,9 +148,8 @@ def trace_step(
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))
-        world = stack.enter_context(
-            fake_world(options.rank, options.world_size, options.local_size)
-        )
+        ranks = options.rank, options.world_size, options.local_size
+        world = stack.enter_context(fake_world(*ranks))
         session = LoneSession(recipe, plan, world, options, folder, StepTraceHook())
         session.hook.watch = watch
         try:
@@ -192,29 +177,16 @@ class LoneSession(RecipeSession):
         folder: str,
         hook: StepTraceHook,
     ) -> None:
+        self.hook, loss = hook, recipe.loss
+        if recipe.inputs is not None and loss is not None:
+            loss = hook.labelled(loss)
         weight = recipe.weight and with_values(recipe.weight)
-        self.hook = hook
-        loss = (
-            recipe.loss
-            if recipe.inputs is None or recipe.loss is None
-            else self.hook.labelled(recipe.loss)
-        )
-        recipe = replace(
-            recipe,
-            steps=self.STEPS,
-            epochs=None,
-            weight=weight,
-            loss=loss,
-            weights=None,
-            evaluation=None,
-        )
+        recipe = replace(recipe, steps=self.STEPS, epochs=None, weight=weight, loss=loss)
+        recipe = replace(recipe, weights=None, evaluation=None)
         shares_memory = not options.is_gpu and world.local_size == world.size
         transport = plan.transport if shares_memory else "torch"
-        self._world, self._executed, self._options = (
-            world,
-            replace(plan, transport=transport, threads=1, workers=0, prefetch=2),
-            options,
-        )
+        self._world, self._options = world, options
+        self._executed = replace(plan, transport=transport, threads=1, workers=0, prefetch=2)
         super().__init__(
             recipe, plan=self._executed, run_dir=folder, log_every=1000, resume="never"
         )
@@ -228,44 +200,42 @@ class LoneSession(RecipeSession):
         recovery: Recovery | None,
     ) -> Opened:
         del recovery
-        mesh = Mesh.of(self._world, self._executed)
+        world, plan = self._world, self._executed
+        mesh = Mesh.of(world, plan)
         self.hook.begin(mesh)
-        recorder = Recorder(request.run_dir, self._world, resume="never", launched=None)
+        recorder = Recorder(request.run_dir, world, resume="never", launched=None)
         stack.callback(recorder.close)
         overrides = Overrides(
             bare=True, without_values=self._options.is_fake, change_batch=self.hook.see_batch
         )
         context = request.context(
-            world=self._world,
-            mesh=mesh,
-            plan=self._executed,
-            recorder=recorder,
-            overrides=overrides,
+            world=world, mesh=mesh, plan=plan, recorder=recorder, overrides=overrides
         )
-        taken = read_fallbacks(self._world, recorder.path, resumes=False)
+        taken = read_fallbacks(world, recorder.path, resumes=False)
         self._enter_modes(stack)
-        return Opened(context, Environment.read({}), (self.hook,), request, self._executed, taken)
+        return Opened(context, Environment.read({}), (self.hook,), request, plan, taken)
 
     def _enter_modes(self, stack: ExitStack) -> None:
         """Compute without values from here on; torch's meshes need theirs."""
-        stack.enter_context(listening(self.hook.recorder))
-        stack.enter_context(self.hook.recorder.streams_and_storages())
-        for owner, names in (*without_others(self._options.boundaries), unrecorded()):
-            stack.enter_context(replaced(owner, **names))
+        enter, options = stack.enter_context, self._options
+        enter(listening(self.hook.recorder))
+        enter(self.hook.recorder.streams_and_storages())
+        patches = [*without_others(options.boundaries), unrecorded()]
         if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
             # A schedule needs as many microbatches as it has stages, and a stream gives one of each
             # shard.
-            owner, names = with_short_first_step()
-            stack.enter_context(replaced(owner, **names))
-        if self._options.is_gpu:
-            stack.enter_context(foreach_on_the_cpu())
-            stack.enter_context(GpuSemantics())
-        if self._options.is_fake:
-            stack.enter_context(chunks_on_demand())
+            patches.append(with_short_first_step())
+        for owner, names in patches:
+            enter(replaced(owner, **names))
+        if options.is_gpu:
+            enter(foreach_on_the_cpu())
+            enter(GpuSemantics())
+        if options.is_fake:
+            enter(chunks_on_demand())
             for owner, names in without_values():
-                stack.enter_context(replaced(owner, **names))
-            self.hook.fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(Values())  # type: ignore[no-untyped-call]
+                enter(replaced(owner, **names))
+            self.hook.fake = enter(FakeTensorMode(allow_non_fake_inputs=True))
+            enter(Values())  # type: ignore[no-untyped-call]
         # also after an error: before the modes that it was entered in
         stack.callback(self.hook.end_recording)
 
@@ -303,14 +273,9 @@ class StepTraceHook(ControlHook):
         self._stack.enter_context(self.recorder.recording())
         for module in run.training.modules:
             self.recorder.label([*module.model.parameters(), *module.model.buffers()], "parameters")
-            self.recorder.label(
-                [
-                    optimizer.state.get(p, {})
-                    for optimizer in module.optimizers
-                    for p in module.parameters
-                ],
-                "optimizer",
-            )
+            for optimizer in module.optimizers:
+                states = [optimizer.state.get(each, {}) for each in module.parameters]
+                self.recorder.label(states, "optimizer")
 
     def labelled(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return the loss function; output and loss's tensors are labelled logits."""
@@ -369,9 +334,8 @@ class StepTraceHook(ControlHook):
         self._stack.close()
 
     def trace(self) -> TracedStep:
-        return replace(
-            self.recorder.trace(self.mesh.world.rank), tokens_per_sample=self._tokens_per_sample
-        )
+        trace = self.recorder.trace(self.mesh.world.rank)
+        return replace(trace, tokens_per_sample=self._tokens_per_sample)
 
 
 def _reduces_in_buckets(module: TrainModule) -> bool:

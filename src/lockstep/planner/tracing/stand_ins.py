@@ -1,0 +1,220 @@
+"""Stand-ins in a trace for values of tensors, for a GPU, and for other ranks.
+
+lockstep's checks get a finite value; the script gets an error."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import disable_current_modes, tree_map
+from lockstep.data.fetch import Fetcher
+from lockstep.data.streams import StreamFetcher
+from lockstep.model.pipeline.boundary import Boundary
+from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
+from lockstep.model.pipeline.failure import PipelineFailure
+from lockstep.model.tensor.first_forward_check import FirstForwardCheck
+from lockstep.planner.tracing.torch_fakes import (
+    IS_PINNED,
+    PIN_MEMORY,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    TorchDispatchMode,
+    TorchFunctionMode,
+    keeping_buckets,
+    mesh_methods,
+    propagation_methods,
+)
+from lockstep.training.losses import loss
+from lockstep.training.losses.loss import LossKind
+from lockstep.training.microbatches import Batching, Microbatches, Spans
+from lockstep.training.train_module import TrainModule
+
+TORCH = str(Path(torch.__file__).parent)
+TRACING = str(Path(__file__).parent)
+LOCKSTEP = str(Path(__file__).parents[2])
+PRODUCTS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm", "dot"})
+"""Operations whose last two tensors have one dtype, which torch's shapes often ignore."""
+TORCHS_NAMES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
+"""Dtypes in torch's errors."""
+SHORT = (torch.bfloat16, torch.float16)
+IN_FLOAT32 = frozenset(
+    getattr(owner, name)
+    for owner, names in {
+        functional: "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss"
+        " l1_loss smooth_l1_loss kl_div cosine_similarity cosine_embedding_loss normalize softplus",
+        torch: "softmax log_softmax exp log pow sum prod cumsum norm rsqrt layer_norm reciprocal"
+        " cosh sinh tan acos asin log2 log10",
+        Tensor: "softmax log_softmax exp log pow sum prod cumsum norm rsqrt reciprocal __pow__",
+    }.items()
+    for name in names.split()
+)
+"""Operations that autocast computes in float32:
+https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference"""
+IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+PACKED = "find_packed_sequence_indices"
+"""Looks for several texts in one sequence, in transformers 5.x."""
+
+Patch = tuple[Any, dict[str, Any]]
+"""A class or module, with its functions in a trace."""
+
+
+class ValueNeeded(RecipeError):
+    """The script asks for a tensor's value, or a shape that follows from values."""
+
+
+class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers questions for values in a `FakeTensorMode`."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (PIN_MEMORY, IS_PINNED):  # of a fake tensor, neither is known
+            return args[0] if function is PIN_MEMORY else True
+        if function.overloadpacket.__name__ in PRODUCTS:
+            # the last argument may be a dtype
+            dtypes = [each.dtype for each in args if isinstance(each, torch.Tensor)][-2:]
+            if len(set(dtypes)) > 1:
+                names = " != ".join(TORCHS_NAMES.get(dtype, str(dtype)) for dtype in dtypes)
+                raise RuntimeError(
+                    f"expected both factors to have the same dtype, but got: {names}"
+                )
+        try:
+            return function(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            return _value_instead(function, args, error)
+
+
+def tolist(tensor: torch.Tensor) -> Any:
+    """Return what `tolist` does, from one value."""
+    if 0 in tensor.shape:
+        return []
+    value: Any = tensor.reshape(-1)[0].item()
+    for size in reversed(tensor.shape):
+        value = [value] * size
+    return value
+
+
+def _value_instead(function: Any, args: Any, error: Exception) -> Any:
+    """Return a finite value for lockstep or torch. Raises `ValueNeeded` for the script."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
+    torchs = (TORCH, TRACING, "<")
+    callers = (each for each in frames if not each.f_code.co_filename.startswith(torchs))
+    asking = next(callers, None)
+    is_own = asking is None or asking.f_code.co_filename.startswith(LOCKSTEP)
+    if is_own and isinstance(error, DataDependentOutputException):
+        return 1.0 if args[0].is_floating_point() else int(args[0].dtype is not torch.bool)
+    where = "" if asking is None else f"{asking.f_code.co_filename}:{asking.f_lineno}: "
+    raise ValueNeeded(
+        f"{where}{function.overloadpacket.__name__} asks for values of a tensor; a plan is made"
+        " from shapes alone; write this line so that it needs no values"
+    ) from error
+
+
+class GpuSemantics(TorchFunctionMode):
+    """Makes torch's choices for a GPU, such as autocast and attention, on tensors that stand for a
+    GPU's. Code that asks where a tensor is learns that it is not on a CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function == IS_CPU:
+            return False
+        if function is functional.scaled_dot_product_attention:
+            # a CPU computes attention with dropout in parts; a GPU in one kernel
+            kwargs.pop("dropout_p", None)
+            args = args[:4] + ((0.0, *args[5:]) if len(args) > 4 else ())
+        elif function in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
+
+
+def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
+    """Yield what would ask other ranks. `boundaries`: between a pipeline's stages."""
+    # Compares values of sharded layers with those of whole ones.
+    yield FirstForwardCheck, {"compare": lambda *_: None}
+    # Raises the error of another rank.
+    yield PipelineFailure, {"raise_known": _raise_own}
+    # Asks the rank with the model's output what it got.
+    yield TrainModule, {"agree_on_loss": _agree_alone}
+    # Asks other ranks what they hand on.
+    yield BoundaryDiscovery, {"_discover": lambda *_: list(boundaries)}
+    # Agrees with the other ranks on new buckets, in C++.
+    yield DistributedDataParallel, keeping_buckets()
+
+
+def unrecorded() -> Patch:
+    """Return what torch computes only for the shapes of distributed tensors."""
+    return propagation_methods(with_values)
+
+
+def with_short_first_step() -> Patch:
+    """Return what lets each rank compute one microbatch in the unrecorded first step."""
+    original = Batching.spans
+
+    def spans(batching: Batching, step: int) -> Spans:
+        return original(batching, step)[: batching.assignment.ranks if step == 0 else None]
+
+    return Batching, {"spans": spans}
+
+
+def without_values() -> Iterator[Patch]:
+    # The script's dataset and `collate` compute with them.
+    yield from (_with_values(Fetcher, name) for name in ("__getitem__", "_rows"))
+    yield _with_values(StreamFetcher, "__getitem__")
+    # Counts the weights of the microbatches.
+    yield _with_values(Microbatches, "weigh")
+    # Reads the ranks of a mesh as numbers.
+    yield DeviceMesh, mesh_methods(with_values)
+    # Asks for the value of each microbatch in the whole world, one after another.
+    yield FakeTensor, {"tolist": tolist}
+    # Looks in the values of position ids for several texts in one sequence, and without values
+    # makes a mask for them.
+    if "transformers" in sys.modules:
+        masks = import_module("transformers.masking_utils")
+        if hasattr(masks, PACKED):
+            yield masks, {PACKED: lambda *_, **__: None}
+    # Keeps tensors for later runs, which have values.
+    yield loss, {"_constant": loss._constant.__wrapped__}
+
+
+def _with_values(owner: type, name: str) -> Patch:
+    return owner, {name: with_values(getattr(owner, name))}
+
+
+def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function` with values."""
+
+    def outside(*arguments: Any, **keywords: Any) -> Any:
+        with disable_current_modes():
+            return function(*arguments, **keywords)
+
+    return outside
+
+
+def _agree_alone(module: TrainModule, kinds: Sequence[LossKind]) -> None:
+    module.forward_knows_weight, module.terms, module.repeats = (
+        kinds[0] if kinds else LossKind(False, [], 1)
+    )
+
+
+def _raise_own(failure: PipelineFailure) -> None:
+    if failure.error is not None:
+        raise failure.error
