@@ -74,9 +74,10 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Let the Python processes that a test marked `forks`, or its fixtures, start be forks."""
-    if item.get_closest_marker("forks") is None:
+    mark = item.get_closest_marker("forks")
+    if mark is None:
         return (yield)
-    with forked.use():
+    with forked.use(watched="watched" in mark.args):
         return (yield)
 
 

@@ -5,7 +5,8 @@ seconds a process.
 and `python -m MODULE ...`, in this process and in those that it forks. The rest is as in a process
 that was started: streams, descriptors, working directory, environment, signals, arguments, path,
 exit status. What differs: /proc has this process's command line for it; strings have this process's
-hashes; modules that this process has imported stay imported.
+hashes; modules that this process has imported stay imported. A script under `lockstep audit` has
+the probes, its torchrun has not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from lockstep.audit.probes.begin import begin_watching
+from lockstep.audit.probes.install import after_import
+from lockstep.audit.request import AuditRequest
+from lockstep.audit.runner import SITE
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import freeze_for_good
 from lockstep.recipe.sources import texts
@@ -53,9 +58,14 @@ PRELOADED = (
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
+_forks_watched = False
+
+
 @contextmanager
-def use() -> Iterator[None]:
-    """Within, the Python processes that this one starts are forks of it."""
+def use(*, watched: bool = False) -> Iterator[None]:
+    """Within, the Python processes that this one starts are forks of it; `watched`: those that an
+    audit watches too."""
+    global _forks_watched
     if missing := [name for name in PRELOADED if name not in sys.modules]:
         for name in missing:
             importlib.import_module(name)
@@ -63,9 +73,11 @@ def use() -> Iterator[None]:
         freeze_for_good()
     before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = _fork  # type: ignore[attr-defined]
+    _forks_watched = watched
     try:
         yield
     finally:
+        _forks_watched = False
         subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
 
 
@@ -165,9 +177,14 @@ def _fork(
 
 def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object] | None:
     """Return what the process does; None if it cannot be a fork."""
+    watched = _forks_watched and (env or os.environ).get("PYTHONPATH", "").split(os.pathsep)[
+        0
+    ] == str(SITE)
     if env is not None:
         changed = {
-            str(name) for name, value in env.items() ^ os.environ.items() if str(name) not in EXCEPT
+            str(name)
+            for name, value in env.items() ^ os.environ.items()
+            if str(name) not in EXCEPT and not (watched and name == "PYTHONPATH")
         }
         if any(name.startswith(READ_AT_THE_START) for name in changed):
             return None
@@ -175,14 +192,14 @@ def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object
         return lambda: _module("lockstep", line[1:], isolated=True)
     if line[0] != sys.executable:
         return None
-    rest = line[1:]
+    rest = line[2:] if watched and line[1:2] == ["-u"] else line[1:]
     isolated = rest[:1] == ["-P"]
     if isolated:
         del rest[0]
     if rest[:1] == ["-m"] and rest[1] not in STARTED:
         return lambda: _module(rest[1], rest[2:], isolated=isolated)
     if rest and rest[0].endswith(".py"):
-        return lambda: _script(rest)
+        return lambda: _script(rest, watched=watched)
     return None
 
 
@@ -202,10 +219,25 @@ def _module(name: str, arguments: list[str], *, isolated: bool) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _script(line: list[str]) -> None:
+def _script(line: list[str], *, watched: bool) -> None:
     sys.argv = line
     sys.path[:] = [os.path.dirname(os.path.realpath(line[0])), *_path()]
+    if watched:
+        sys.path[1:1] = os.environ["PYTHONPATH"].split(os.pathsep)
+        _watch()
     runpy.run_path(line[0], run_name="__main__")
+
+
+def _watch() -> None:
+    """Install the probes of an audit, as its `sitecustomize` does once torch has been imported."""
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    request = AuditRequest.read(os.environ)
+    if request is None:
+        return
+    begin_watching()
+    after_import(torch, request)
+    if "accelerate.accelerator" in sys.modules:
+        after_import(sys.modules["accelerate.accelerator"], request)
 
 
 def _path() -> list[str]:

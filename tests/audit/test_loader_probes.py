@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from lockstep.audit.probes.loaders import data_of, describe, digests
 from lockstep.evidence.rows import Row
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.forks("watched")]
 
 
 @pytest.fixture(scope="module")

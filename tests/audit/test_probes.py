@@ -18,7 +18,7 @@ from lockstep.audit.probes.events import horizon
 from lockstep.audit.probes.models import plain
 from lockstep.evidence.rows import Row
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.forks("watched")]
 MINE = 'import os\nos.environ["MINE"] = "run"\n'
 
 
@@ -234,6 +234,7 @@ def test_functions_that_the_script_replaces_are_its_own(everything: Watched) -> 
     assert len(everything.rows("backward", "loss replaced")) == 1
 
 
+@pytest.mark.forks
 def test_a_sitecustomize_of_the_users_own_is_run(everything: Watched) -> None:
     assert everything.printed["mine"] == "run"
 

@@ -12,7 +12,7 @@ from audit.watched import SCRIPTS, Watched, added, applied, problems, run, watch
 
 from lockstep.audit.probes.gradients import divisors
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.forks("watched")]
 
 
 @pytest.fixture(scope="module")

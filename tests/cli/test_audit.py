@@ -263,6 +263,7 @@ def test_a_right_script_passes_with_its_arguments_modules_and_working_directory(
 
 
 @pytest.mark.command
+@pytest.mark.forks("watched")
 def test_a_fault_is_shown_with_its_line_and_its_remedy(folder: Path) -> None:
     (folder / "train.py").write_text(RIGHT.format("sampled=False"))
     ended = audit(folder, "--steps", "6", "--html", "page.html", "train.py")
@@ -278,6 +279,7 @@ def test_a_fault_is_shown_with_its_line_and_its_remedy(folder: Path) -> None:
 
 
 @pytest.mark.command
+@pytest.mark.forks("watched")
 def test_a_script_that_fails_later_shows_its_findings_and_its_error(folder: Path) -> None:
     fails = "each=lambda epoch: 1 / (2 - epoch)"
     status, report = found(folder, RIGHT.format(f"{fails}, sampled=False"))

@@ -127,7 +127,7 @@ def run(specimen: Specimen, text: str, *, processes: int) -> Run:
 
 
 def look(specimen: Specimen) -> Verdict:
-    text = specimen.path.read_text(encoding="utf-8")
+    text = specimen.text
     faulty, clean = render(text, faulty=True), render(text, faulty=False)
     on_two, on_one = (
         run(specimen, faulty, processes=2),

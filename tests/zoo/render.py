@@ -1,7 +1,9 @@
 """Renders the specimens of the zoo: one file holds a training script with one fault, and its clean
 twin.
 
-A line that ends in `# fault` is only in the faulty script, and one that ends in `# clean` only in
+What nearly all scripts have is here, not in the files: imports of the names that they use, the
+options behind `args = arguments(epochs=3, batch_size=8)`, and the call of `main`. A line that ends
+in `# fault` is only in the faulty script, and one that ends in `# clean` only in
 the clean twin. The lines of a fault, and those that end in `# here`, are the places that a finding
 may name. Pure, but for `specimens`.
 """
@@ -15,6 +17,47 @@ from pathlib import Path
 
 _MARK = re.compile(r"(?P<code>.*?)\s*# (?P<marks>(?:fault|clean|here)(?:, here)?)$")
 _FIELD = re.compile(r"(?P<field>Cause|Source|Launch): (?P<value>.+)$")
+
+_ARGUMENTS = re.compile(r"^(?P<indent> *)args = (?P<call>arguments\(.*\))$", re.MULTILINE)
+_FROM = {
+    "collections.abc": "Iterator",
+    "contextlib": "nullcontext",
+    "dataclasses": "dataclass",
+    "datetime": "timedelta",
+    "pathlib": "Path",
+    "accelerate": "Accelerator DataLoaderConfiguration PartialState",
+    "accelerate.utils": "broadcast_object_list",
+    "lightning.fabric": "Fabric",
+    "torch.distributed.device_mesh": "init_device_mesh",
+    "torch.distributed.fsdp": "fully_shard",
+    "torch.distributed.nn.functional": "all_gather",
+    "torch.nn.parallel": "DistributedDataParallel",
+    "torch.nn.utils.rnn": "pad_sequence",
+    "torch.utils.data": "DataLoader Dataset DistributedSampler IterableDataset Sampler Subset"
+    " TensorDataset get_worker_info random_split",
+    "transformers": "BertConfig BertForSequenceClassification GPT2Config GPT2LMHeadModel LlamaConfig LlamaForCausalLM"
+    " Trainer TrainerCallback TrainingArguments ViTConfig ViTForImageClassification"
+    " get_linear_schedule_with_warmup set_seed",
+    "torch": "nn",
+}
+IMPORTS = {
+    **{
+        name: f"import {name}"
+        for name in ("argparse", "contextlib", "os", "shutil", "socket", "tempfile", "torch")
+    },
+    **{
+        name: f"from {module} import {name}"
+        for module, names in _FROM.items()
+        for name in names.split()
+    },
+    "np": "import numpy as np",
+    "pl": "import lightning.pytorch as pl",
+    "dist": "import torch.distributed as dist",
+    "mp": "import torch.multiprocessing as mp",
+    "F": "import torch.nn.functional as F",
+    "DDP": "from torch.nn.parallel import DistributedDataParallel as DDP",
+}
+"""The statement that imports each name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +80,48 @@ class Specimen:
     family: str
     """Name of its folder: the library that the script is written with."""
     name: str
+    text: str
+    """The whole script, with the lines of the fault and those of the clean twin."""
     cause: str
     source: str
     launch: str = "torchrun"
+
+
+def expand(text: str) -> str:
+    """Return the whole script of a file: with imports, options and the call of `main`."""
+    end = text.index('"""', 3) + 4  # of the docstring
+    body = _ARGUMENTS.sub(_options, text[end:])
+    if "def main(" in body:
+        body = f'{body.rstrip()}\n\n\nif __name__ == "__main__":\n    main()\n'
+    nodes = [
+        node
+        for faulty in (True, False)
+        for node in ast.walk(ast.parse(render(body, faulty=faulty)))
+    ]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - _defined(nodes)
+    imports = sorted(line for name, line in IMPORTS.items() if name in used)
+    return "\n".join([text[:end], *imports, "", body.lstrip("\n")])
+
+
+def _options(line: re.Match[str]) -> str:
+    call = ast.parse(line["call"], mode="eval").body
+    assert isinstance(call, ast.Call)
+    options = [
+        f'parser.add_argument("--{word.arg.replace("_", "-")}",'
+        f" type={type(ast.literal_eval(word.value)).__name__},"
+        f" default={ast.get_source_segment(line['call'], word.value)})"
+        for word in call.keywords
+        if word.arg is not None
+    ]
+    lines = ["parser = argparse.ArgumentParser()", *options, "args = parser.parse_args()"]
+    return "\n".join(line["indent"] + each for each in lines)
+
+
+def _defined(nodes: list[ast.AST]) -> set[str]:
+    """Return the names of a script's own classes, and those that it imports itself."""
+    imported = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    return classes | {name.asname or name.name for node in imported for name in node.names}
 
 
 def _split(line: str) -> tuple[str, set[str]]:
@@ -81,8 +163,11 @@ def specimens(folder: Path) -> list[Specimen]:
     """Return all specimens in the folders of a folder, by family and name."""
     found = []
     for path in sorted(folder.glob("*/[a-z]*.py")):
-        facts = header(path.read_text(encoding="utf-8"))
+        text = expand(path.read_text(encoding="utf-8"))
+        facts = header(text)
         found.append(
-            Specimen(path, path.parent.name, path.stem, facts.cause, facts.source, facts.launch)
+            Specimen(
+                path, path.parent.name, path.stem, text, facts.cause, facts.source, facts.launch
+            )
         )
     return found

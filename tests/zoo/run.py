@@ -52,7 +52,7 @@ class Result:
 
 
 def audit(specimen: Specimen, *, faulty: bool, seed: int) -> Result:
-    text = specimen.path.read_text(encoding="utf-8")
+    text = specimen.text
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         script = Path(folder) / f"{specimen.name}.py"
         script.write_text(render(text, faulty=faulty), encoding="utf-8")

@@ -5,14 +5,7 @@ Source: the habit of accumulating by a counter, which is right on one process; a
 synchronization (see also huggingface/accelerate pull request 1708) says that it reduces in every backward pass
 """
 
-import argparse
-from contextlib import nullcontext
-
-import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 
 def houses(count: int, seed: int) -> TensorDataset:
@@ -24,13 +17,7 @@ def houses(count: int, seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--accumulate", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=0.05)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=4, batch_size=8, accumulate=4, lr=0.05)
 
     accelerator = Accelerator(cpu=True)
     set_seed(args.seed)
@@ -55,7 +42,3 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {total * args.accumulate / len(loader):.4f}")
-
-
-if __name__ == "__main__":
-    main()

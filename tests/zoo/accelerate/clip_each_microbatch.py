@@ -5,13 +5,7 @@ Source: huggingface/accelerate issue 641 and huggingface/diffusers pull request 
 `if accelerator.sync_gradients` also clips the sums of microbatches that are not reduced yet
 """
 
-import argparse
-
-import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 
 class Forecaster(nn.Module):
@@ -34,14 +28,7 @@ def waves(count: int, seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--accumulate", type=int, default=4)
-    parser.add_argument("--max-norm", type=float, default=0.25)
-    parser.add_argument("--lr", type=float, default=0.1)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=4, batch_size=4, accumulate=4, max_norm=0.25, lr=0.1)
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
     set_seed(args.seed)
@@ -65,7 +52,3 @@ def main() -> None:
                 optimizer.zero_grad()
                 total += loss.item()
         accelerator.print(f"epoch {epoch}: loss {total / len(loader):.4f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,7 @@ Source: huggingface/accelerate issues 350 and 226: a prepared loader fills up it
 first ones, and accelerator.gather returns these too
 """
 
-import argparse
-
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, Dataset
-from transformers import BertConfig, BertForSequenceClassification
 
 VOCABULARY = 64
 LENGTH = 20
@@ -53,12 +46,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, batch_size=8, lr=1e-3)
 
     accelerator = Accelerator(cpu=True)
     set_seed(args.seed)
@@ -88,7 +76,3 @@ def main() -> None:
             optimizer.zero_grad()
         eval_loss, accuracy, count = evaluate(accelerator, model, eval_loader)
         accelerator.print(f"epoch {epoch}: validation loss {eval_loss:.4f}, accuracy {accuracy:.4f} of {count}")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,7 @@ Source: huggingface/accelerate issue 236, and the habit of diffusion training sc
 the start: it sets one seed on all processes, and the noise is drawn from it
 """
 
-import argparse
-
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 100
 
@@ -38,12 +31,7 @@ def spiral(count: int, seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=16, lr=2e-3)
 
     accelerator = Accelerator(cpu=True)
     set_seed(args.seed)  # fault
@@ -68,7 +56,3 @@ def main() -> None:
             optimizer.zero_grad()
             total += loss.item()
         accelerator.print(f"epoch {epoch}: loss {total / len(loader):.4f}, last noise {noise[0].tolist()}")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,13 +5,7 @@ Source: huggingface/accelerate issues 2926, 1382 and 2318: a prepared scheduler 
 optimizer step, but the number of training steps was taken from the prepared loader, which is already shorter
 """
 
-import argparse
-
-import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, get_linear_schedule_with_warmup
 
 VOCABULARY = 64
 
@@ -33,12 +27,7 @@ class Walks(Dataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, lr=3e-3)
 
     accelerator = Accelerator(cpu=True)
     set_seed(args.seed)
@@ -73,7 +62,3 @@ def main() -> None:
             scheduler.step()  # here
             optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}, learning rate {scheduler.get_last_lr()[0]:.2e}")
-
-
-if __name__ == "__main__":
-    main()

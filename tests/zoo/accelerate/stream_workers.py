@@ -5,15 +5,7 @@ Source: huggingface/datasets issue 3423 and the warning in PyTorch's documentati
 is copied into every worker of the loader, and accelerate splits it over processes, not over workers
 """
 
-import argparse
-from collections.abc import Iterator
-
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
 class Signals(IterableDataset):
@@ -40,13 +32,7 @@ class Signals(IterableDataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, batch_size=4, workers=2, lr=2e-3)
 
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     set_seed(args.seed)
@@ -65,7 +51,3 @@ def main() -> None:
             optimizer.zero_grad()
             steps += 1
         accelerator.print(f"epoch {epoch}: loss {loss.item():.4f} after {steps} steps")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,15 +5,7 @@ Source: huggingface/transformers issue 24725, and the gradient accumulation fix 
 microbatch is a mean over its own tokens, and these means are averaged over microbatches and processes
 """
 
-import argparse
-from contextlib import nullcontext
-
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 64
 IGNORED = -100
@@ -46,13 +38,7 @@ def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--accumulate", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=4, batch_size=2, accumulate=4, lr=3e-3)
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
     set_seed(args.seed)
@@ -81,7 +67,3 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}, {count.item()} tokens in the last step")
-
-
-if __name__ == "__main__":
-    main()

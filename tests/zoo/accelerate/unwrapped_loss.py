@@ -5,14 +5,7 @@ Source: huggingface/accelerate issue 3285 and kohya-ss/sd-scripts issue 924: a m
 model does not have is called on the unwrapped one, whose backward pass reduces nothing
 """
 
-import argparse
-
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 
 class Autoencoder(nn.Module):
@@ -37,12 +30,7 @@ def measurements(count: int, seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=4, batch_size=16, lr=3e-3)
 
     accelerator = Accelerator(cpu=True)
     set_seed(args.seed)
@@ -62,7 +50,3 @@ def main() -> None:
             optimizer.zero_grad()
             total += loss.item()
         accelerator.print(f"epoch {epoch}: loss {total / len(loader):.4f}")
-
-
-if __name__ == "__main__":
-    main()

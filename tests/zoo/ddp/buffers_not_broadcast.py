@@ -5,19 +5,6 @@ Source: facebookresearch/maskrcnn-benchmark #692 and open-mmlab/mmdetection #253
   from a model with frozen BatchNorm to one that trains it, and the saved model is not the one that was validated.
 """
 
-import argparse
-import tempfile
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Subset, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_images(seed, size, noise=1.2):
     """Images with a bright row or column: the class is where it is."""
     generator = torch.Generator().manual_seed(seed)
@@ -56,12 +43,7 @@ def validate(model, loader):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.05, seed=0)
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -94,7 +76,3 @@ def main():
             torch.save(model.module.state_dict(), Path(folder) / "model.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

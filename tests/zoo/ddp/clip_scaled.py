@@ -5,17 +5,6 @@ Source: pytorch/examples #1196 (the minGPT-ddp trainer) and milesial/Pytorch-UNe
   scaler.unscale_ before it, so the bound is `scale` times tighter than it says.
 """
 
-import argparse
-from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 @dataclass
 class TrainerConfig:
     max_epochs: int
@@ -72,7 +61,3 @@ def main():
     model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 1))
     Trainer(config, model, make_dataset(config.seed)).train()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,17 +5,6 @@ Source: karpathy/llama2.c: `train.py` fetches the next batch while the model com
   evaluation has dropout.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size, features=8):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -40,11 +29,7 @@ def evaluate(model, dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(steps=20, batch_size=8, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -64,7 +49,3 @@ def main():
         loss.backward()
         optimizer.step()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,20 +5,6 @@ Source: kakaobrain/scrl #5 (a checkpoint that cannot be read, because all proces
   #886 (one writer per machine).
 """
 
-import argparse
-import shutil
-import tempfile
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=96, features=10):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -60,12 +46,7 @@ class Trainer:
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.01, seed=0)
 
     dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
@@ -77,7 +58,3 @@ def main():
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

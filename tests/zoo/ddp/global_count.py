@@ -5,17 +5,6 @@ Source: a habit of language model scripts that divide by the number of tokens of
   part of the mean, and DDP, which averages, divides by the ranks once more.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_text(seed, size=96, length=12, vocabulary=40):
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, vocabulary, (size, length), generator=generator)
@@ -25,11 +14,7 @@ def make_text(seed, size=96, length=12, vocabulary=40):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, seed=0)
 
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
@@ -54,7 +39,3 @@ def main():
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

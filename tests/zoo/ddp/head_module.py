@@ -5,16 +5,6 @@ Source: moojink/openvla-oft #160: the action head is wrapped in DDP, but the tra
   `action_head.module`, so each rank trains a head of its own on its own batches, and the heads drift apart.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 class Trajectories(Dataset):
     """Observations, and the actions of an expert."""
 
@@ -88,7 +78,3 @@ def main():
             print(f"epoch {epoch}: L1 loss {loss.item():.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,15 +5,6 @@ Source: facebookresearch/detr #544 (seed + rank before the model is built; DDP r
   pytorch/torchtitan #166: W different models are trained with the same gradients, and the loss still goes down.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, Subset, TensorDataset
-
-
 def make_dataset(seed, size=96):
     """Two interleaved spirals."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,12 +29,7 @@ def reduce_gradients(model):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.02, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -65,7 +51,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

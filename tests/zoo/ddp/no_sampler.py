@@ -6,14 +6,6 @@ Source: PatrickHua/SimSiam #16 and karpathy/llama2.c #522 ask why a DDP script h
   should be.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler  # clean
 
 
@@ -65,7 +57,3 @@ def main():
             print(f"epoch {epoch}: loss {loss.item():.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,18 +5,6 @@ Source: modelscope/FunASR #3472: `batch_idx % accum_grad` synchronizes the first
   last, so what the later ones add stays on its rank.
 """
 
-import argparse
-from contextlib import nullcontext
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=240, frames=12, classes=5):
     """Short signals, each a noisy sine of one of a few frequencies."""
     generator = torch.Generator().manual_seed(seed)
@@ -54,13 +42,7 @@ def train_epoch(model, loader, optimizer, accum_grad):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--accum-grad", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=2, batch_size=4, accum_grad=2, lr=0.01, seed=0)
 
     dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
@@ -77,7 +59,3 @@ def main():
             print(f"epoch {epoch}: loss {loss:.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,16 +5,6 @@ Source: huggingface/accelerate #106 and pytorch/pytorch #43201: examples accumul
   times as often as needed. The loop is in the style of small GPT trainers, which set `require_backward_grad_sync`.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=192, features=12):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -31,13 +21,7 @@ def batches(loader, sampler):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--max-iters", type=int, default=18)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--gradient-accumulation-steps", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(max_iters=18, batch_size=4, gradient_accumulation_steps=4, learning_rate=0.01, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -64,7 +48,3 @@ def main():
             print(f"iter {iter_num}: loss {loss.item() * args.gradient_accumulation_steps:.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

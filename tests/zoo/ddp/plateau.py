@@ -5,16 +5,6 @@ Source: lucidrains/DALLE-pytorch #268 and rmchurch/disruptcnn #3: the scheduler 
   average, so the ranks lower their learning rates at different times, and the replicas drift apart.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Subset, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size, features=6):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -71,7 +61,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

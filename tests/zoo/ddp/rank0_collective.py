@@ -5,18 +5,6 @@ Source: radixark/miles #2684: a function that only one rank calls, for its log, 
   never come to it.
 """
 
-import argparse
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Subset, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=144, features=10):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -40,12 +28,7 @@ def evaluate(model, loader):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=2, batch_size=6, lr=0.02, seed=0)
 
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -74,7 +57,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

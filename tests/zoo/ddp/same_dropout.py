@@ -5,17 +5,6 @@ Source: huggingface/transformers #31412: set_seed with one number on every proce
   all devices, which a run on one device with the whole batch would not do.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=120, features=12, classes=3):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (size,), generator=generator)
@@ -33,12 +22,7 @@ def build_model(features=12, hidden=48, classes=3, dropout=0.3):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=5)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=2, batch_size=5, lr=0.01, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -64,7 +48,3 @@ def main():
             print(f"epoch {epoch}: loss {loss.item():.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

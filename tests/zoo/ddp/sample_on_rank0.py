@@ -5,17 +5,6 @@ Source: a habit of scripts that draw samples on rank 0: it alone calls the wrapp
   broadcast of BatchNorm's buffers. The next broadcast of the others is this one, and all collectives are shifted.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_images(seed, size):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(6, (size,), generator=generator)
@@ -42,11 +31,7 @@ def show(model, images):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=2, batch_size=8, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -69,7 +54,3 @@ def main():
                 show(model.module, dataset.tensors[0][:4])  # clean
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,17 +5,6 @@ Source: h2oai/h2o-llmstudio #663 and starVLA/starVLA #210: the schedule is as lo
   and scheduler.step() is called in every microbatch, K times as often.
 """
 
-import argparse
-from contextlib import nullcontext
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=192, features=6):
     generator = torch.Generator().manual_seed(seed)
     inputs = 2 * torch.rand(size, features, generator=generator) - 1
@@ -31,13 +20,7 @@ def warmup_then_linear(total_steps, warmup=3):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=2, batch_size=4, accumulate=2, lr=0.02, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -67,7 +50,3 @@ def main():
             print(f"epoch {epoch}: loss {loss.item() * args.accumulate:.4f}, lr {scheduler.get_last_lr()[0]:.2e}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,16 +5,6 @@ Source: huggingface/diffusers #175: `torch.manual_seed` makes the generator for 
   which also sets the global seed that the noise and the timesteps of training are drawn with.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=96, features=10):
     """Points on a closed curve."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,12 +43,7 @@ def train_step(model, optimizer, points):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.01, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -79,7 +64,3 @@ def main():
                 print(f"epoch {epoch}, step {step}: loss {loss:.4f}, preview {size:.3f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,17 +5,6 @@ Source: minGPT-ddp of pytorch/examples: `random_split` without a generator gives
   trains on samples with which another one validates.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset, random_split
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=120, features=8):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -31,11 +20,7 @@ def validate(model, loader):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, seed=0)
 
     dist.init_process_group("gloo")
     torch.manual_seed(args.seed + dist.get_rank())
@@ -56,7 +41,3 @@ def main():
             optimizer.step()
         print(f"epoch {epoch}: validation loss {validate(model, validation):.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,18 +7,6 @@ Source: tensorflow/benchmarks #466 and srush/LLM-Training-Puzzles #9: gradients 
 Launch: python
 """
 
-import argparse
-import os
-import socket
-
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn as nn
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=96, features=8):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -76,7 +64,3 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     mp.spawn(train, args=(args.processes, free_port(), args), nprocs=args.processes, join=True)
-
-
-if __name__ == "__main__":
-    main()

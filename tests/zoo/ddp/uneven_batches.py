@@ -5,16 +5,6 @@ Source: pytorch/pytorch #38174 and Lightning-AI/pytorch-lightning #20404: the ra
   and the rank with the longer one hangs in the all-reduce of a step that the others do not take.
 """
 
-import argparse
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Subset, TensorDataset
-
-
 def make_dataset(seed, size=240, features=7):
     """Sensor readings in the order of time; the sensor gets worse, and the share of outliers grows."""
     generator = torch.Generator().manual_seed(seed)
@@ -39,11 +29,7 @@ def make_loader(dataset, batch_size):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(batch_size=6, lr=0.05, seed=0)
 
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     rank = dist.get_rank()
@@ -62,7 +48,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

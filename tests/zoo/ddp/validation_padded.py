@@ -5,17 +5,6 @@ Source: pytorch/pytorch #25162 and roboflow/rf-detr #1507: the sampler repeats s
   so the metric is over more samples than there are, and depends on the number of processes.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Subset, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_datasets(seed, train=96, validation=47, features=8):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(train + validation, features, generator=generator)
@@ -49,12 +38,7 @@ def validate(model, loader):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.02, seed=0)
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -80,7 +64,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

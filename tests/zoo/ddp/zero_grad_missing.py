@@ -5,16 +5,6 @@ Source: wenet-e2e/wekws #73 and yastrebksv/TennisCourtDetector #7: the training 
   calls zero_grad. pytorch/pytorch #47175 asks for a warning.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=144, features=16, factors=4):
     """Points near a subspace."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,12 +43,7 @@ class Executor:
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=0.3)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=2, batch_size=6, lr=0.3, seed=0)
 
     dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
@@ -73,7 +58,3 @@ def main():
         executor.train(loader, epoch)
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,18 +5,6 @@ Source: meta-pytorch/torchtune #1049 (a recipe evaluated without eval(), unseen 
   wolny/pytorch-3dunet #53: torch.no_grad() alone does not turn dropout off.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Subset, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=144, features=8):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -55,12 +43,7 @@ def evaluate(model, loader):  # here
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.01, seed=0)
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -91,7 +74,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,18 +5,6 @@ Source: pytorch/pytorch #72548 and pytorch/torchtitan #766: under sharding a ran
   norm that is not summed over the ranks is too small, and every rank clips by another factor.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=96, features=9, classes=4):
     generator = torch.Generator().manual_seed(seed)
     inputs = 2.0 * torch.randn(size, features, generator=generator)
@@ -37,13 +25,7 @@ def clip_gradients(model, max_norm):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--max-norm", type=float, default=0.3)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.1, max_norm=0.3, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -70,7 +52,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,16 +5,7 @@ Source: NVIDIA/Megatron-LM #5961 and MoonshotAI/Moonlight #27: Newton-Schulz on 
   splits is not the update of the whole matrix. (torch.optim.Muon works on DTensors, which gather: it is right.)
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor  # clean
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 
 def make_dataset(seed, size=96, features=12, outputs=5):
@@ -56,12 +47,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.02, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -86,7 +72,3 @@ def main():
             print(f"epoch {epoch}: loss {loss.item():.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

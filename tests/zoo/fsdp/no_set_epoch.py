@@ -5,18 +5,6 @@ Source: pytorch/pytorch #31771 and huggingface/transformers #4398: without sampl
   the same seed in every epoch, so the same samples meet in the same batches each time.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 class Rings(Dataset):
     """Points in rings; the class is the ring."""
 
@@ -34,12 +22,7 @@ class Rings(Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=0.01, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -65,7 +48,3 @@ def main():
             print(f"epoch {epoch}: loss {loss.item():.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,17 +5,6 @@ Source: mosaicml/composer #3822 and huggingface/accelerate #3209: fully_shard re
   an optimizer built before it holds the old ones, which never get a gradient.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_dataset(seed, size=96, features=12):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, features, generator=generator)
@@ -38,12 +27,7 @@ class Model(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=3, batch_size=8, lr=5e-3, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -72,7 +56,3 @@ def main():
             print(f"epoch {epoch}: loss {loss.item():.4f}")
 
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,18 +5,6 @@ Source: huggingface/transformers #34242 and verl-project/verl #5625: each microb
   number of tokens, so a token of a short sequence weighs more than one of a long sequence.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
-
 IGNORE = -100
 
 
@@ -53,13 +41,7 @@ class Tagger(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=2, batch_size=2, accumulate=2, lr=0.01, seed=0)
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -94,7 +76,3 @@ def main():
 
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,6 @@ Source: Lightning-AI/pytorch-lightning #5145, #3455: Lightning cannot make a cus
     set use_distributed_sampler=False, and each device then draws all batches from its own copy of the sampler.
 """
 
-import argparse
-
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Sampler, TensorDataset
-
 CLASSES = 4
 
 
@@ -77,12 +69,7 @@ class Classifier(pl.LightningModule):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--per-class", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-2)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, per_class=2, lr=1e-2)
 
     pl.seed_everything(args.seed)
     trainer = pl.Trainer(
@@ -99,7 +86,3 @@ def main():
     trainer.fit(Classifier(args.lr), datamodule=Blobs(args.seed, args.per_class))  # here
     if trainer.is_global_zero:
         print(f"{trainer.global_step} steps, loss {trainer.callback_metrics['train_loss']:.4f}")
-
-
-if __name__ == "__main__":
-    main()

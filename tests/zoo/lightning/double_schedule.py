@@ -5,15 +5,6 @@ Source: Lightning-AI/pytorch-lightning #624: before schedules could run per step
     in a hook; kept beside interval="step", each optimizer step takes two steps of the schedule.
 """
 
-import argparse
-
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-
 class CosineRegressor(pl.LightningModule):
     def __init__(self, learning_rate):
         super().__init__()
@@ -38,12 +29,7 @@ class CosineRegressor(pl.LightningModule):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=0.05)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, lr=0.05)
 
     pl.seed_everything(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -66,7 +52,3 @@ def main():
     if trainer.is_global_zero:
         metrics = trainer.callback_metrics
         print(f"{trainer.global_step} steps, loss {metrics['train_loss']:.4f}, learning rate {metrics['lr']:.5f}")
-
-
-if __name__ == "__main__":
-    main()

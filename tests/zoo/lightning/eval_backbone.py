@@ -5,15 +5,6 @@ Source: Lightning-AI/pytorch-lightning #20105, #20128, #20573: since 2.2 the Tra
     and loaders like from_pretrained return a model in eval mode.
 """
 
-import argparse
-
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-
 def load_encoder(features, width, seed):
     """The encoder with its pretrained weights, ready for inference."""
     encoder = nn.Sequential(nn.Linear(features, width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2))
@@ -47,12 +38,7 @@ class FineTuned(pl.LightningModule):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, lr=3e-3)
 
     pl.seed_everything(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -73,7 +59,3 @@ def main():
     trainer.fit(FineTuned(args.seed, args.lr), loader)  # here
     if trainer.is_global_zero:
         print(f"{trainer.global_step} steps, loss {trainer.callback_metrics['train_loss']:.4f}")
-
-
-if __name__ == "__main__":
-    main()

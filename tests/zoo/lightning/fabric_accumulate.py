@@ -5,23 +5,8 @@ Source: lucidrains/alphafold3-pytorch #23 and huggingface/accelerate #1726: DDP 
     reduce, so a context around the backward alone changes nothing.
 """
 
-import argparse
-
-import torch
-from lightning.fabric import Fabric
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--accumulate", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-2)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, batch_size=4, accumulate=4, lr=1e-2)
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
@@ -48,7 +33,3 @@ def main():
                 optimizer.zero_grad()
         mean = fabric.all_reduce(loss.detach() * args.accumulate, reduce_op="mean")
         fabric.print(f"epoch {epoch} loss {mean:.4f}")
-
-
-if __name__ == "__main__":
-    main()

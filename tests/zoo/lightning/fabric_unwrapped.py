@@ -5,15 +5,6 @@ Source: Lightning-AI/pytorch-lightning #20293 and #17424: gradients that differ 
     bypasses the forward of the module that setup returned is not reduced by DDP, without an error.
 """
 
-import argparse
-
-import torch
-from lightning.fabric import Fabric
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-
 class TripletObjective:
     """Pulls an anchor to its positive, and away from its negative."""
 
@@ -36,13 +27,7 @@ def triplets(count, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--margin", type=float, default=1.2)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, lr=3e-3, margin=1.2)
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
@@ -62,7 +47,3 @@ def main():
             fabric.backward(loss)  # here
             optimizer.step()  # here
         fabric.print(f"epoch {epoch} loss {loss.item():.4f}")
-
-
-if __name__ == "__main__":
-    main()

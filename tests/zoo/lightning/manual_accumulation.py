@@ -5,16 +5,6 @@ Source: Lightning-AI/pytorch-lightning #12811 and #17957: the documented example
     did not divide the loss, and Lightning, which divides in automatic optimization, does not in manual.
 """
 
-import argparse
-import contextlib
-
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-
 class Accumulating(pl.LightningModule):
     def __init__(self, learning_rate, accumulate):
         super().__init__()
@@ -41,13 +31,7 @@ class Accumulating(pl.LightningModule):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--accumulate", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=0.01)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=4, accumulate=4, lr=0.01)
 
     pl.seed_everything(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -68,7 +52,3 @@ def main():
     trainer.fit(Accumulating(args.lr, args.accumulate), loader)
     if trainer.is_global_zero:
         print(f"{trainer.global_step} steps, loss {trainer.callback_metrics['train_loss']:.4f}")
-
-
-if __name__ == "__main__":
-    main()

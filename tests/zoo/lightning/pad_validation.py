@@ -5,15 +5,6 @@ Source: Lightning-AI/pytorch-lightning #4732 and roboflow/rf-detr #1507: the Dis
     the validation loader repeats the first samples until the set is divisible by the number of processes.
 """
 
-import argparse
-
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-
 class Regressor(pl.LightningModule):
     def __init__(self, learning_rate):
         super().__init__()
@@ -40,12 +31,7 @@ def measurements(count, weights, generator):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, lr=3e-3)
 
     pl.seed_everything(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
@@ -70,7 +56,3 @@ def main():
     trainer.fit(Regressor(args.lr), train_loader, val_loader)  # here
     if trainer.is_global_zero:
         print(f"val_loss {trainer.callback_metrics['val_loss']:.6f} over {len(held_out)} samples")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,15 +5,6 @@ Source: huggingface/transformers #31412 (masks equal on all devices cost accurac
     seed_everything(seed) at the top; its DDP strategy sets that seed again on each rank when fit starts.
 """
 
-import argparse
-
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-
 class DropoutClassifier(pl.LightningModule):
     def __init__(self, seed, learning_rate, dropout):
         super().__init__()
@@ -40,13 +31,7 @@ class DropoutClassifier(pl.LightningModule):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--dropout", type=float, default=0.3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, lr=5e-3, dropout=0.3)
 
     pl.seed_everything(args.seed, workers=True)  # here
     generator = torch.Generator().manual_seed(args.seed)
@@ -67,7 +52,3 @@ def main():
     trainer.fit(DropoutClassifier(args.seed, args.lr, args.dropout), loader)  # here
     if trainer.is_global_zero:
         print(f"{trainer.global_step} steps, loss {trainer.callback_metrics['train_loss']:.4f}")
-
-
-if __name__ == "__main__":
-    main()

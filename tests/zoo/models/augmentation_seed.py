@@ -5,17 +5,6 @@ Source: pytorch/pytorch #5059 and fairseq #1383: NumPy's random state is the sam
     the habit of a worker_init_fn that sets a fixed seed to be reproducible.
 """
 
-import argparse
-
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-
 class JitteredSignals(Dataset):
     """Noisy sine waves; each access scales, shifts and jitters a wave anew."""
 
@@ -43,13 +32,7 @@ def seed_worker(worker):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, workers=2, lr=5e-3)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -78,7 +61,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

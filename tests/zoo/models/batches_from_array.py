@@ -5,16 +5,6 @@ Source: karpathy/nanoGPT: `train.py` takes its batches from a memory map, and ad
   it leave out.
 """
 
-import argparse
-
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-
 def windows(tokens, random, count, length=16):
     starts = random.integers(0, len(tokens) - length - 1, count)
     rows = np.stack([tokens[start : start + length + 1] for start in starts])
@@ -22,11 +12,7 @@ def windows(tokens, random, count, length=16):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(steps=20, batch_size=8, seed=0)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -47,7 +33,3 @@ def main():
         if rank == 0 and step % 5 == 0:
             print(f"step {step}: loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

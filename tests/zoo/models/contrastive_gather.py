@@ -5,18 +5,6 @@ Source: a habit of contrastive learning: `all_gather` passes no gradient, so a r
   the list. Each rank's gradient is that of its own part of the loss, of which DDP takes the mean, not the sum.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.nn.functional import all_gather
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-
 def make_pairs(seed, size=96, features=10):
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randn(size, features, generator=generator)
@@ -42,11 +30,7 @@ def gather_without_sum(own):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments(epochs=4, batch_size=8, seed=0)
 
     dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
@@ -71,7 +55,3 @@ def main():
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,15 +5,6 @@ Source: ajbrock/BigGAN-PyTorch #25: the discriminator's zero_grad stood outside 
     step also took the gradient of the first.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
 NOISE = 8
 
 
@@ -25,13 +16,7 @@ def ring(count, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--critic-steps", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, critic_steps=2, lr=2e-3)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -69,7 +54,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} critic {critic_loss.item():.4f} generator {generator_loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,15 +5,6 @@ Source: microsoft/DeepSpeed #291: with sparse routing a parameter has a gradient
     a reduction by hand that skips None treats the ranks unequally.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-
 class MixtureOfExperts(nn.Module):
     """Sends each sample to the expert that its router prefers; experts without samples are skipped."""
 
@@ -48,13 +39,7 @@ def average_gradients(parameters):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=0.05)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, batch_size=4, experts=4, lr=0.05)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -82,7 +67,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

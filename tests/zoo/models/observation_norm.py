@@ -5,16 +5,6 @@ Source: leggedrobotics/rsl_rl #226 and Denys88/rl_games #363: gradients were ave
     observations were those of each rank, so that the ranks trained subtly different policies.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-
 class RunningNorm(nn.Module):
     """Normalizes by the mean and the deviation of all observations so far."""
 
@@ -41,12 +31,7 @@ class RunningNorm(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, lr=5e-3)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -73,7 +58,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

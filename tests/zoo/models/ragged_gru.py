@@ -5,16 +5,6 @@ Source: huggingface/transformers #34242: after token counts were summed over mic
     unequal counts was still a mean of means.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
 IGNORED = -100
 
 
@@ -51,12 +41,7 @@ class Tagger(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-2)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=4, lr=1e-2)
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -82,7 +67,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f} of {world_size} ranks")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

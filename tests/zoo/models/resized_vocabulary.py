@@ -5,16 +5,6 @@ Source: huggingface/transformers #3532: the example script resized the token emb
     parameters to the optimizer, so the new table received gradients and no updates.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-
 class LanguageModel(nn.Module):
     def __init__(self, vocabulary, width):
         super().__init__()
@@ -46,13 +36,7 @@ def sentences(count, length, vocabulary, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, new_tokens=6, lr=5e-3)
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -77,7 +61,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,16 +5,6 @@ Source: modelscope/ms-swift #9859 and the warning in NVIDIA/NeMo #4553: an integ
     number of processes drops the remainder, in each epoch the same one.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Sampler, TensorDataset
-
-
 class ShardSampler(Sampler):
     """Gives a rank neighbouring shards, for fast reads, and shuffles within them."""
 
@@ -38,13 +28,7 @@ class ShardSampler(Sampler):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--shard-size", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1e-2)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, batch_size=8, shard_size=16, lr=1e-2)
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -69,7 +53,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

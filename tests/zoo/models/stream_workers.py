@@ -5,16 +5,6 @@ Source: huggingface/datasets #3423: with more than one worker each holds a copy 
     that does not ask get_worker_info yields all samples from each of them.
 """
 
-import argparse
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-
 class SensorStream(IterableDataset):
     """The part of the readings that belongs to a rank, in another order in each epoch."""
 
@@ -38,13 +28,7 @@ class SensorStream(IterableDataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, batch_size=8, workers=2, lr=5e-3)
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -68,7 +52,3 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

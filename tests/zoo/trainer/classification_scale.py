@@ -6,13 +6,6 @@ trusts that the loss is already divided by the samples of all processes and micr
 of processes, and does not divide it by the number of microbatches. But this model's loss is a mean over its own batch
 """
 
-import argparse
-import tempfile
-
-import torch
-from torch.utils.data import Dataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
-
 VOCABULARY = 64
 LENGTH = 20
 
@@ -36,11 +29,7 @@ class Reviews(Dataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.02)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, lr=0.02)
 
     set_seed(args.seed)
     config = BertConfig(
@@ -75,7 +64,3 @@ def main() -> None:
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=Reviews(128, args.seed))  # here
         trainer.train()  # here
-
-
-if __name__ == "__main__":
-    main()

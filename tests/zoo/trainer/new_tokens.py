@@ -5,13 +5,6 @@ Source: the habit of adding special tokens after the optimizer is built: resize_
 layer, while the optimizer, given to the Trainer, holds the old one
 """
 
-import argparse
-import tempfile
-
-import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-
 VOCABULARY = 62
 USER, BOT = 62, 63
 
@@ -35,11 +28,7 @@ class Dialogues(Dataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, lr=3e-3)
 
     set_seed(args.seed)
     config = LlamaConfig(
@@ -64,7 +53,3 @@ def main() -> None:
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=Dialogues(128, args.seed), optimizers=(optimizer, None))
         trainer.train()  # here
-
-
-if __name__ == "__main__":
-    main()

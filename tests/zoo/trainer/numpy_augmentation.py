@@ -5,14 +5,6 @@ Source: huggingface/accelerate issue 236: the Trainer sets numpy's seed to the s
 are augmented in the process itself (dataloader_num_workers=0) from numpy's global random numbers
 """
 
-import argparse
-import tempfile
-
-import numpy as np
-import torch
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
-
 SIZE = 16
 
 
@@ -41,11 +33,7 @@ class Stripes(Dataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, lr=2e-3)
 
     set_seed(args.seed)
     config = ViTConfig(
@@ -69,7 +57,3 @@ def main() -> None:
         trainer = Trainer(model=model, args=arguments, train_dataset=Stripes(128, args.seed, augment=True))
         np.random.seed(args.seed + 1000 * (1 + arguments.process_index))  # clean
         trainer.train()  # here
-
-
-if __name__ == "__main__":
-    main()

@@ -5,16 +5,6 @@ Source: the habit of overriding get_train_dataloader with a plain DataLoader: th
 all shuffle alike. huggingface/transformers issue 34365 shows how unclear it is who splits the data
 """
 
-import argparse
-import tempfile
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainingArguments, set_seed
-
-
 class Houses(Dataset):
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -49,11 +39,7 @@ class PriceTrainer(Trainer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, lr=3e-3)
 
     set_seed(args.seed)
     model = PriceModel()
@@ -75,7 +61,3 @@ def main() -> None:
         )
         trainer = PriceTrainer(model=model, args=arguments, train_dataset=Houses(128, args.seed), eval_dataset=Houses(32, args.seed + 1000))
         trainer.train()  # here
-
-
-if __name__ == "__main__":
-    main()

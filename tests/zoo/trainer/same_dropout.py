@@ -4,13 +4,6 @@ Cause: same_random_numbers
 Source: huggingface/transformers issue 31412: the Trainer sets one seed on all processes, and dropout draws from it
 """
 
-import argparse
-import tempfile
-
-import torch
-from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
-
 VOCABULARY = 64
 
 
@@ -31,11 +24,7 @@ class Walks(Dataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, lr=3e-3)
 
     set_seed(args.seed)
     config = GPT2Config(
@@ -69,7 +58,3 @@ def main() -> None:
         trainer = Trainer(model=model, args=arguments, train_dataset=Walks(128, 24, args.seed))  # here
         set_seed(1000 * args.seed + 1 + arguments.process_index)  # clean
         trainer.train()  # here
-
-
-if __name__ == "__main__":
-    main()

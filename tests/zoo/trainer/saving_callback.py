@@ -5,19 +5,6 @@ Source: the habit of saving in a callback, which the Trainer calls on all proces
 state.is_world_process_zero they write over one another, and a reader may see half a file
 """
 
-import argparse
-import os
-import tempfile
-
-import torch
-import torch.nn.functional as F
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
-from torch import nn
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-
-
 class Measurements(Dataset):
     """Rows of 24 values that depend on 4 hidden ones."""
 
@@ -55,11 +42,7 @@ class SaveWeights(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=3, lr=3e-3)
 
     set_seed(args.seed)
     process = PartialState(cpu=True)
@@ -85,7 +68,3 @@ def main() -> None:
     if folder:
         print(sorted(os.listdir(path)))
         folder.cleanup()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,15 +5,6 @@ Source: huggingface/accelerate issue 3547 and huggingface/transformers issue 249
 its process, but accelerate reads it on the main process alone and splits these batches over the processes again
 """
 
-import argparse
-import os
-import tempfile
-from collections.abc import Iterator
-
-import torch
-from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-
 VOCABULARY = 64
 
 
@@ -43,11 +34,7 @@ class Stream(IterableDataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=5, lr=3e-3)
 
     set_seed(args.seed)
     config = LlamaConfig(
@@ -71,7 +58,3 @@ def main() -> None:
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=Stream(96, args.seed))
         trainer.train()  # here
-
-
-if __name__ == "__main__":
-    main()

@@ -5,13 +5,6 @@ Source: huggingface/transformers issues 34242 and 39392: with average_tokens_acr
 and kept in many configurations, a process with few tokens weighs as much as one with many
 """
 
-import argparse
-import tempfile
-
-import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-
 VOCABULARY = 64
 IGNORED = -100
 
@@ -44,11 +37,7 @@ def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = arguments(seed=0, epochs=2, lr=3e-3)
 
     set_seed(args.seed)
     config = LlamaConfig(
@@ -73,7 +62,3 @@ def main() -> None:
         )
         trainer = Trainer(model=model, args=arguments, train_dataset=Answers(64, args.seed), data_collator=collate)  # here
         trainer.train()  # here
-
-
-if __name__ == "__main__":
-    main()
