@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ class Training(Protocol):
     ) -> tuple[str, float]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Remedy:
     """A mistake, what is said about it, and the same training as the error recommends it."""
 
@@ -38,6 +38,7 @@ class Remedy:
     says: str
     """The words of the error that name the remedy, as they stand in the source."""
     remedy: Training
+    _: KW_ONLY
     plan: str = "replicate=2"
     """The plan of two processes."""
     alone: bool = True
@@ -61,7 +62,7 @@ def trains(
     def train(folder: str, plan: str, allow_change: Sequence[str] = ()) -> tuple[str, float]:
         changed = {"optimizer": sgd, **changes, **late()}
         if changed.keys().isdisjoint({"steps", "epochs"}):
-            changed["steps"] = 3
+            changed["steps"] = 2
         result = ls.train(
             recipe(**changed),
             hooks=[each() for each in hooks],
@@ -261,162 +262,142 @@ def mean_square(rows: Tensor) -> Tensor:
 
 GATHERED = ls.Gathered(collected, mean_square)
 
-LOSSES = {
-    "names of terms and weights": Remedy(
-        mistake=trains(loss=sums, weight=lambda batch: {"errors": len(batch[0])}),
-        says="a weight goes with each ls.Sum of the loss, by the same name",
-        remedy=trains(loss=sums, weight=samples),
+LOSSES = [
+    Remedy(
+        trains(loss=sums, weight=lambda batch: {"errors": len(batch[0])}),
+        "a weight goes with each ls.Sum of the loss, by the same name",
+        trains(loss=sums, weight=samples),
     ),
-    "an ls.Loss among terms": Remedy(
-        mistake=trains(loss=lambda model, batch: {"error": one_loss(model, batch)}),
-        says="return {name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}",
-        remedy=trains(loss=sums, weight=samples),
+    Remedy(
+        trains(loss=lambda model, batch: {"error": one_loss(model, batch)}),
+        "return {name: ls.Sum(total)} and give Recipe.weight = batch -> {name: denominator}",
+        trains(loss=sums, weight=samples),
     ),
-    "a sum without a weight": Remedy(
-        mistake=trains(loss=one_sum),
-        says="give Recipe.weight = batch -> its denominator",
-        remedy=trains(loss=one_sum, weight=number),
+    Remedy(
+        trains(loss=one_sum),
+        "give Recipe.weight = batch -> its denominator",
+        trains(loss=one_sum, weight=number),
     ),
-    "a sum without a weight, with one of its own": Remedy(
-        mistake=trains(loss=one_sum),
-        says="or return ls.Loss(total, weight)",
-        remedy=trains(loss=one_loss),
+    Remedy(trains(loss=one_sum), "or return ls.Loss(total, weight)", trains(loss=one_loss)),
+    Remedy(
+        trains(weight=number),
+        "return ls.Sum(total), the sum over what",
+        trains(loss=one_sum, weight=number),
     ),
-    "a mean with a weight": Remedy(
-        mistake=trains(weight=number),
-        says="return ls.Sum(total), the sum over what",
-        remedy=trains(loss=one_sum, weight=number),
+    Remedy(
+        trains(weight=number), "the sum over what the weight counts, or drop the weight", trains()
     ),
-    "a mean with a weight, without it": Remedy(
-        mistake=trains(weight=number),
-        says="the sum over what the weight counts, or drop the weight",
-        remedy=trains(),
+    Remedy(
+        trains(data=labelled(), loss=entropy),
+        "return ls.Sum(total) with Recipe.weight = batch -> (",
+        trains(data=labelled(), loss=entropy_sum, weight=labels_counted),
     ),
-    "a mean over labels that are not ignored": Remedy(
-        mistake=trains(data=labelled(), loss=entropy),
-        says="return ls.Sum(total) with Recipe.weight = batch -> (",
-        remedy=trains(data=labelled(), loss=entropy_sum, weight=labels_counted),
+    Remedy(
+        trains(data=labelled(), loss=entropy),
+        "or ls.Loss(total, weight)",
+        trains(data=labelled(), loss=entropy_loss),
     ),
-    "a mean over labels that are not ignored, with its weight": Remedy(
-        mistake=trains(data=labelled(), loss=entropy),
-        says="or ls.Loss(total, weight)",
-        remedy=trains(data=labelled(), loss=entropy_loss),
-    ),
-    "a -100 that is no label": Remedy(
-        mistake=trains(data=labelled(), loss=no_label),
-        says=(
-            "no label, return ls.Sum(loss * n) with Recipe.weight = batch -> n, the samples of the"
-            " microbatch"
-        ),
-        remedy=trains(
+    Remedy(
+        trains(data=labelled(), loss=no_label),
+        "no label, return ls.Sum(loss * n) with Recipe.weight = batch -> n, the samples of the"
+        " microbatch",
+        trains(
             data=labelled(),
             loss=lambda model, batch: ls.Sum(no_label(model, batch) * len(batch[0])),
             weight=number,
         ),
     ),
-    "two weights": Remedy(
-        mistake=trains(loss=one_loss, weight=number),
-        says="is given too; return ls.Sum",
-        remedy=trains(loss=one_sum, weight=number),
+    Remedy(
+        trains(loss=one_loss, weight=number),
+        "is given too; return ls.Sum",
+        trains(loss=one_sum, weight=number),
     ),
-    "two weights, without one": Remedy(
-        mistake=trains(loss=one_loss, weight=number),
-        says="return ls.Sum, or drop the weight",
-        remedy=trains(loss=one_loss),
+    Remedy(
+        trains(loss=one_loss, weight=number),
+        "return ls.Sum, or drop the weight",
+        trains(loss=one_loss),
     ),
-    "a number": Remedy(
-        mistake=trains(loss=lambda model, batch: squared_error(model, batch).item()),
-        says="do not call .item()",
-        remedy=trains(loss=squared_error),
+    Remedy(
+        trains(loss=lambda model, batch: squared_error(model, batch).item()),
+        "do not call .item()",
+        trains(loss=squared_error),
     ),
-    "one value a sample": Remedy(
-        mistake=trains(loss=errors),
-        says="take its mean()",
-        remedy=trains(loss=squared_error),
+    Remedy(trains(loss=errors), "take its mean()", trains(loss=squared_error)),
+    Remedy(
+        trains(loss=errors),
+        "or return ls.Sum of its sum() with Recipe.weight",
+        trains(loss=one_sum, weight=number),
     ),
-    "one value a sample, summed": Remedy(
-        mistake=trains(loss=errors),
-        says="or return ls.Sum of its sum() with Recipe.weight",
-        remedy=trains(loss=one_sum, weight=number),
+    Remedy(
+        trains(loss=in_complex),
+        "take its .abs() or its .real",
+        trains(loss=lambda model, batch: in_complex(model, batch).real),
     ),
-    "a complex loss": Remedy(
-        mistake=trains(loss=in_complex),
-        says="take its .abs() or its .real",
-        remedy=trains(loss=lambda model, batch: in_complex(model, batch).real),
-    ),
-    "a loss without a gradient": Remedy(
-        mistake=trains(loss=detached),
-        says="look for .detach()",
-        remedy=trains(loss=squared_error),
-    ),
-    "no term": Remedy(
-        mistake=trains(loss=lambda model, batch: {}),
-        says="give it one term at least",
-        remedy=trains(),
-    ),
-    "a name that is no text": Remedy(
-        mistake=trains(
+    Remedy(trains(loss=detached), "look for .detach()", trains(loss=squared_error)),
+    Remedy(trains(loss=lambda model, batch: {}), "give it one term at least", trains()),
+    Remedy(
+        trains(
             loss=lambda model, batch: {1: one_sum(model, batch)},
             weight=lambda batch: {1: len(batch[0])},
         ),
-        says=", in the loss and in the weight",
-        remedy=trains(
+        ", in the loss and in the weight",
+        trains(
             loss=lambda model, batch: {"1": one_sum(model, batch)},
             weight=lambda batch: {"1": len(batch[0])},
         ),
     ),
-    "a term that some microbatches lack": Remedy(
-        mistake=trains(loss=sometimes),
-        says="for one that does not apply, return (output * 0).sum()",
-        remedy=trains(loss=always),
+    Remedy(
+        trains(loss=sometimes),
+        "for one that does not apply, return (output * 0).sum()",
+        trains(loss=always),
         by_one_rank=True,
         allow=["loss"],
     ),
-    "an ls.Loss for some microbatches": Remedy(
-        mistake=trains(loss=sometimes_a_loss),
-        says="return ls.Loss(total, weight) always, or never",
-        remedy=trains(loss=one_loss),
+    Remedy(
+        trains(loss=sometimes_a_loss),
+        "return ls.Loss(total, weight) always, or never",
+        trains(loss=one_loss),
         by_one_rank=True,
         allow=["loss"],
     ),
-    "a collate that leaves samples out": Remedy(
-        mistake=trains(collate=without_unreadable),
-        says="return ls.Sum(loss * n) with Recipe.weight = batch -> n",
-        remedy=trains(collate=without_unreadable, loss=one_sum, weight=number),
+    Remedy(
+        trains(collate=without_unreadable),
+        "return ls.Sum(loss * n) with Recipe.weight = batch -> n",
+        trains(collate=without_unreadable, loss=one_sum, weight=number),
     ),
-    "a collate that leaves samples out, with a weight": Remedy(
-        mistake=trains(collate=without_unreadable),
-        says="or ls.Loss(loss * n, n)",
-        remedy=trains(collate=without_unreadable, loss=one_loss),
+    Remedy(
+        trains(collate=without_unreadable),
+        "or ls.Loss(loss * n, n)",
+        trains(collate=without_unreadable, loss=one_loss),
     ),
-    "a batch loss with a weight": Remedy(
-        mistake=trains(loss=None, batch_loss=GATHERED, weight=number),
-        says="one number for all samples of the global batch; leave out",
-        remedy=trains(loss=None, batch_loss=GATHERED),
+    Remedy(
+        trains(loss=None, batch_loss=GATHERED, weight=number),
+        "one number for all samples of the global batch; leave out",
+        trains(loss=None, batch_loss=GATHERED),
     ),
-    "a batch loss that is no scalar": Remedy(
-        mistake=trains(loss=None, batch_loss=ls.Gathered(collected, lambda rows: rows.pow(2))),
-        says="take its mean() or sum()",
-        remedy=trains(loss=None, batch_loss=GATHERED),
+    Remedy(
+        trains(loss=None, batch_loss=ls.Gathered(collected, lambda rows: rows.pow(2))),
+        "take its mean() or sum()",
+        trains(loss=None, batch_loss=GATHERED),
     ),
-    "rows that are not of samples": Remedy(
-        mistake=trains(loss=None, batch_loss=ls.Gathered(collected_twice, mean_square)),
-        says="each tensor has one row a sample",
-        remedy=trains(loss=None, batch_loss=GATHERED),
+    Remedy(
+        trains(loss=None, batch_loss=ls.Gathered(collected_twice, mean_square)),
+        "each tensor has one row a sample",
+        trains(loss=None, batch_loss=GATHERED),
     ),
-    "rows of two widths": Remedy(
-        mistake=trains(loss=None, batch_loss=ls.Gathered(collected_of_widths, mean_square)),
-        says="pad them to one width for all microbatches",
-        remedy=trains(loss=None, batch_loss=ls.Gathered(collected_padded, mean_square)),
+    Remedy(
+        trains(loss=None, batch_loss=ls.Gathered(collected_of_widths, mean_square)),
+        "pad them to one width for all microbatches",
+        trains(loss=None, batch_loss=ls.Gathered(collected_padded, mean_square)),
         by_one_rank=True,
         allow=["batch_loss"],
     ),
-    "a list of arguments": Remedy(
-        mistake=trains(inputs=lambda batch: batch[1:2], loss=outputs_squared),
-        says="return batch[0], or (batch[0], batch[1])",
-        remedy=trains(inputs=features, loss=outputs_squared),
+    Remedy(
+        trains(inputs=lambda batch: batch[1:2], loss=outputs_squared),
+        "return batch[0], or (batch[0], batch[1])",
+        trains(inputs=features, loss=outputs_squared),
     ),
-}
+]
 
 
 # Data
@@ -503,92 +484,80 @@ def fewer_each_time() -> Callable[[int, int], Any]:
 
 LOADER: Any = DataLoader(rows(48), batch_size=16)
 
-DATA = {
-    "a DataLoader": Remedy(
-        mistake=trains(late=lambda: {"data": LOADER}),
-        says="give data=loader.dataset",
-        remedy=trains(data=LOADER.dataset),
+DATA = [
+    Remedy(
+        trains(late=lambda: {"data": LOADER}),
+        "give data=loader.dataset",
+        trains(data=LOADER.dataset),
     ),
-    "an iterable": Remedy(
-        mistake=trains(late=lambda: {"data": Endless()}),
-        says="or without random access, give an ls.Stream",
-        remedy=trains(data=stream()),
+    Remedy(
+        trains(late=lambda: {"data": Endless()}),
+        "or without random access, give an ls.Stream",
+        trains(data=stream()),
     ),
-    "a dataset of a stream": Remedy(
-        mistake=trains(late=lambda: {"data": ls.Stream.of(rows(48))}),
-        says="give it as data itself",
-        remedy=trains(data=rows(48)),
+    Remedy(
+        trains(late=lambda: {"data": ls.Stream.of(rows(48))}),
+        "give it as data itself",
+        trains(data=rows(48)),
     ),
-    "epochs of a stream": Remedy(
-        mistake=trains(late=lambda: {"data": stream(), "epochs": 1}),
-        says="so epochs cannot be counted; give steps=",
-        remedy=trains(data=stream(), steps=2),
+    Remedy(
+        trains(late=lambda: {"data": stream(), "epochs": 1}),
+        "so epochs cannot be counted; give steps=",
+        trains(data=stream(), steps=2),
     ),
-    "a stream without a microbatch": Remedy(
-        mistake=trains(late=lambda: {"data": stream(), "microbatch": None}),
-        says="give a microbatch, for example microbatch=",
-        remedy=trains(data=stream(shards=8), microbatch=2),
+    Remedy(
+        trains(late=lambda: {"data": stream(), "microbatch": None}),
+        "give a microbatch, for example microbatch=",
+        trains(data=stream(shards=8), microbatch=2),
     ),
-    "shards of a stream": Remedy(
-        mistake=trains(data=stream(shards=1)),
-        says="write shards=",
-        remedy=trains(data=stream()),
+    Remedy(trains(data=stream(shards=1)), "write shards=", trains(data=stream())),
+    Remedy(
+        trains(data=ls.Stream(not_opened, shards=4)),
+        "or return iter(...)",
+        trains(data=ls.Stream(opened, shards=4)),
     ),
-    "a stream that returns nothing": Remedy(
-        mistake=trains(data=ls.Stream(not_opened, shards=4)),
-        says="or return iter(...)",
-        remedy=trains(data=ls.Stream(opened, shards=4)),
+    Remedy(
+        trains(late=lambda: {"data": stream(), "sampler": every_other}),
+        "leave it out, and sample in Stream.open",
+        trains(data=stream()),
     ),
-    "a sampler of a stream": Remedy(
-        mistake=trains(late=lambda: {"data": stream(), "sampler": every_other}),
-        says="leave it out, and sample in Stream.open",
-        remedy=trains(data=stream()),
+    Remedy(
+        trains(late=lambda: {"steps": 2, "epochs": 1}),
+        "give exactly one of the two",
+        trains(epochs=1),
     ),
-    "steps and epochs": Remedy(
-        mistake=trains(late=lambda: {"steps": 2, "epochs": 1}),
-        says="give exactly one of the two",
-        remedy=trains(epochs=1),
+    Remedy(
+        trains(late=lambda: {"steps": 2, "drop_last": True}),
+        "so none is short; leave it out",
+        trains(steps=2),
     ),
-    "drop_last with steps": Remedy(
-        mistake=trains(late=lambda: {"steps": 2, "drop_last": True}),
-        says="so none is short; leave it out",
-        remedy=trains(steps=2),
-    ),
-    "a microbatch larger than the batch": Remedy(
-        mistake=trains(microbatch=32),
-        says="or less, or a larger global_batch",
-        remedy=trains(microbatch=16),
-    ),
-    "batch sizes beside a batch_sampler": Remedy(
-        mistake=trains(batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]]),
-        says="it makes the batches and the microbatches; leave these out",
-        remedy=trains(
+    Remedy(trains(microbatch=32), "or less, or a larger global_batch", trains(microbatch=16)),
+    Remedy(
+        trains(batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]]),
+        "it makes the batches and the microbatches; leave these out",
+        trains(
             batch_sampler=lambda epoch, seed: [[[0, 1], [2, 3]]], global_batch=None, microbatch=None
         ),
     ),
-    "a sampler that draws": Remedy(
-        mistake=trains(sampler=lambda epoch, seed: np.random.default_rng().permutation(48)),
-        says="draw from torch's or NumPy's default generators",
-        remedy=trains(sampler=lambda epoch, seed: torch.randperm(48)),
+    Remedy(
+        trains(sampler=lambda epoch, seed: np.random.default_rng().permutation(48)),
+        "draw from torch's or NumPy's default generators",
+        trains(sampler=lambda epoch, seed: torch.randperm(48)),
     ),
-    "a list of parts": Remedy(
-        mistake=trains(data=AtOnce(list)),
-        says="return a tuple, a dict or a tensor for a batch made already",
-        remedy=trains(data=AtOnce(tuple)),
+    Remedy(
+        trains(data=AtOnce(list)),
+        "return a tuple, a dict or a tensor for a batch made already",
+        trains(data=AtOnce(tuple)),
     ),
-    "samples of several shapes": Remedy(
-        mistake=trains(data=Unequal()),
-        says="give Recipe.collate",
-        remedy=trains(data=Unequal(), collate=padded),
-    ),
-    "a microbatch of another type": Remedy(
-        mistake=trains(data=OtherTypes()),
-        says="make them so in the dataset or in the collate function",
-        remedy=trains(data=OneType()),
+    Remedy(trains(data=Unequal()), "give Recipe.collate", trains(data=Unequal(), collate=padded)),
+    Remedy(
+        trains(data=OtherTypes()),
+        "make them so in the dataset or in the collate function",
+        trains(data=OneType()),
         by_one_rank=True,
         allow=["data"],
     ),
-}
+]
 
 
 # Evaluations and hooks
@@ -647,96 +616,94 @@ class Spelled(ls.Hook):
     def after_step(self, run: Any) -> None: ...
 
 
-EVALUATIONS = {
-    "a plateau without evaluations": Remedy(
-        mistake=trains(**with_plateau()),
-        says="give ls.Evaluation(every=...), or another schedule",
-        remedy=trains(**with_plateau(**measuring())),
+EVALUATIONS = [
+    Remedy(
+        trains(**with_plateau()),
+        "give ls.Evaluation(every=...), or another schedule",
+        trains(**with_plateau(**measuring())),
     ),
-    "a plateau of a metric that is not measured": Remedy(
-        mistake=trains(schedule=on_metric("accuracy"), **measuring()),
-        says="choose one of these",
-        remedy=trains(schedule=on_metric("loss"), **measuring()),
+    Remedy(
+        trains(schedule=on_metric("accuracy"), **measuring()),
+        "choose one of these",
+        trains(schedule=on_metric("loss"), **measuring()),
     ),
-    "the average without an average": Remedy(
-        mistake=trains(evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average")),
-        says="give hooks=[ls.ExponentialMovingAverage(decay=0.999)]",
-        remedy=trains(
+    Remedy(
+        trains(evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average")),
+        "give hooks=[ls.ExponentialMovingAverage(decay=0.999)]",
+        trains(
             partial(ls.ExponentialMovingAverage, 0.9),
             evaluation=ls.Evaluation(data=HELD_OUT, every=1, weights="average"),
         ),
     ),
-    "a metric named loss": Remedy(
-        mistake=trains(late=lambda: measuring(loss=ls.Mean(errors))),
-        says="that name belongs to the recipe's loss or a term; choose another",
-        remedy=trains(**measuring(error=ls.Mean(errors))),
+    Remedy(
+        trains(late=lambda: measuring(loss=ls.Mean(errors))),
+        "that name belongs to the recipe's loss or a term; choose another",
+        trains(**measuring(error=ls.Mean(errors))),
     ),
-    "a metric that is a function": Remedy(
-        mistake=trains(late=lambda: measuring(error=errors)),
-        says="a metric is ls.Mean(values)",
-        remedy=trains(**measuring(error=ls.Mean(errors))),
+    Remedy(
+        trains(late=lambda: measuring(error=errors)),
+        "a metric is ls.Mean(values)",
+        trains(**measuring(error=ls.Mean(errors))),
     ),
-    "a metric of several numbers": Remedy(
-        mistake=trains(**measuring(error=ls.Gathered(errors, lambda rows: rows))),
-        says="a metric is one number; reduce it to one",
-        remedy=trains(**measuring(error=ls.Gathered(errors, lambda rows: rows.mean()))),
+    Remedy(
+        trains(**measuring(error=ls.Gathered(errors, lambda rows: rows))),
+        "a metric is one number; reduce it to one",
+        trains(**measuring(error=ls.Gathered(errors, lambda rows: rows.mean()))),
     ),
-    "a mean of means": Remedy(
-        mistake=trains(**measuring(error=ls.Mean(squared_error))),
-        says="leave out .mean() (or .sum())",
-        remedy=trains(**measuring(error=ls.Mean(errors))),
+    Remedy(
+        trains(**measuring(error=ls.Mean(squared_error))),
+        "leave out .mean() (or .sum())",
+        trains(**measuring(error=ls.Mean(errors))),
     ),
-    "a term that an evaluation lacks": Remedy(
-        mistake=trains(loss=lacking, **measuring()),
-        says="give one that does not apply as a zero, (output * 0).sum()",
-        remedy=trains(loss=always, **measuring()),
+    Remedy(
+        trains(loss=lacking, **measuring()),
+        "give one that does not apply as a zero, (output * 0).sum()",
+        trains(loss=always, **measuring()),
     ),
-    "evaluations of a stream": Remedy(
-        mistake=trains(late=lambda: {"evaluation": ls.Evaluation(data=stream())}),
-        says="read the samples into a list",
-        remedy=trains(evaluation=ls.Evaluation(data=list(Endless()))),
+    Remedy(
+        trains(late=lambda: {"evaluation": ls.Evaluation(data=stream())}),
+        "read the samples into a list",
+        trains(evaluation=ls.Evaluation(data=list(Endless()))),
     ),
-    "stopping early without evaluations": Remedy(
-        mistake=trains(partial(ls.EarlyStopping, patience=1)),
-        says="it watches evaluations; give ls.Evaluation(every=...)",
-        remedy=trains(partial(ls.EarlyStopping, patience=1), **measuring()),
+    Remedy(
+        trains(partial(ls.EarlyStopping, patience=1)),
+        "it watches evaluations; give ls.Evaluation(every=...)",
+        trains(partial(ls.EarlyStopping, patience=1), **measuring()),
     ),
-    "an evaluation that is not there": Remedy(
-        mistake=trains(at(lambda run: run.evaluate())),
-        says="it measures those of the recipe; give ls.Evaluation(data=...)",
-        remedy=trains(at(lambda run: run.evaluate()), evaluation=ls.Evaluation(data=HELD_OUT)),
+    Remedy(
+        trains(at(lambda run: run.evaluate())),
+        "it measures those of the recipe; give ls.Evaluation(data=...)",
+        trains(at(lambda run: run.evaluate()), evaluation=ls.Evaluation(data=HELD_OUT)),
     ),
-    "a number that every line has": Remedy(
-        mistake=trains(at(lambda run: run.log({"loss": 1.0}))),
-        says="choose another name",
-        remedy=trains(at(lambda run: run.log({"their loss": 1.0}))),
+    Remedy(
+        trains(at(lambda run: run.log({"loss": 1.0}))),
+        "choose another name",
+        trains(at(lambda run: run.log({"their loss": 1.0}))),
     ),
-    "a pattern of no parameter": Remedy(
-        mistake=trains(at(lambda run: run.freeze("backbone.*"))),
-        says="and the optimizer holds no such parameter; it holds",
-        remedy=trains(at(lambda run: run.freeze("0.*"))),
+    Remedy(
+        trains(at(lambda run: run.freeze("backbone.*"))),
+        "and the optimizer holds no such parameter; it holds",
+        trains(at(lambda run: run.freeze("0.*"))),
     ),
-    "all parameters frozen": Remedy(
-        mistake=trains(at(lambda run: run.freeze("*"))),
-        says="a step needs one; freeze fewer",
-        remedy=trains(at(lambda run: run.freeze("0.*"))),
+    Remedy(
+        trains(at(lambda run: run.freeze("*"))),
+        "a step needs one; freeze fewer",
+        trains(at(lambda run: run.freeze("0.*"))),
     ),
-    "a state that cannot be saved": Remedy(
-        mistake=trains(partial(Includes, "kept", kind=Kept)),
-        says="it has no state_dict and load_state_dict; add both",
-        remedy=trains(partial(Includes, "kept")),
+    Remedy(
+        trains(partial(Includes, "kept", kind=Kept)),
+        "it has no state_dict and load_state_dict; add both",
+        trains(partial(Includes, "kept")),
     ),
-    "two states of one name": Remedy(
-        mistake=trains(partial(Includes, "kept", "kept")),
-        says="names are unique; choose another",
-        remedy=trains(partial(Includes, "kept", "other")),
+    Remedy(
+        trains(partial(Includes, "kept", "kept")),
+        "names are unique; choose another",
+        trains(partial(Includes, "kept", "other")),
     ),
-    "a moment that there is not": Remedy(
-        mistake=trains(Misspelled),
-        says="use one of them, or a name with another beginning",
-        remedy=trains(Spelled),
+    Remedy(
+        trains(Misspelled), "use one of them, or a name with another beginning", trains(Spelled)
     ),
-}
+]
 
 
 # Models and optimizers
@@ -1094,212 +1061,188 @@ def clamped() -> nn.Module:
     return model
 
 
-MODELS = {
-    "a buffer that a forward moves": Remedy(
-        mistake=trains(model=Moving),
-        says="name a buffer in self_updating_buffers of its module",
-        remedy=trains(model=Named),
+MODELS = [
+    Remedy(
+        trains(model=Moving),
+        "name a buffer in self_updating_buffers of its module",
+        trains(model=Named),
     ),
-    "a buffer that a forward moves, in a hook": Remedy(
-        mistake=trains(model=Moving),
-        says="update it outside the forward, between steps, in a hook's after_step",
-        remedy=trains(each_step(moves), model=Moved),
+    Remedy(
+        trains(model=Moving),
+        "update it outside the forward, between steps, in a hook's after_step",
+        trains(each_step(moves), model=Moved),
     ),
-    "an observer": Remedy(
-        mistake=trains(model=Observed),
-        says="run the model once on an example in its factory",
-        remedy=trains(model=observed_before),
+    Remedy(
+        trains(model=Observed),
+        "run the model once on an example in its factory",
+        trains(model=observed_before),
     ),
-    "a codebook that grows": Remedy(
-        mistake=trains(model=Growing),
-        says="and count the rows in use in another buffer",
-        remedy=trains(model=OfOneSize),
+    Remedy(
+        trains(model=Growing),
+        "and count the rows in use in another buffer",
+        trains(model=OfOneSize),
     ),
-    "a function's instance": Remedy(
-        mistake=trains(late=lambda: {"model": network()}),
-        says="as the plan lays it out; give a function",
-        remedy=trains(model=network),
+    Remedy(
+        trains(late=lambda: {"model": network()}),
+        "as the plan lays it out; give a function",
+        trains(model=network),
     ),
-    "layers in a plain list": Remedy(
-        mistake=trains(model=Listed),
-        says="nn.ModuleList is",
-        remedy=trains(model=Registered),
+    Remedy(trains(model=Listed), "nn.ModuleList is", trains(model=Registered)),
+    Remedy(
+        trains(model=lazy),
+        "run the model once on an example in the model's factory",
+        trains(model=run_once),
     ),
-    "lazy layers": Remedy(
-        mistake=trains(model=lazy),
-        says="run the model once on an example in the model's factory",
-        remedy=trains(model=run_once),
+    Remedy(
+        trains(model=partial(Words, True), loss=of_words),
+        "build it with sparse=False",
+        trains(model=partial(Words, False), loss=of_words),
     ),
-    "sparse gradients": Remedy(
-        mistake=trains(model=partial(Words, True), loss=of_words),
-        says="build it with sparse=False",
-        remedy=trains(model=partial(Words, False), loss=of_words),
+    Remedy(
+        trains(model=partial(Waves, False)),
+        "use torch.view_as_complex in the forward",
+        trains(model=partial(Waves, True)),
     ),
-    "complex parameters": Remedy(
-        mistake=trains(model=partial(Waves, False)),
-        says="use torch.view_as_complex in the forward",
-        remedy=trains(model=partial(Waves, True)),
+    Remedy(
+        trains(optimizer=without_its_bias),
+        "must be in exactly one optimizer: add them",
+        trains(optimizer=sgd),
     ),
-    "a parameter that the optimizer leaves out": Remedy(
-        mistake=trains(optimizer=without_its_bias),
-        says="must be in exactly one optimizer: add them",
-        remedy=trains(optimizer=sgd),
+    Remedy(
+        trains(optimizer=without_its_bias),
+        "or freeze them with requires_grad_(False)",
+        trains(model=frozen_bias, optimizer=without_its_bias),
     ),
-    "a parameter that the optimizer leaves out, frozen": Remedy(
-        mistake=trains(optimizer=without_its_bias),
-        says="or freeze them with requires_grad_(False)",
-        remedy=trains(model=frozen_bias, optimizer=without_its_bias),
+    Remedy(
+        trains(optimizer=in_two),
+        "give every parameter to exactly one",
+        trains(optimizer=each_in_one),
     ),
-    "a parameter in two optimizers": Remedy(
-        mistake=trains(optimizer=in_two),
-        says="give every parameter to exactly one",
-        remedy=trains(optimizer=each_in_one),
+    Remedy(
+        trains(optimizer=lambda model: torch.optim.SGD(network().parameters(), lr=0.1)),
+        "build it from the model it is given",
+        trains(optimizer=sgd),
     ),
-    "an optimizer of another model": Remedy(
-        mistake=trains(optimizer=lambda model: torch.optim.SGD(network().parameters(), lr=0.1)),
-        says="build it from the model it is given",
-        remedy=trains(optimizer=sgd),
+    Remedy(
+        trains(at(added)),
+        "to train some later, call run.freeze and run.unfreeze in a hook",
+        trains(at(lambda run: run.unfreeze("0.*")), optimizer=head_alone),
     ),
-    "a group added": Remedy(
-        mistake=trains(at(added)),
-        says="to train some later, call run.freeze and run.unfreeze in a hook",
-        remedy=trains(at(lambda run: run.unfreeze("0.*")), optimizer=head_alone),
+    Remedy(trains(at(replaced)), "change values in place", trains(at(overwritten))),
+    Remedy(
+        trains(at(half)), "call run.freeze(name)", trains(at(lambda run: run.freeze("2.weight")))
     ),
-    "a module replaced": Remedy(
-        mistake=trains(at(replaced)),
-        says="change values in place",
-        remedy=trains(at(overwritten)),
-    ),
-    "a parameter frozen by hand": Remedy(
-        mistake=trains(at(half)),
-        says="call run.freeze(name)",
-        remedy=trains(at(lambda run: run.freeze("2.weight"))),
-    ),
-    "other parameters frozen on each rank": Remedy(
-        mistake=trains(at(lambda run: run.freeze(f"{2 * run.rank}.*"))),
-        says="all train the same parameters; call it on every rank",
-        remedy=trains(at(lambda run: run.freeze("0.*"))),
+    Remedy(
+        trains(at(lambda run: run.freeze(f"{2 * run.rank}.*"))),
+        "all train the same parameters; call it on every rank",
+        trains(at(lambda run: run.freeze("0.*"))),
         alone=False,
     ),
-    "a mode on one rank": Remedy(
-        mistake=trains(partial(AtStart, lambda run: run.rank == 0 and run.model.eval())),
-        says="call train() or eval() on every rank",
-        remedy=trains(partial(AtStart, lambda run: run.model.eval())),
+    Remedy(
+        trains(partial(AtStart, lambda run: run.rank == 0 and run.model.eval())),
+        "call train() or eval() on every rank",
+        trains(partial(AtStart, lambda run: run.model.eval())),
         alone=False,
     ),
-    "a buffer that there is not": Remedy(
-        mistake=trains(model=Misnamed),
-        says="name buffers that it registers",
-        remedy=trains(model=Named),
+    Remedy(trains(model=Misnamed), "name buffers that it registers", trains(model=Named)),
+    Remedy(
+        trains(each_step(rate), schedule=lambda step: 1.0),
+        "leave the schedule out",
+        trains(each_step(rate)),
     ),
-    "a rate beside a schedule": Remedy(
-        mistake=trains(each_step(rate), schedule=lambda step: 1.0),
-        says="leave the schedule out",
-        remedy=trains(each_step(rate)),
+    Remedy(
+        trains(model=hooked),
+        "change .grad in after_backward of an ls.Hook, or with parameter.register_hook",
+        trains(Clamps),
     ),
-    "a hook on an accumulated gradient": Remedy(
-        mistake=trains(model=hooked),
-        says="change .grad in after_backward of an ls.Hook, or with parameter.register_hook",
-        remedy=trains(Clamps),
-    ),
-    "a hook on an accumulated gradient, on the whole one": Remedy(
-        mistake=trains(model=hooked),
-        says="or with parameter.register_hook",
-        remedy=trains(model=clamped),
-    ),
-}
+    Remedy(trains(model=hooked), "or with parameter.register_hook", trains(model=clamped)),
+]
 
-LAYERS = {
-    "BatchNorm over one sample": Remedy(
-        mistake=trains(model=normalised, data=rows(17), epochs=1),
-        says="use drop_last=True",
-        remedy=trains(model=normalised, data=rows(17), epochs=1, drop_last=True),
+LAYERS = [
+    Remedy(
+        trains(model=normalised, data=rows(17), epochs=1),
+        "use drop_last=True",
+        trains(model=normalised, data=rows(17), epochs=1, drop_last=True),
     ),
-    "BatchNorm over one sample, in another batch": Remedy(
-        mistake=trains(model=normalised, data=rows(17), epochs=1),
-        says="or another global_batch or microbatch",
-        remedy=trains(model=normalised, data=rows(17), epochs=1, global_batch=15, microbatch=5),
+    Remedy(
+        trains(model=normalised, data=rows(17), epochs=1),
+        "or another global_batch or microbatch",
+        trains(model=normalised, data=rows(17), epochs=1, global_batch=15, microbatch=5),
     ),
-    "compressed gradients": Remedy(
-        mistake=trains(gradient_compression="bf16"),
-        says="use gradient_compression='none'",
-        remedy=trains(),
+    Remedy(trains(gradient_compression="bf16"), "use gradient_compression='none'", trains()),
+    Remedy(
+        trains(microbatch=None), "give a microbatch, for example microbatch=", trains(microbatch=2)
     ),
-    "a batch of no fixed microbatches": Remedy(
-        mistake=trains(microbatch=None),
-        says="give a microbatch, for example microbatch=",
-        remedy=trains(microbatch=2),
-    ),
-    "an optimizer of one's own, which cannot be tried": Remedy(
-        mistake=trains(optimizer=partial(of_a_list, ListedDescent)),
-        says="let step() take parameters from self.param_groups",
-        remedy=trains(optimizer=partial(of_a_list, GroupedDescent)),
+    Remedy(
+        trains(optimizer=partial(of_a_list, ListedDescent)),
+        "let step() take parameters from self.param_groups",
+        trains(optimizer=partial(of_a_list, GroupedDescent)),
         plan="shard=2",
         alone=False,
     ),
-    "a scalar parameter": Remedy(
-        mistake=trains(model=Gated),
-        says="give it one dim, torch.zeros(1)",
-        remedy=trains(model=partial(Gated, 1)),
+    Remedy(
+        trains(model=Gated),
+        "give it one dim, torch.zeros(1)",
+        trains(model=partial(Gated, 1)),
         plan="shard=2",
         alone=False,
     ),
-    "a cast of a weight that is changed unseen": Remedy(
-        mistake=trains(model=partial(Quantized, by_data=True), precision="bf16"),
-        says="change it within torch.no_grad() and without .data, which keeps the cast",
-        remedy=trains(model=partial(Quantized, by_data=False), precision="bf16"),
+    Remedy(
+        trains(model=partial(Quantized, by_data=True), precision="bf16"),
+        "change it within torch.no_grad() and without .data, which keeps the cast",
+        trains(model=partial(Quantized, by_data=False), precision="bf16"),
         plan="shard=2",
         alone=False,
     ),
-    "a parameter that is not contiguous": Remedy(
-        mistake=trains(model=partial(Turned, False)),
-        says="nn.Parameter(value.contiguous())",
-        remedy=trains(model=partial(Turned, True)),
+    Remedy(
+        trains(model=partial(Turned, False)),
+        "nn.Parameter(value.contiguous())",
+        trains(model=partial(Turned, True)),
         plan="shard=2",
         alone=False,
     ),
-    "a block that a forward leaves out": Remedy(
-        mistake=trains(model=partial(Chain, starts=1), blocks=["blocks.*"]),
-        says="call the first block in every forward",
-        remedy=trains(model=partial(Skips, starts=1), blocks=["blocks.*"]),
+    Remedy(
+        trains(model=partial(Chain, starts=1), blocks=["blocks.*"]),
+        "call the first block in every forward",
+        trains(model=partial(Skips, starts=1), blocks=["blocks.*"]),
         plan="shard=2",
         alone=False,
     ),
-    "a block that a forward leaves out, and other blocks": Remedy(
-        mistake=trains(model=partial(Chain, starts=1), blocks=["blocks.*"]),
-        says="or name other blocks in Recipe.blocks",
-        remedy=trains(model=partial(Chain, starts=1), blocks=["blocks.1", "blocks.2"]),
+    Remedy(
+        trains(model=partial(Chain, starts=1), blocks=["blocks.*"]),
+        "or name other blocks in Recipe.blocks",
+        trains(model=partial(Chain, starts=1), blocks=["blocks.1", "blocks.2"]),
         plan="shard=2",
         alone=False,
     ),
-    "a block that shares a parameter": Remedy(
-        mistake=trains(model=partial(Chain, shared=True), blocks=["blocks.*"]),
-        says="leave it out of Recipe.blocks",
-        remedy=trains(model=partial(Chain, shared=True), blocks=["blocks.0", "blocks.1"]),
+    Remedy(
+        trains(model=partial(Chain, shared=True), blocks=["blocks.*"]),
+        "leave it out of Recipe.blocks",
+        trains(model=partial(Chain, shared=True), blocks=["blocks.0", "blocks.1"]),
         plan="shard=2",
     ),
-    "a block in a block": Remedy(
-        mistake=trains(model=Chain, blocks=["blocks", "blocks.0"]),
-        says="give the outer or the inner ones",
-        remedy=trains(model=Chain, blocks=["blocks.*"]),
+    Remedy(
+        trains(model=Chain, blocks=["blocks", "blocks.0"]),
+        "give the outer or the inner ones",
+        trains(model=Chain, blocks=["blocks.*"]),
         plan="shard=2",
     ),
-    "a block that there is not": Remedy(
-        mistake=trains(model=Chain, blocks=["layers.*"]),
-        says="give names or patterns such as",
-        remedy=trains(model=Chain, blocks=["blocks.*"]),
+    Remedy(
+        trains(model=Chain, blocks=["layers.*"]),
+        "give names or patterns such as",
+        trains(model=Chain, blocks=["blocks.*"]),
         plan="shard=2",
     ),
-    "statistics of slices, to the bit": Remedy(
-        mistake=trains(model=partial(normalised, nn.SyncBatchNorm)),
-        says="or plain BatchNorm",
-        remedy=trains(model=normalised),
+    Remedy(
+        trains(model=partial(normalised, nn.SyncBatchNorm)),
+        "or plain BatchNorm",
+        trains(model=normalised),
         alone=False,
     ),
-    "statistics of one sample": Remedy(
-        mistake=trains(model=partial(normalised, nn.SyncBatchNorm), data=rows(17), epochs=1),
-        says="choose a microbatch size that leaves no remainder of one sample",
-        remedy=trains(
+    Remedy(
+        trains(model=partial(normalised, nn.SyncBatchNorm), data=rows(17), epochs=1),
+        "choose a microbatch size that leaves no remainder of one sample",
+        trains(
             model=partial(normalised, nn.SyncBatchNorm),
             data=rows(17),
             epochs=1,
@@ -1310,56 +1253,52 @@ LAYERS = {
         bitwise=False,
         allow=["global_batch", "microbatch"],
     ),
-    "statistics of a group of processes": Remedy(
-        mistake=trains(model=grouped),
-        says="leave process_group out",
-        remedy=trains(model=partial(normalised, nn.SyncBatchNorm)),
+    Remedy(
+        trains(model=grouped),
+        "leave process_group out",
+        trains(model=partial(normalised, nn.SyncBatchNorm)),
         alone=False,
         bitwise=False,
     ),
-    "float64 compressed": Remedy(
-        mistake=trains(
+    Remedy(
+        trains(
             model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()),
             data=rows64(),
             gradient_compression="bf16",
         ),
-        says=(
-            "make the model float32 (precision='bf16' computes in bf16 all the same), or leave"
-            " gradient_compression='none'"
-        ),
-        remedy=trains(
-            model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64()
-        ),
+        "make the model float32 (precision='bf16' computes in bf16 all the same), or leave"
+        " gradient_compression='none'",
+        trains(model=lambda: nn.Sequential(nn.Linear(FEATURES, OUTPUTS).double()), data=rows64()),
         bitwise=False,
     ),
-    "slices of a stream": Remedy(
-        mistake=trains(model=partial(normalised, nn.SyncBatchNorm), data=stream()),
-        says="use plain BatchNorm, with statistics of one microbatch, or a map-style dataset",
-        remedy=trains(model=normalised, data=stream()),
+    Remedy(
+        trains(model=partial(normalised, nn.SyncBatchNorm), data=stream()),
+        "use plain BatchNorm, with statistics of one microbatch, or a map-style dataset",
+        trains(model=normalised, data=stream()),
         alone=False,
         bitwise=False,
     ),
-    "shards compressed": Remedy(
-        mistake=trains(gradient_compression="bf16"),
-        says="use a plan with replicate alone, or gradient_compression='none'",
-        remedy=trains(),
+    Remedy(
+        trains(gradient_compression="bf16"),
+        "use a plan with replicate alone, or gradient_compression='none'",
+        trains(),
         plan="shard=2",
         alone=False,
         bitwise=False,
     ),
-    "a name that the loss has": Remedy(
-        mistake=trains(model=with_the_name_loss, loss=Learned()),
-        says="rename that attribute",
-        remedy=trains(model=with_another_name, loss=Learned()),
+    Remedy(
+        trains(model=with_the_name_loss, loss=Learned()),
+        "rename that attribute",
+        trains(model=with_another_name, loss=Learned()),
     ),
-    "a half converted model": Remedy(
-        mistake=trains(model=half_converted),
-        says="convert all with nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-        remedy=trains(model=converted),
+    Remedy(
+        trains(model=half_converted),
+        "convert all with nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+        trains(model=converted),
         alone=False,
         bitwise=False,
     ),
-}
+]
 
 
 # Loops of one's own
@@ -1470,57 +1409,32 @@ def backward_in_loop(step: Any, model: Any, optimizer: Any) -> None:
     step.commit(optimizer)
 
 
-LOOPS = {
-    "a second backward": Remedy(
-        mistake=loops(two_backwards),
-        says="add the losses and call it on their sum",
-        remedy=loops(one_backward),
+LOOPS = [
+    Remedy(loops(two_backwards), "add the losses and call it on their sum", loops(one_backward)),
+    Remedy(loops(one_left_out), "multiply its loss by 0", loops(one_of_weight_0), by_one_rank=True),
+    Remedy(
+        loops(no_commit, models=2),
+        "or step.skip(optimizer) for one that is not to change",
+        loops(a_skip, models=2),
     ),
-    "a microbatch without a backward": Remedy(
-        mistake=loops(one_left_out),
-        says="multiply its loss by 0",
-        remedy=loops(one_of_weight_0),
-        by_one_rank=True,
+    Remedy(
+        loops(both, models=2),
+        "loop over step.microbatches() and commit for one model, then for the next",
+        loops(one_by_one, models=2),
     ),
-    "a model without a commit": Remedy(
-        mistake=loops(no_commit, models=2),
-        says="or step.skip(optimizer) for one that is not to change",
-        remedy=loops(a_skip, models=2),
+    Remedy(
+        loops(unnamed, models=2),
+        "name one that session.prepare returned",
+        loops(one_by_one, models=2),
     ),
-    "two models at once": Remedy(
-        mistake=loops(both, models=2),
-        says="loop over step.microbatches() and commit for one model, then for the next",
-        remedy=loops(one_by_one, models=2),
+    Remedy(
+        loops(computed_twice), "let its loss return the sum of both losses", loops(computed_once)
     ),
-    "a backward of one of two models": Remedy(
-        mistake=loops(unnamed, models=2),
-        says="name one that session.prepare returned",
-        remedy=loops(one_by_one, models=2),
-    ),
-    "a step computed twice": Remedy(
-        mistake=loops(computed_twice),
-        says="let its loss return the sum of both losses",
-        remedy=loops(computed_once),
-    ),
-    "a backward outside of the loop": Remedy(
-        mistake=loops(outside),
-        says="call it inside the loop",
-        remedy=loops(plain),
-    ),
-    "a second commit": Remedy(
-        mistake=loops(committed_twice), says="each model has one a step", remedy=loops(plain)
-    ),
-    "a skip after a backward": Remedy(
-        mistake=loops(skips_late),
-        says="commit it, or call skip before",
-        remedy=loops(skips),
-    ),
-    "a backward of one's own": Remedy(
-        mistake=loops(backward_in_loop),
-        says="add to the loss what it was called on",
-        remedy=loops(one_backward),
-    ),
-}
+    Remedy(loops(outside), "call it inside the loop", loops(plain)),
+    Remedy(loops(committed_twice), "each model has one a step", loops(plain)),
+    Remedy(loops(skips_late), "commit it, or call skip before", loops(skips)),
+    Remedy(loops(backward_in_loop), "add to the loss what it was called on", loops(one_backward)),
+]
 
 # Models on several processes each
 
@@ -1680,32 +1594,32 @@ STYLES = {"up": "colwise", "down": "rowwise"}
 TENSOR = "tensor=2"
 PIPELINE = "pipeline=2"
 
-PARTS = {
-    "no map": on_several(
+PARTS = [
+    on_several(
         TENSOR,
         trains(model=partial(Wide, 8)),
         "or set `tensor_plan` on the model",
         trains(model=partial(Wide, 8), tensor=STYLES),
     ),
-    "all heads by their number": on_several(
+    on_several(
         TENSOR,
         trains(model=partial(Attention, 2), tensor=HEADS),
         "query.view(batch, length, -1, head_dim) and mixed.reshape(batch, length, -1)",
         trains(model=partial(Attention, 2, written=-1), tensor=HEADS),
     ),
-    "heads that cannot be divided": on_several(
+    on_several(
         TENSOR,
         trains(model=partial(Attention, 3, written=-1), tensor=HEADS),
         "or leave this attention whole",
         trains(model=partial(Attention, 3, written=-1), tensor={"last": "rowwise_split"}),
     ),
-    "a size that cannot be divided": on_several(
+    on_several(
         TENSOR,
         trains(model=partial(Wide, 7), tensor=STYLES),
         "(a vocabulary may be padded), or leave the layer whole",
         trains(model=partial(Wide, 8), tensor=STYLES),
     ),
-    "a norm over sharded features": on_several(
+    on_several(
         TENSOR,
         trains(model=partial(Normed, partial(nn.LayerNorm, 8)), tensor=STYLES),
         "or give the first layer 'colwise_gathered' and the second 'rowwise_split', which leave "
@@ -1715,7 +1629,7 @@ PARTS = {
             tensor={"up": "colwise_gathered", "down": "rowwise_split"},
         ),
     ),
-    "a softmax over sharded features": on_several(
+    on_several(
         TENSOR,
         trains(model=partial(Normed, partial(nn.Softmax, -1)), tensor=STYLES),
         "or give these layers 'colwise_gathered' and 'rowwise_split'",
@@ -1724,7 +1638,7 @@ PARTS = {
             tensor={"up": "colwise_gathered", "down": "rowwise_split"},
         ),
     ),
-    "a fused layer": on_several(
+    on_several(
         TENSOR,
         trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
         "or give this one 'colwise_gathered' and the next 'rowwise_split'",
@@ -1733,7 +1647,7 @@ PARTS = {
             tensor={"gate_up_proj": "colwise_gathered", "down": "rowwise_split"},
         ),
     ),
-    "a fused layer, in two": on_several(
+    on_several(
         TENSOR,
         trains(model=partial(Fused, True), tensor={"gate_up_proj": "colwise", "down": "rowwise"}),
         "make separate layers (query, key and value)",
@@ -1742,13 +1656,13 @@ PARTS = {
             tensor={"gate": "colwise", "up": "colwise", "down": "rowwise"},
         ),
     ),
-    "an output that is sharded": on_several(
+    on_several(
         TENSOR,
         trains(model=of_four, inputs=features, loss=of_three, tensor={"2": "colwise"}),
         "or give the output layer the style 'vocabulary' or 'colwise_gathered'",
         trains(model=of_four, inputs=features, loss=of_three, tensor={"2": "colwise_gathered"}),
     ),
-    "an output that is sharded, after another layer": on_several(
+    on_several(
         TENSOR,
         trains(model=of_four, inputs=features, loss=of_three, tensor={"2": "colwise"}),
         "end with a 'rowwise' layer",
@@ -1756,37 +1670,37 @@ PARTS = {
             model=of_four, inputs=features, loss=of_three, tensor={"0": "colwise", "2": "rowwise"}
         ),
     ),
-    "a loss that calls the model": on_several(
+    on_several(
         PIPELINE,
         trains(),
         "give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)",
         staged(),
     ),
-    "parts that nobody names": on_several(
+    on_several(
         PIPELINE,
         staged(model=Named3),
         "name them, as in Recipe.stages=[",
         staged(model=Named3, stages=["first", "act", "second", "head"]),
     ),
-    "code between the parts": on_several(
+    on_several(
         PIPELINE,
         staged(model=partial(Named3, between=True), stages=["first", "second", "head"]),
         "move other code into a part",
         staged(model=Named3, stages=["first", "act", "second", "head"]),
     ),
-    "parts that are left out": on_several(
+    on_several(
         PIPELINE,
         staged(model=Named3, stages=["first", "act", "second"]),
         "name the modules that hold these too, or move them into one",
         staged(model=Named3, stages=["first", "act", "second", "head"]),
     ),
-    "a part named twice": on_several(
+    on_several(
         PIPELINE,
         staged(model=Named3, stages=["first", "act", "first", "second", "head"]),
         "drop a pattern",
         staged(model=Named3, stages=["first", "act", "second", "head"]),
     ),
-    "more stages than parts": on_several(
+    on_several(
         PIPELINE,
         staged(model=lambda: nn.Sequential(Wide(8))),
         "use a smaller pipeline, or name smaller parts in Recipe.stages",
@@ -1794,19 +1708,19 @@ PARTS = {
             model=lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, OUTPUTS))
         ),
     ),
-    "too few microbatches": on_several(
+    on_several(
         PIPELINE,
         staged(microbatch=16),
         "choose a smaller microbatch, so that a step has",
         staged(microbatch=8),
     ),
-    "a list between stages": on_several(
+    on_several(
         PIPELINE,
         staged(model=lambda: nn.Sequential(Lists(True), Lists(True), Last())),
         "return those, or put both parts into one module",
         staged(model=lambda: nn.Sequential(Lists(False), Lists(False), Last())),
     ),
-    "a list between stages, joined": on_several(
+    on_several(
         PIPELINE,
         staged(model=lambda: nn.Sequential(Lists(True), Last(), nn.Linear(OUTPUTS, OUTPUTS))),
         "or put both parts into one module",
@@ -1816,19 +1730,16 @@ PARTS = {
             )
         ),
     ),
-    "one BatchNorm in two stages": on_several(
-        PIPELINE,
-        staged(model=one_norm),
-        "give each its own BatchNorm",
-        staged(model=two_norms),
+    on_several(
+        PIPELINE, staged(model=one_norm), "give each its own BatchNorm", staged(model=two_norms)
     ),
-    "stages that no gradient reaches": on_several(
+    on_several(
         PIPELINE,
         staged(model=cut_off),
         "freeze them (requires_grad_(False)), or hand on a tensor with a gradient",
         staged(model=frozen_before, optimizer=frozen_out),
     ),
-    "a loop over microbatches": on_several(
+    on_several(
         PIPELINE,
         loops(plain),
         "call step.compute(inputs, loss), with inputs and loss as in a Recipe",
@@ -1839,7 +1750,7 @@ PARTS = {
             )
         ),
     ),
-}
+]
 
 SECTIONS = {
     "losses": LOSSES,
@@ -1850,8 +1761,6 @@ SECTIONS = {
     "loops": LOOPS,
     "parts of models": PARTS,
 }
-REMEDIES = {name: case for section in SECTIONS.values() for name, case in section.items()}
-"""By the name of the mistake."""
 
 PLACES = (
     "comm/devices.py",
@@ -1926,7 +1835,7 @@ ELSEWHERE = {
         "training/test_element_wise.py::test_each_tensor_is_updated_as_a_whole"
     ),
     "the factory must build the same model in every process": (
-        "training/test_alike.py::test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it"
+        "training/test_alike.py::test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike"
     ),
     "leave assignment=measured out, or": (
         "training/test_measured_assignment.py::test_in_fast_numerics_the_loss_is_the_same_to_rounding"

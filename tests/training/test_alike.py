@@ -4,7 +4,6 @@ builds the whole of it."""
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 import torch
 from tiers import tiered
 from torch import Tensor, nn
-from training.subjects import FEATURES, OUTPUTS, recipe
+from training.subjects import FEATURES, OUTPUTS, each_of, recipe
 
 from lockstep import train
-from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 PLANS = {"shard=2": 2, "tensor=2": 2, "pipeline=2": 2, "replicate=2,pipeline=2": 4}
@@ -218,72 +216,63 @@ def squared(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
     return (output - batch[2]).square().mean()
 
 
-def attempt(plan: str, factories: Sequence[Callable[[], nn.Module]], run_dir: str) -> list[str]:
-    """What came of training each of these models."""
-    said = []
+def attempt(run_dir: str, plan: str, factory: Callable[[], nn.Module]) -> str:
     styles: dict[str, Any] = {"tensor": {"*.up": "colwise_gathered"}} if "tensor" in plan else {}
-    for place, factory in enumerate(factories):
-        try:
-            result = train(
-                recipe(model=factory, inputs=inputs, loss=squared, **styles),
-                plan=plan,
-                run_dir=f"{run_dir}/{place}",
-            )
-            said.append(result.fingerprint)
-        except RecipeError as error:
-            said.append(str(error))
-    return said
+    given = recipe(model=factory, inputs=inputs, loss=squared, **styles)
+    return train(given, plan=plan, run_dir=run_dir).fingerprint
+
+
+def names(plan: str) -> list[str]:
+    """All under shard, every third under the other plans."""
+    return list(DIFFERENT)[:: 1 if plan == "shard=2" else 3]
+
+
+def attempts(run_dir: str, plan: str) -> list[str]:
+    """What came of training each of these models, and one model on all ranks."""
+    factories = [*(DIFFERENT[name][0] for name in names(plan)), right, right_but_whole]
+    return each_of(attempt, run_dir, [(plan, factory) for factory in factories])
 
 
 @pytest.mark.parametrize("plan", tiered(PLANS))
 def test_a_model_of_its_own_on_each_rank_is_refused_on_all_alike(
     pool: WorkerPool, tmp_path: Path, plan: str
 ) -> None:
-    everyone = pool.run(
-        PLANS[plan], attempt, plan, [factory for factory, _ in DIFFERENT.values()], str(tmp_path)
-    )
-    for (name, (_, how)), *said in zip(DIFFERENT.items(), *everyone, strict=True):
-        assert len(set(said)) == 1
-        found = re.match(
-            r"the model is not the same on ranks \d and \d: (.*); the factory must build the same"
-            r" model in every process, ",
-            said[0],
-        )
-        assert found, said[0]
-        assert found[1] == f"{name.split(' (')[0]} {how}"
+    """And one model on all ranks is trained, also where one rank alone cannot defer it."""
+    *everyone, one, whole = zip(*pool.run(PLANS[plan], attempts, str(tmp_path), plan), strict=True)
+    for name, said in zip(names(plan), everyone, strict=True):
+        assert len(set(said)) == 1, name
+        start = "RecipeError: the model is not the same on ranks "
+        rule = "; the factory must build the same model in every process, "
+        assert said[0].startswith(start), said[0]
+        found = said[0].removeprefix(start).partition(": ")[2].partition(rule)
+        assert found[:2] == (f"{name.split(' (')[0]} {DIFFERENT[name][1]}", rule), name
+    (fingerprint,) = {*one, *whole}
+    assert len(fingerprint) == 64
 
 
-@pytest.mark.parametrize("plan", tiered(PLANS))
-def test_one_model_on_all_ranks_is_trained_also_where_one_rank_alone_cannot_defer_it(
-    pool: WorkerPool, tmp_path: Path, plan: str
-) -> None:
-    everyone = pool.run(PLANS[plan], attempt, plan, [right, right_but_whole], str(tmp_path))
-    assert len({fingerprint for said in everyone for fingerprint in said}) == 1
-    assert len(everyone[0][0]) == 64
+TOLD = {"LOCKSTEP_CHECK": "1", "LOCKSTEP_PLAN": "shard=2", "LOCKSTEP_COMPARE_EVERY": "1"}
 
 
-def train_told(told: dict[str, str], run_dir: str) -> str:
+def train_told(run_dir: str, name: str) -> None:
     """Rank 1 is told so, as torchrun's user may do by mistake."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items() if rank() == 1 else ():
-            patch.setenv(name, value)
-        with pytest.raises(LaunchError) as caught:
-            train(recipe(), run_dir=run_dir)
-    return str(caught.value)
+        if rank() == 1:
+            patch.setenv(name, TOLD[name])
+        train(recipe(), run_dir=run_dir)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [{"LOCKSTEP_CHECK": "1"}, {"LOCKSTEP_PLAN": "shard=2"}, {"LOCKSTEP_COMPARE_EVERY": "1"}],
-    ids="".join,
-)
+def train_told_each(run_dir: str) -> list[str]:
+    return each_of(train_told, run_dir, [(name,) for name in TOLD])
+
+
 def test_processes_that_were_told_otherwise_are_refused_alike(
-    pool: WorkerPool, tmp_path: Path, told: dict[str, str]
+    pool: WorkerPool, tmp_path: Path
 ) -> None:
-    (name,) = told
-    first, second = pool.run(2, train_told, told, str(tmp_path / "run"))
-    assert first == second
-    assert re.match(
-        rf"{name} is \w+ for rank 0 and \S+ for rank 1; .*; set it for all of them", first
-    )
+    for name, first, second in zip(
+        TOLD, *pool.run(2, train_told_each, str(tmp_path / "run")), strict=True
+    ):
+        assert first == second, name
+        assert first.startswith(f"LaunchError: {name} is "), first
+        assert " for rank 0 and " in first, name
+        assert first.endswith("; set it for all of them"), first
     assert not (tmp_path / "run").exists()

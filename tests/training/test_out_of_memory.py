@@ -4,7 +4,6 @@ model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -350,45 +349,52 @@ def in_double(name: str, plan: str, run_dir: str, microbatch: int | None) -> flo
     return result.metrics["loss"]
 
 
-def cases() -> Iterator[tuple[str, str, int | None, int]]:
-    for name in LOSSES:
-        yield "replicate=1", name, 5, 2
-        yield "replicate=1", name, None, 3
-    for plan in ("replicate=2", "shard=2", "pipeline=2", "tensor=2"):
-        yield plan, "a weight that the batch has", 5, 1
-    yield "replicate=2", "a mean", None, 1
-    yield "replicate=2", "a weight that the forward knows", 5, 2
+ALONE: list[tuple[str, str, int | None, int]] = [
+    ("replicate=1", name, microbatch, splits)
+    for name in LOSSES
+    for microbatch, splits in ((5, 2), (None, 3))
+]
+ON_TWO: list[tuple[str, str, int | None, int]] = [
+    *(
+        (plan, "a weight that the batch has", 5, 1)
+        for plan in ("replicate=2", "shard=2", "pipeline=2", "tensor=2")
+    ),
+    ("replicate=2", "a mean", None, 1),
+    ("replicate=2", "a weight that the forward knows", 5, 2),
+]
+"""Plans, losses, samples of a microbatch, and how often it is halved."""
 
 
-@pytest.mark.parametrize(("plan", "name", "microbatch", "microbatch_splits"), list(cases()))
+def whole_and_halves(run_dir: str, cases: list[Any]) -> list[list[float]]:
+    return [
+        [
+            in_double(
+                name, f"{plan},microbatch_splits={splits}", f"{run_dir}/{place}-{splits}", size
+            )
+            for splits in (0, most)
+        ]
+        for place, (plan, name, size, most) in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("cases", [ALONE, ON_TWO], ids=["1", "2"])
 def test_halves_have_the_gradient_of_the_whole(
-    pool: WorkerPool,
-    tmp_path: Path,
-    plan: str,
-    name: str,
-    microbatch: int | None,
-    microbatch_splits: int,
+    pool: WorkerPool, tmp_path: Path, cases: list[Any]
 ) -> None:
     """With microbatches of 5, 5, 5, 5 and 3 samples of unlike weight, a mean of means is
     another."""
-    found = []
-    for number in (0, microbatch_splits):
-        run_dir = tmp_path / str(number)
-        arguments = (name, f"{plan},microbatch_splits={number}", str(run_dir), microbatch)
-        losses = (
-            pool.run(2, in_double, *arguments) if plan.endswith("2") else [in_double(*arguments)]
-        )
-        found.append((losses[0], load_file(run_dir / "model.safetensors")))
-    (loss, whole), (loss_of_halves, halves) = found
-    assert loss_of_halves == pytest.approx(loss, rel=1e-12)
-    for each in whole:
-        torch.testing.assert_close(halves[each], whole[each], rtol=1e-12, atol=1e-12)
-    assert (
-        json.loads((tmp_path / str(microbatch_splits) / "run.json").read_text())["plan"][
-            "microbatch_splits"
-        ]
-        == microbatch_splits
+    losses = (
+        whole_and_halves(str(tmp_path), cases)
+        if cases is ALONE
+        else pool.run(2, whole_and_halves, str(tmp_path), cases)[0]
     )
+    for place, (case, (loss, of_halves)) in enumerate(zip(cases, losses, strict=True)):
+        assert of_halves == pytest.approx(loss, rel=1e-12), case
+        folders = [tmp_path / f"{place}-{splits}" for splits in (0, case[3])]
+        whole, halves = (load_file(folder / "model.safetensors") for folder in folders)
+        torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-12)
+        plan = json.loads((folders[1] / "run.json").read_text())["plan"]
+        assert plan["microbatch_splits"] == case[3], case
 
 
 def test_evaluations_are_halved_too(tmp_path: Path) -> None:

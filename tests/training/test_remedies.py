@@ -5,7 +5,6 @@ processes."""
 from __future__ import annotations
 
 import ast
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from training.remedies import (
     ELSEWHERE,
     HANDED_ON,
     PLACES,
-    REMEDIES,
     RIGHT_VALUES,
     SECTIONS,
     UNTRIED,
@@ -29,22 +27,23 @@ from lockstep.testing.pool import WorkerPool
 Outcome = tuple[str, str, float]
 """What is said about the mistake; the fingerprint and the loss of the training with the remedy."""
 KINDS = {"RecipeError", "PlanError", "LossError", "CheckpointError", "DataError"}
-GROUPS = sorted(
-    {(section, case.plan) for section, cases in SECTIONS.items() for case in cases.values()}
-)
+GROUPS = sorted({(section, case.plan) for section, cases in SECTIONS.items() for case in cases})
 
 
-def follow(folder: str, axes: str, names: list[str]) -> dict[str, Outcome]:
-    found = {}
-    for place, name in enumerate(names):
-        case, run = REMEDIES[name], f"{folder}/{place}"
+def cases_of(section: str, plan: str) -> list[Remedy]:
+    return [case for case in SECTIONS[section] if case.plan == plan]
+
+
+def follow(folder: str, axes: str, section: str, plan_of_two: str) -> list[Outcome]:
+    found = []
+    for place, case in enumerate(cases_of(section, plan_of_two)):
+        run = f"{folder}/{place}"
         plan = f"{axes},numerics=bitwise" if case.bitwise else axes
         said = refused(case.mistake, run, plan) if asks(case, axes) else ""
         if said and (case.by_one_rank or case.allow):
             case.remedy(run, plan, case.allow)
             run += "-anew"
-        found[name] = (said, *case.remedy(run, plan, case.allow))
-        gc.collect()  # nothing is left of a session that an error has ended
+        found.append((said, *case.remedy(run, plan, case.allow)))
     return found
 
 
@@ -65,33 +64,32 @@ def refused(train: Training, folder: str, plan: str) -> str:
 def test_what_an_error_recommends_trains_one_model(
     pool: WorkerPool, tmp_path: Path, section: str, plan: str
 ) -> None:
-    names = [name for name, case in SECTIONS[section].items() if case.plan == plan]
-    (alone,) = pool.run(1, follow, str(tmp_path / "alone"), "replicate=1", names)
-    found = pool.run(2, follow, str(tmp_path / "run"), plan, names, timeout_seconds=50)
+    (alone,) = pool.run(1, follow, str(tmp_path / "alone"), "replicate=1", section, plan)
+    found = pool.run(2, follow, str(tmp_path / "run"), plan, section, plan, timeout_seconds=50)
     wrong = [
         line
-        for name in names
-        for line in complaints(name, plan, alone[name], [each[name] for each in found])
+        for case, one, *ranks in zip(cases_of(section, plan), alone, *found, strict=True)
+        for line in complaints(case, one, ranks)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def complaints(name: str, plan: str, alone: Outcome, found: list[Outcome]) -> list[str]:
-    case, wrong = REMEDIES[name], []
+def complaints(case: Remedy, alone: Outcome, found: list[Outcome]) -> list[str]:
+    wrong = []
     for axes, (said, fingerprint, loss) in [
         ("replicate=1", alone),
-        *((plan, each) for each in found),
+        *((case.plan, each) for each in found),
     ]:
         if asks(case, axes) and case.says not in said:
-            wrong.append(f"{name}, {axes}: {said!r} does not say {case.says!r}")
+            wrong.append(f"{axes}: {said!r} does not say {case.says!r}")
         if fingerprint != alone[1] if case.bitwise else loss != pytest.approx(alone[2], rel=1e-4):
-            wrong.append(f"{name}, {axes}: {fingerprint}, {loss} for {alone[1]}, {alone[2]}")
+            wrong.append(f"{case.says!r}, {axes}: {fingerprint}, {loss} for {alone[1]}, {alone[2]}")
     return wrong
 
 
 def test_each_remedy_of_the_plan_the_recipe_and_the_step_is_followed_somewhere() -> None:
     listed = [*ELSEWHERE, *RIGHT_VALUES, *HANDED_ON, *UNTRIED]
-    words = [*(case.says for case in REMEDIES.values()), *listed]
+    words = [*(case.says for cases in SECTIONS.values() for case in cases), *listed]
     errors = dict(user_errors())
     assert [
         place for place, text in errors.items() if not any(each in text for each in words)

@@ -202,41 +202,43 @@ def fingerprint_of(model: Callable[[], nn.Module], precision: str, plan: str, ru
     return ls.train(given, plan=f"{plan},numerics=bitwise", run_dir=run_dir).fingerprint
 
 
-@pytest.mark.parametrize(
-    ("model", "precision"), [(twice, "bf16"), (skipping, "fp32"), (skipping, "bf16")]
-)
+TWICE: list[tuple[Callable[[], nn.Module], str]] = [
+    (twice, "bf16"),
+    (skipping, "fp32"),
+    (skipping, "bf16"),
+]
+"""Models, with their precision, of which a sum of three gradients has an order."""
+
+
+def fingerprints(run_dir: str, plans: Sequence[str]) -> list[list[str]]:
+    """Of each plan, those of `TWICE`."""
+    return [
+        [
+            fingerprint_of(model, precision, plan, f"{run_dir}/{plan}/{place}")
+            for place, (model, precision) in enumerate(TWICE)
+        ]
+        for plan in plans
+    ]
+
+
 def test_in_bitwise_what_is_used_twice_has_the_bits_of_one_process(
-    pool: WorkerPool, tmp_path: Path, model: Callable[[], nn.Module], precision: str
-) -> None:
-    """Weights that are used twice, and inputs of a block, in it and beside it: sums of three have
-    an order."""
-    (alone,) = pool.run(1, fingerprint_of, model, precision, "replicate=1", str(tmp_path / "alone"))
-    for plan in ("shard=2", "replicate=2,checkpointing=full"):
-        assert (
-            pool.run(2, fingerprint_of, model, precision, plan, str(tmp_path / plan)) == [alone] * 2
-        )
-
-
-def test_in_bitwise_a_block_may_change_its_input_where_it_is_not_sharded(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    (alone,) = pool.run(
-        1,
-        fingerprint_of,
-        partial(AfterALayer, in_place=True),
-        "fp32",
-        "replicate=1",
-        str(tmp_path / "alone"),
+    """Weights that are used twice, and inputs of a block, in it and beside it; and a block may
+    change its input where it is not sharded."""
+    (alone,) = fingerprints(str(tmp_path / "alone"), ["replicate=1"])
+    plans = ["shard=2", "replicate=2,checkpointing=full"]
+    assert pool.run(2, fingerprints, str(tmp_path), plans) == [[alone] * 2] * 2
+    changed, instead = (
+        fingerprint_of(
+            partial(AfterALayer, in_place=in_place),
+            "fp32",
+            "replicate=1",
+            str(tmp_path / str(in_place)),
+        )
+        for in_place in (True, False)
     )
-    (instead,) = pool.run(
-        1,
-        fingerprint_of,
-        partial(AfterALayer, in_place=False),
-        "fp32",
-        "replicate=1",
-        str(tmp_path / "instead"),
-    )
-    assert alone == instead
+    assert changed == instead
 
 
 def experts() -> nn.Module:
@@ -397,15 +399,6 @@ MENDED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_sharding_cannot_train_is_refused_in_its_words(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    mistakes = {name: changes for name, (changes, _) in MISTAKES.items()}
-    for found in pool.run(2, attempts, str(tmp_path), "shard=2", mistakes):
-        for name, (_, pattern) in MISTAKES.items():
-            assert re.search(pattern, found[name][1]), (name, found[name])
-
-
 def caught_in_each_step(run_dir: str) -> list[str]:
     """Return what a loop of the script's own, which goes on after an error, is told in each of its
     two steps."""
@@ -422,11 +415,6 @@ def caught_in_each_step(run_dir: str) -> list[str]:
                     said.append(str(error))
             step.commit(optimizer)
     return said
-
-
-def test_a_loop_that_goes_on_is_refused_in_each_step(pool: WorkerPool, tmp_path: Path) -> None:
-    for said in pool.run(2, caught_in_each_step, str(tmp_path / "run")):
-        assert ["is gathered in the precision of autocast" in each for each in said] == [True, True]
 
 
 def features(batch: Sequence[Tensor]) -> Tensor:
@@ -458,22 +446,6 @@ def test_a_stage_whose_weight_is_used_outside_of_products_is_refused(tmp_path: P
                 assert (loss > 0) is (layer is Gate)
 
 
-def test_what_the_errors_recommend_is_what_one_process_trains(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    mistakes = {name: changes for name, (changes, _) in MISTAKES.items()}
-    (alone,) = pool.run(1, attempts, str(tmp_path / "alone"), "replicate=1", mistakes | MENDED)
-    for found in (
-        *pool.run(2, attempts, str(tmp_path / "replicas"), "replicate=2", mistakes),
-        *pool.run(2, attempts, str(tmp_path / "shards"), "shard=2", MENDED),
-    ):
-        for name, (loss, said) in found.items():
-            assert not said, name
-            assert loss == pytest.approx(alone[name][0], rel=1e-3 if "dtype" in name else 1e-4), (
-                name
-            )
-
-
 BACKWARDS = {
     "a backward in the loss": {"loss": backward_in_the_loss},
     "reentrant checkpoints": {"loss": partial(checkpointed, True)},
@@ -494,16 +466,69 @@ SAID = {
 }
 
 
-def test_other_backwards_are_right_or_refused_alike(pool: WorkerPool, tmp_path: Path) -> None:
-    (alone,) = pool.run(1, attempts, str(tmp_path / "alone"), "replicate=1", BACKWARDS | INSTEAD)
-    for place, plan in enumerate(("replicate=2", "replicate=2,transport=torch", "shard=2")):
-        for found in pool.run(2, attempts, str(tmp_path / str(place)), plan, BACKWARDS | INSTEAD):
-            for name, (loss, said) in found.items():
+ALONE = {name: changes for name, (changes, _) in MISTAKES.items()}
+BACKWARD_PLANS = ("replicate=2", "replicate=2,transport=torch", "shard=2")
+
+
+def all_attempts(run_dir: str) -> dict[str, Any]:
+    """What each of two ranks is told or trains."""
+    both = BACKWARDS | INSTEAD
+    return {
+        "mistakes": attempts(f"{run_dir}/mistakes", "shard=2", ALONE),
+        "replicas": attempts(f"{run_dir}/replicas", "replicate=2", ALONE),
+        "mended": attempts(f"{run_dir}/mended", "shard=2", MENDED),
+        "loop": caught_in_each_step(f"{run_dir}/loop"),
+        **{plan: attempts(f"{run_dir}/{plan}", plan, both) for plan in BACKWARD_PLANS},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, str]]:
+    cases = ALONE | MENDED | BACKWARDS | INSTEAD
+    return attempts(str(tmp_path_factory.mktemp("alone")), "replicate=1", cases)
+
+
+@pytest.fixture(scope="module")
+def two(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return pool.run(2, all_attempts, str(tmp_path_factory.mktemp("two")), timeout_seconds=50)
+
+
+def test_what_sharding_cannot_train_is_refused_in_its_words(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        for name, (_, pattern) in MISTAKES.items():
+            assert re.search(pattern, found["mistakes"][name][1]), (name, found["mistakes"][name])
+
+
+def test_a_loop_that_goes_on_is_refused_in_each_step(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert ["is gathered in the precision of autocast" in each for each in found["loop"]] == [
+            True,
+            True,
+        ]
+
+
+def test_what_the_errors_recommend_is_what_one_process_trains(
+    alone: dict[str, tuple[float, str]], two: list[dict[str, Any]]
+) -> None:
+    for found in two:
+        for name, (loss, said) in (found["replicas"] | found["mended"]).items():
+            assert not said, name
+            assert loss == pytest.approx(alone[name][0], rel=1e-3 if "dtype" in name else 1e-4), (
+                name
+            )
+
+
+def test_other_backwards_are_right_or_refused_alike(
+    alone: dict[str, tuple[float, str]], two: list[dict[str, Any]]
+) -> None:
+    for rank in two:
+        for plan in BACKWARD_PLANS:
+            for name, (loss, said) in rank[plan].items():
                 if said:
                     assert re.search(SAID[name], said), (plan, name, said)
                 else:
                     assert loss == pytest.approx(alone[name][0], rel=1e-4), (plan, name)
-            refused = {name for name, (_, said) in found.items() if said}
+            refused = {name for name, (_, said) in rank[plan].items() if said}
             assert refused == (
                 BACKWARDS.keys() if plan != "replicate=2" else {"a backward in the loss"}
             )
