@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import before_torch  # noqa: F401
 import forked
 import hypothesis
 import psutil
