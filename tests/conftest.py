@@ -36,6 +36,7 @@ PRELOADED = (
     "lockstep.autotune.autotune",
     "lockstep.model.pipeline.stage",
     "torch.distributed.checkpoint",
+    "warm_caches",
 )
 """What most tests train with, which each of their ranks would import for itself."""
 
