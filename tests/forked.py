@@ -44,7 +44,7 @@ READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_", "MALLOC_", "MKL_", "KMP_")
 """How the variables begin that Python, its libraries or torch read when they are started or
 imported."""
 EXCEPT = {"PYTHONUNBUFFERED", "PYTHONWARNINGS", "PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-STARTED = ("pytest", "lockstep.scripts.fork_server")
+STARTED = ("pytest", "lockstep.search.fork_server")
 """Modules that run in processes of their own: the second forks, and must be a process that nothing
 has used before."""
 PRELOADED = (

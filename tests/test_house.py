@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -71,6 +72,44 @@ def test_no_text_names_a_file_that_an_installation_does_not_have() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     assert not [(path, text[:80]) for path, text in texts if re.search(r"(?<!/)\bdocs/", text)]
+
+
+def floors() -> dict[str, int]:
+    """The floor of each part of the package, from the contract in pyproject.toml; 0 is the
+    highest."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    layers = next(each["layers"] for each in contracts if each["type"] == "layers")
+    return {part: floor for floor, row in enumerate(layers) for part in row.split(" | ")}
+
+
+def upward_strings(path: str, tree: ast.Module, modules: set[str]) -> list[str]:
+    """The strings in a module that name a module of a higher floor, or of a sibling."""
+    known, own = floors(), path.partition("/")[0].removesuffix(".py")
+    found = []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            continue
+        part = node.value.removeprefix("lockstep.").partition(".")[0]
+        if node.value in modules and part != own and known[part] <= known[own]:
+            found.append(f"{path}:{node.lineno} {node.value}")
+    return found
+
+
+def test_nothing_is_imported_upward_by_a_string() -> None:
+    """`lockstep/__init__` is above all floors."""
+    modules = {
+        "lockstep." + path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in trees()
+    }
+    assert upward_strings("launch/x.py", ast.parse("f('lockstep.run')"), modules)
+    assert not upward_strings("launch/x.py", ast.parse("f('lockstep.base.errors')"), modules)
+    assert not [
+        each
+        for path, tree in trees().items()
+        if path != "__init__.py"
+        for each in upward_strings(path, tree, modules)
+    ]
 
 
 def names_in(tree: ast.Module) -> set[str]:

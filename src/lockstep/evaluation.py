@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from lockstep.base.errors import RecipeError
 from lockstep.plan import Plan
 from lockstep.recipe.recipe import Recipe, Weights
 from lockstep.recipe_session import RecipeSession, Result
+from lockstep.scripts.request import ScriptRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateRequest(ScriptRequest):
+    """Evaluate these weights, a file or a Hugging Face folder, instead of training."""
+
+    answered_by: ClassVar[str] = __name__
+    calls: str = "evaluate"
+    weights: str
 
 
 def evaluate(

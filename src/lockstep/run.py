@@ -10,14 +10,14 @@ from typing import Any
 from lockstep.base.errors import RecipeError
 from lockstep.comm.active_calls import active_calls
 from lockstep.comm.regroup import abort_collectives
-from lockstep.evaluation import evaluated
+from lockstep.evaluation import EvaluateRequest, evaluated
 from lockstep.launch.recovery.rejoin import connect
 from lockstep.logging.loggers import Logger
 from lockstep.plan import Plan
 from lockstep.recipe.recipe import Recipe
 from lockstep.recipe_session import RecipeSession, Result
 from lockstep.saving import Resume, Saving
-from lockstep.scripts.request import EvaluateRequest, answered_by
+from lockstep.scripts.request import answered_by
 from lockstep.training.hook import Hook
 from lockstep.training.recovery.recovery import Recovery
 

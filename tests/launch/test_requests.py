@@ -12,8 +12,9 @@ import pytest
 
 from lockstep.audit.request import AuditRequest
 from lockstep.base.errors import LaunchError
+from lockstep.evaluation import EvaluateRequest
 from lockstep.planner.prediction import PlanRequest
-from lockstep.scripts.request import EvaluateRequest, ScriptRequest, answered_by
+from lockstep.scripts.request import ScriptRequest, answered_by
 from lockstep.search.request import TrialRequest
 from lockstep.verify.jobs import TraceRequest
 

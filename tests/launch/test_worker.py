@@ -36,6 +36,45 @@ def work(
     return ended, FailureRecord.read(files.failure)
 
 
+DAMAGED_STARTS = {
+    "x": "Expecting value",
+    "[]": "it is a list, and not an object",
+    "{}": "'launcher' is missing",
+    '{"launcher": null}': "'launcher' is None",
+    '{"launcher": 1, "more": 1}': "no field 'more'",
+    f'{{"launcher": {os.getpid()}, "channel": 999}}': "Bad file descriptor",
+    f'{{"launcher": {os.getpid()}, "files": "/nowhere/rank-0"}}': "No such file or directory",
+}
+
+
+def test_a_damaged_variable_of_the_launcher_is_one_line_and_status_2(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os; print(os.environ['RANK'])")
+
+    def ended(size: int, told: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+        started = [
+            subprocess.Popen(
+                [*PYTHON, name],
+                cwd=tmp_path,
+                env={**os.environ, "RANK": str(rank % size), "WORLD_SIZE": str(size), **given},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, given in enumerate(told)
+        ]
+        said = [process.communicate() for process in started]
+        return [(each.returncode, *texts) for each, texts in zip(started, said, strict=True)]
+
+    for size, texts in ((1, list(DAMAGED_STARTS)), (2, ["x", "x"])):
+        damaged = ended(size, [{"LOCKSTEP_WORKER": text} for text in texts])
+        for text, (status, printed, error) in zip(texts, damaged, strict=True):
+            assert (status, printed, error.count("\n")) == (2, "", 1)
+            assert error.startswith(f"lockstep: LaunchError: LOCKSTEP_WORKER={text} is not for")
+            assert DAMAGED_STARTS[text] in error
+        remedied = ended(size, [{}] * size)
+        assert remedied == [(0, f"{rank}\n", "") for rank in range(size)]
+
+
 def script(folder: Path, source: str, name: str = "train.py") -> str:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(dedent(source))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure
-from lockstep.scripts.fork_server import LaunchEnding
+from lockstep.search.fork_server import LaunchEnding
 from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
 
 

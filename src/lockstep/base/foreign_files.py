@@ -12,11 +12,14 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lockstep.base.system import BINARY
 
+T = TypeVar("T")
 MOST_BYTES = 4 << 20
 """Limit of a JSON file such as `run.json`, and of a line of others."""
 MOST_DEPTH = 64
@@ -147,3 +150,35 @@ def _checked(descriptor: int, path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return descriptor
+
+
+def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return the dataclass of this kind with these values from JSON. Raises `ValueError` if they do
+    not fit its fields."""
+    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(values.keys() - known.keys()):
+        raise ValueError(f"it has no field {unknown[0]!r}")
+    for name, each in known.items():
+        if name not in values and each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{name!r} is missing")
+    kinds = get_type_hints(kind)
+    return kind(**{name: _value(kinds[name], value, name) for name, value in values.items()})
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    """Return the value of a field of the type `kind`. Raises `ValueError`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        (kind,) = [each for each in inner if each is not NoneType]
+        return _value(kind, value, name)
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
+        return {key: _value(inner[1], each, name) for key, each in value.items()}
+    if origin is not None and not issubclass(origin, Mapping) and isinstance(value, list):
+        return tuple(_value(inner[0], each, name) for each in value)
+    if kind is Any:
+        return value
+    if type(value) is (str if kind is Path else kind) or (kind is float and type(value) is int):
+        return kind(value)
+    raise ValueError(f"{name!r} is {value!r}")

@@ -48,13 +48,7 @@ from lockstep.scripts.line import ScriptLine
 )
 @click.argument("source", metavar="RUN_DIR|CHECKPOINT|WEIGHTS")
 @script_arguments(required=False)
-def command(
-    best: bool,
-    as_json: bool,
-    source: str,
-    line: ScriptLine | None,
-    **given: Any,
-) -> int:
+def command(best: bool, as_json: bool, source: str, line: ScriptLine | None, **given: Any) -> int:
     """Measure the evaluations of SCRIPT's recipe on the weights of a run, without training.
 
     The weights are the final model of a run directory, or its newest checkpoint, as in lockstep

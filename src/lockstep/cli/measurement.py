@@ -17,7 +17,6 @@ from lockstep.logging.run_files import RESULT, numbered
 from lockstep.scripts.launch import count_gpus, launch_script
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import never_trained
-from lockstep.scripts.request import EvaluateRequest
 
 Metrics = dict[str, float | None]
 """Metrics by name; None for NaN."""
@@ -36,6 +35,8 @@ def measure(
     launch options by name. `folder`: for temporary files. `stdout`: the workers'; None: this
     process's. Raises `LaunchError` if the script has not evaluated.
     """
+    from lockstep.evaluation import EvaluateRequest  # imports torch
+
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")
     status = launch_script(

@@ -79,9 +79,7 @@ class Quantity(click.FloatRange):
     help='Plans to predict: "shard=8,tensor=8" ... Default: search all legal ones.',
 )
 @click.option(
-    "--memory",
-    metavar="SIZE",
-    help="Usable memory of a device, such as 80GB. Default: all of it.",
+    "--memory", metavar="SIZE", help="Usable memory of a device, such as 80GB. Default: all of it."
 )
 @click.option(
     "--tokens",

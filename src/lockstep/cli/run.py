@@ -77,4 +77,6 @@ def command(line: ScriptLine, **given: Any) -> int:
     gpus_here = count_gpus if gpus is None else lambda: gpus
     plan_here = plan if machines is None else None
     count = count_processes(options.nproc, plan_here, gpus_here, name="--nproc ")
-    return launch_script(line, options, count=count, machines=machines, began=began)
+    return launch_script(
+        line, options, count=count, machines=machines, began=began, spare_imports=["lockstep.run"]
+    )

@@ -255,7 +255,7 @@ def given_options(context: click.Context, *, without: Sequence[str]) -> list[str
 
 
 def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: Path | None) -> int:
-    from lockstep.scripts.fork_server import ForkServer
+    from lockstep.search.fork_server import ForkServer
 
     server = ForkServer()  # imports torch while Optuna is imported here
     try:

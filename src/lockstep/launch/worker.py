@@ -24,23 +24,25 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import replace
+from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
+from lockstep.base.garbage import freeze_for_good
 from lockstep.base.processes import die_with_parent, use_parents_folder
 from lockstep.launch.failures import FailureRecord, exit_status, failure_record
 from lockstep.launch.recovery.channel import Channel, worker_channel
 from lockstep.launch.recovery.rejoin import use_channel
-from lockstep.launch.recovery.spare import wait_to_start
 from lockstep.launch.seeding import seed_workers_generators
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
-from lockstep.launch.worker_files import WorkerStart, use_files
+from lockstep.launch.worker_files import WORKER, WorkerStart, damaged_start, use_files
 from lockstep.recipe.sources import note_source
 
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
@@ -52,8 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-    spare_channel = wait_to_start(os.environ)
-    record = begin(spare_channel)
+    record = begin()
     seed_workers_generators()
     if arguments[0] == "-m":
         run(lambda: _run_module(arguments[1], arguments[2:]), record)
@@ -61,23 +62,57 @@ def main(arguments: Sequence[str]) -> None:
         run(lambda: _run_script(arguments[0], arguments[1:]), record)
 
 
-def begin(channel: Channel | None = None) -> Path | None:
-    """Tie this process to its launcher. Returns the path for the record of a failure, or None
-    without a launcher. `channel`: the connection to the launcher that a spare has already.
-    """
-    told = WorkerStart.take(os.environ)
-    files = use_files(None if told is None else told.files)
-    if told is not None:
-        die_with_parent(told.launcher)
-        if channel is None and told.channel is not None:
-            channel = worker_channel(told.channel)
-    if files is not None:
+def begin() -> Path | None:
+    """Tie this process to its launcher; a spare process waits until it becomes a worker. Returns
+    the path for the record of a failure; None without a launcher. Raises `LaunchError` if the
+    launcher's variable is damaged."""
+    text, told, channel = os.environ.get(WORKER, ""), WorkerStart.take(os.environ), None
+    if told is None:
+        use_files(None)
+        use_channel(None, is_replacement=False)
+        return None
+    die_with_parent(told.launcher)
+    try:
+        channel = None if told.channel is None else worker_channel(told.channel)
+        if told.files is None and channel is not None:
+            told = _wait_to_become_worker(channel, told.imports)
+        use_channel(channel, is_replacement=told.is_replacement)
+        if (files := use_files(told.files)) is None:
+            return None
         use_parents_folder(files.stem.parent)
-    use_channel(channel, is_replacement=told is not None and told.is_replacement)
-    if files is not None and not faulthandler.is_enabled():
-        # Open as long as the process lives: faulthandler writes to the descriptor.
-        faulthandler.enable(open(files.crash, "w", encoding="utf-8"), all_threads=False)  # noqa: SIM115
-    return files.failure if files is not None else None
+        if not faulthandler.is_enabled():
+            # Open as long as the process lives: faulthandler writes to the descriptor.
+            crash = open(files.crash, "w", encoding="utf-8")  # noqa: SIM115
+            faulthandler.enable(crash, all_threads=False)
+        return files.failure
+    except OSError as error:
+        raise damaged_start(text, error) from None
+
+
+def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerStart:
+    """Import a worker's modules, wait until the launcher needs this spare process, and take over
+    the worker's variables. Ends the process if the launcher does not need it."""
+    began = time.monotonic()
+    for name in imports:
+        import_module(name)
+    prepare_process()
+    channel.send("warm", import_seconds=time.monotonic() - began)
+    message = channel.receive()
+    if message is None:
+        os._exit(0)
+    os.environ.update(message["environment"])
+    told = WorkerStart.take(os.environ)
+    assert told is not None, "the launcher has sent it"
+    return told
+
+
+def prepare_process() -> None:
+    """Import the modules for training, and exempt all present objects from garbage collection:
+    collecting the old model after a recovery then takes milliseconds instead of 0.2 s."""
+    for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
+        import_module(name)
+    gc.collect()
+    freeze_for_good()
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:

@@ -4,13 +4,15 @@ the worker's end."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
+from lockstep.base.foreign_files import from_json, parse_object
 from lockstep.options import variable
 
 if TYPE_CHECKING:
@@ -35,14 +37,21 @@ class WorkerStart:
     """Descriptor of the connection for recovery in place, which the process inherits."""
     is_replacement: bool = False
     """True if it takes the place of a process that was lost."""
+    imports: Sequence[str] = ()
+    """Modules that a spare process imports before it waits."""
 
     def variables(self) -> dict[str, str]:
         return {WORKER: json.dumps(asdict(self))}
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerStart | None:
-        """Return None without a launcher."""
-        return cls(**json.loads(environ[WORKER])) if WORKER in environ else None
+        """Return None without a launcher. Raises `LaunchError` if the variable is damaged."""
+        if WORKER not in environ:
+            return None
+        try:
+            return from_json(cls, parse_object(environ[WORKER]))
+        except ValueError as error:
+            raise damaged_start(environ[WORKER], error) from None
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> WorkerStart | None:
@@ -50,6 +59,14 @@ class WorkerStart:
         found = cls.read(environ)
         environ.pop(WORKER, None)
         return found
+
+
+def damaged_start(text: str, error: Exception) -> LaunchError:
+    """Return the error for a variable that no launcher has set, or not for this process."""
+    return LaunchError(
+        f"{WORKER}={text} is not for this process ({error}); a launcher of lockstep sets it for"
+        f" each process that it starts; unset {WORKER}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

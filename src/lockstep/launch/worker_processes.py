@@ -24,8 +24,8 @@ from lockstep.launch.failures import (
     read_crash,
     read_torch_record,
 )
+from lockstep.launch.recovery.channel import open_channel
 from lockstep.launch.recovery.connections import Connections
-from lockstep.launch.recovery.spare import Spare
 from lockstep.launch.termination import PREEMPTED_STATUS, SAVE_SECONDS
 from lockstep.launch.worker_files import STARTED_BY, WorkerFiles, WorkerStart
 
@@ -72,16 +72,47 @@ Start = Callable[[Mapping[str, str]], WorkerProcess]
 ranks."""
 
 
+class Spare:
+    """A spare process, seen from the launcher: it has imported torch and lockstep, and waits to
+    replace a lost worker."""
+
+    def __init__(
+        self, start: Start, environment: Mapping[str, str], imports: Sequence[str]
+    ) -> None:
+        """`environment`: the variables of all workers, without those of a rank. `imports`: the
+        modules that it imports."""
+        ends = open_channel()
+        assert ends is not None, "recovery in place is for Linux"
+        self.channel, theirs = ends
+        self._import_seconds: float | None = None
+        with theirs:
+            told = WorkerStart(launcher=os.getpid(), channel=theirs.fileno(), imports=imports)
+            self.process: WorkerProcess = start({**environment, **told.variables()})
+
+    def import_seconds(self) -> float | None:
+        """Seconds of the imports, which a worker's script needs and a spare's does not. None before
+        they are done."""
+        if self._import_seconds is None and (message := self.channel.receive(0.0)) is not None:
+            self._import_seconds = message["import_seconds"]
+        return self._import_seconds
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def become(self, environment: Mapping[str, str]) -> None:
+        """Have it run the script as the worker with these variables."""
+        self.channel.send("start", environment=dict(environment))
+
+    def end(self) -> None:
+        """End it: it reads that the launcher has closed the connection."""
+        self.channel.close()
+
+
 class WorkerProcesses:
     """The workers of one start."""
 
     def __init__(
-        self,
-        folder: Path,
-        signals: Signals,
-        *,
-        not_in_place: str | None = "",
-        name: str = "rank",
+        self, folder: Path, signals: Signals, *, not_in_place: str | None = "", name: str = "rank"
     ) -> None:
         """`folder`: for the workers' files, whose names begin with `name`. `not_in_place`: why
         workers cannot recover in place; empty if not requested; None: they may."""

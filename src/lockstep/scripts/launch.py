@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from typing import TextIO
@@ -30,9 +30,11 @@ def launch_script(
     machines: Machines | None = None,
     request: Mapping[str, str] | None = None,
     stdout: TextIO | None = None,
+    spare_imports: Sequence[str] = (),
 ) -> int:
     """Run `count` workers to their end; return the exit status. `began`: a Unix time. `request`:
-    the variable of a request to them. `stdout`: the workers'; None: this process's."""
+    the variable of a request to them. `stdout`: the workers'; None: this process's.
+    `spare_imports`: modules that a process imports before it replaces a worker."""
     refuse_on_windows("lockstep run")
     with (
         collector_paused(),
@@ -62,6 +64,7 @@ def launch_script(
         max_restarts=options.max_restarts,
         machines=machines,
         recovery=options.recovery,
+        spare_imports=spare_imports,
         command=shlex.join([*on_all_machines, *options.same_on_all_machines(), *line.words]),
     )
     if report := ending.report():

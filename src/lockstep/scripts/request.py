@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
-from lockstep.base.foreign_files import parse_object
+from lockstep.base.foreign_files import from_json, parse_object
 from lockstep.options import variable
 
-T = TypeVar("T")
 REQUEST = variable("request")
 FILE = "request.json"
 
@@ -53,15 +51,6 @@ class ScriptRequest:
             raise _damaged(environ, error) from None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateRequest(ScriptRequest):
-    """Evaluate these weights, a file or a Hugging Face folder, instead of training."""
-
-    answered_by: ClassVar[str] = "lockstep.run"
-    calls: str = "evaluate"
-    weights: str
-
-
 def write_request(folder: Path, request: Mapping[str, Any]) -> dict[str, str]:
     """Write a request that is JSON already. Returns the variable by which processes find it."""
     write_atomically(folder / FILE, json.dumps(request, default=str))
@@ -93,35 +82,3 @@ def _damaged(environ: Mapping[str, str], error: Exception) -> LaunchError:
         f"{REQUEST}={environ[REQUEST]} is no request ({why}); a command of lockstep writes it for"
         f" the script that it starts; start that command again, or unset {REQUEST}"
     )
-
-
-def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return the dataclass whose fields have these values from JSON. Raises `ValueError` if they do
-    not fit."""
-    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(values.keys() - known.keys()):
-        raise ValueError(f"it has no field {unknown[0]!r}")
-    for name, each in known.items():
-        if name not in values and each.default is MISSING and each.default_factory is MISSING:
-            raise ValueError(f"{name!r} is missing")
-    kinds = get_type_hints(kind)
-    return kind(**{name: _value(kinds[name], value, name) for name, value in values.items()})
-
-
-def _value(kind: Any, value: Any, name: str) -> Any:
-    """Return the value of a field of the type `kind`. Raises `ValueError`."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        if value is None and NoneType in inner:
-            return None
-        (kind,) = [each for each in inner if each is not NoneType]
-        return _value(kind, value, name)
-    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {key: _value(inner[1], each, name) for key, each in value.items()}
-    if origin is not None and not issubclass(origin, Mapping) and isinstance(value, list):
-        return tuple(_value(inner[0], each, name) for each in value)
-    if kind is Any:
-        return value
-    if type(value) is (str if kind is Path else kind) or (kind is float and type(value) is int):
-        return kind(value)
-    raise ValueError(f"{name!r} is {value!r}")

@@ -22,9 +22,9 @@ from lockstep.launch.recovery.channel import Channel
 from lockstep.launch.termination import tell
 from lockstep.options import RunOptions
 from lockstep.recipe.parameters import Parameter
-from lockstep.scripts.fork_server import ENDING, ForkServer, LaunchRequest
 from lockstep.scripts.process import never_trained
 from lockstep.search.database import reachable
+from lockstep.search.fork_server import ENDING, ForkServer, LaunchRequest
 from lockstep.search.outcome import FailuresAlike, TrialOutcome, finished_outcome, outcome_of
 from lockstep.search.population import CHANGEABLE
 from lockstep.search.proposals import Proposals

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch.termination import HUNG_STATUS, PREEMPTED_STATUS
-from lockstep.scripts.fork_server import LaunchEnding
+from lockstep.search.fork_server import LaunchEnding
 from lockstep.search.request import PRUNED
 from lockstep.search.results import State
 

@@ -64,13 +64,13 @@ class Agent(SimpleElasticAgent):
         given: Mapping[str, str],
         folder: Path,
         *,
+        in_place: InPlace,
         never_in_place: str | None,
-        shrinks: bool,
     ) -> None:
         """`never_in_place`: why workers cannot recover in place; empty if not requested; None: they
-        may. `shrinks`: go on without lost workers."""
+        may."""
         super().__init__(spec)
-        self.in_place = InPlace(start, shrinks=shrinks)
+        self.in_place = in_place
         self._never_in_place = never_in_place
         self._not_in_place: str | None = None
         self.is_joining = False

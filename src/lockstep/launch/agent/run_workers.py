@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -13,6 +14,7 @@ from lockstep.launch.agent.agent import Agent
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
+from lockstep.launch.recovery.in_place import InPlace
 from lockstep.launch.rendezvous import ElasticRendezvous, LoopbackRendezvous, quiet_torch
 from lockstep.launch.seeding import HASH_SEED
 from lockstep.launch.worker_processes import POLL_SECONDS, Start
@@ -31,6 +33,7 @@ def run_workers(
     machines: Machines | None = None,
     command: str = "",
     recovery: str = "restart",
+    spare_imports: Sequence[str] = (),
 ) -> Ending:
     """Start `count` workers, wait for all of them, and return their end. If one fails, the others
     are stopped. After a failure other than a `UserError` all are started again, up to
@@ -38,7 +41,8 @@ def run_workers(
     SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, unless this process
     ignores them; the former handlers are restored at the end. `machines`: the run is on several
     machines. Its workers also start again when a machine is lost or joins. Each machine calls this
-    with the same `command`. Raises `LaunchError` if they cannot meet.
+    with the same `command`. `spare_imports`: the modules that a spare process imports, for a
+    `recovery` in place. Raises `LaunchError` if machines cannot meet.
     """
     with locked_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
@@ -67,9 +71,8 @@ def run_workers(
             name: value for name, value in chosen.items() if name not in os.environ or name in asked
         }
         why_not = "" if recovery == "restart" else None
-        agent = Agent(
-            spec, start, environment, folder, never_in_place=why_not, shrinks=recovery == "shrink"
-        )
+        in_place = InPlace(start, shrinks=recovery == "shrink", spare_imports=spare_imports)
+        agent = Agent(spec, start, environment, folder, in_place=in_place, never_in_place=why_not)
         ending = None
         try:
             ending = agent.run_to_the_end(machines)

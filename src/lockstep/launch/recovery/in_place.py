@@ -11,9 +11,8 @@ from dataclasses import asdict
 
 from lockstep.base.errors import HangError, say
 from lockstep.launch.failures import failure_record
-from lockstep.launch.recovery.spare import Spare
 from lockstep.launch.termination import HUNG_STATUS
-from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Start, WorkerProcesses
+from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Spare, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
 """The others wait for a spare process that needs less time than this to reach its training."""
@@ -27,9 +26,11 @@ not help."""
 class InPlace:
     """The recoveries of one run on this machine."""
 
-    def __init__(self, start: Start, *, shrinks: bool) -> None:
-        """`shrinks`: runs go on without their lost workers."""
+    def __init__(self, start: Start, *, shrinks: bool, spare_imports: Sequence[str]) -> None:
+        """`shrinks`: runs go on without their lost workers. `spare_imports`: the modules that a
+        spare process imports."""
         self._start = start
+        self._spare_imports = spare_imports
         self._shrinks = shrinks
         self._newcomers: WorkerProcesses | None = None
         self._spare: Spare | None = None
@@ -45,7 +46,7 @@ class InPlace:
             self._spare.end()
             self._spare = None
         if self._spare is None and not self._shrinks:
-            self._spare = Spare(self._start, environment)
+            self._spare = Spare(self._start, environment, self._spare_imports)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
         """Note that workers in training were lost after this step (-1: unknown). Returns True if

@@ -16,7 +16,7 @@ from lockstep.comm.regroup import leave_groups
 from lockstep.comm.world import World
 from lockstep.launch.failures import FailureRecord
 from lockstep.launch.recovery.rejoin import Rejoin, session_was_opened
-from lockstep.launch.recovery.spare import prepare_process
+from lockstep.launch.worker import prepare_process
 from lockstep.plan import Plan
 from lockstep.recipe.data import Stream
 from lockstep.training.recovery.held_state import HeldState, ReplicaReader

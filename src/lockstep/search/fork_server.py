@@ -18,13 +18,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.files import write_atomically
-from lockstep.base.foreign_files import read_object
+from lockstep.base.foreign_files import from_json, read_object
 from lockstep.base.processes import (
     adopt_orphans,
     descendants,
@@ -36,12 +35,11 @@ from lockstep.base.temporary_folder import remove_left_folders
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending
 from lockstep.launch.recovery.channel import Channel, open_channel
-from lockstep.launch.recovery.spare import prepare_process
 from lockstep.launch.seeding import HASH_SEED
 from lockstep.launch.spawned_call import PASSED_ON, forget_parent, lead_session, signals_blocked
 from lockstep.options import RunOptions, read_options
 from lockstep.scripts.process import KILL_SECONDS, OUTPUT
-from lockstep.scripts.request import from_json, write_request
+from lockstep.scripts.request import write_request
 
 ENDING = "ending.json"
 
@@ -114,9 +112,7 @@ class ForkServer:
         self.channel, theirs = _open_channel()
         with theirs:
             self._process = subprocess.Popen(
-                own_python(
-                    "-m", "lockstep.scripts.fork_server", str(os.getpid()), str(theirs.fileno())
-                ),
+                own_python("-m", __name__, str(os.getpid()), str(theirs.fileno())),
                 env={**os.environ, **HASH_SEED},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -172,13 +168,15 @@ def main() -> None:
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
-    for name in ("lockstep.run", "lockstep.launch.agent.run_workers"):
-        import_module(name)
-    prepare_process()
+    import lockstep.launch.agent.run_workers
+    import lockstep.run  # noqa: F401
+    from lockstep.base import accelerator
+
+    worker.prepare_process()
     remove_left_folders(
         Path(tempfile.gettempdir())
     )  # of a command that was killed: this one may start nothing
-    channel.send("warm", gpus=import_module("lockstep.base.accelerator").count())
+    channel.send("warm", gpus=accelerator.count())
     _serve(channel)
 
 
