@@ -50,7 +50,7 @@ has used before."""
 PRELOADED = (
     "torch._dynamo",
     "lockstep.run",
-    "lockstep.launch.agent.run_workers",
+    "lockstep.launch.run_workers",
     "lockstep.launch.worker",
     "lockstep.cli.main",
 )

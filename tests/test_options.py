@@ -15,7 +15,7 @@ import pytest
 
 import lockstep
 from lockstep.base.errors import LaunchError
-from lockstep.cli.arguments.launch import options_from
+from lockstep.cli.arguments import options_from
 from lockstep.cli.run import command
 from lockstep.launch.environment import Environment
 from lockstep.options import (

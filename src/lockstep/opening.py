@@ -27,7 +27,7 @@ from lockstep.hooks.out_of_memory import TakenFallbacks, read_fallbacks
 from lockstep.launch.environment import Environment
 from lockstep.launch.recovery.rejoin import refuse_recovery
 from lockstep.launch.seeding import SEED
-from lockstep.launch.slurm.commands import set_task_variables
+from lockstep.launch.slurm import set_task_variables
 from lockstep.launch.termination import Termination
 from lockstep.launch.worker_files import note_options_read
 from lockstep.logging.loggers import Logger

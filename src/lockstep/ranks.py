@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lockstep.base.errors import LaunchError
 from lockstep.launch.environment import Environment
-from lockstep.launch.slurm.commands import set_task_variables
+from lockstep.launch.slurm import set_task_variables
 
 T = TypeVar("T")
 

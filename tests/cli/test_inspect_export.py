@@ -25,8 +25,8 @@ import lockstep as ls
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.manifest import Manifest, _hash
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage
-from lockstep.cli.arguments.target import Target
 from lockstep.cli.inspect import inspect_all
+from lockstep.cli.target import Target
 from lockstep.testing.pool import WorkerPool
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from processes import started
 
-from lockstep.cli.arguments.script_command import PlansCommand, rearranged
+from lockstep.cli.arguments import PlansCommand, rearranged
 from lockstep.cli.verify import command
 
 # a dozen processes that import torch, two at a time

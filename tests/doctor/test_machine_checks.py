@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.doctor import environment_variables
 from lockstep.doctor.check_result import CheckResult, machine_names, worst
 from lockstep.doctor.machine_checks import (
     MachineInfo,
     clock_check,
+    environment_checks,
     machine_checks,
     parse_topology,
+    relevant_variables,
     shared_memory_differences,
+    variable_differences,
     version_differences,
 )
 
@@ -145,9 +147,12 @@ def test_versions_that_differ_between_machines_are_named() -> None:
 
 
 def test_machines_are_told_apart() -> None:
-    assert machine_names([("a", "1"), ("b", "1")]) == ["a", "b"]
-    assert machine_names([("a", "1"), ("a", "2")]) == ["1", "2"]
-    assert machine_names([("a", "1"), ("a", "1")]) == ["a#0", "a#1"]
+    def names(*machines: tuple[str, str]) -> list[str]:
+        return machine_names([{"info": {"host": one, "address": two}} for one, two in machines])
+
+    assert names(("a", "1"), ("b", "1")) == ["a", "b"]
+    assert names(("a", "1"), ("a", "2")) == ["1", "2"]
+    assert names(("a", "1"), ("a", "1")) == ["a#0", "a#1"]
 
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -187,7 +192,7 @@ def test_the_driver_s_table_of_links_is_read() -> None:
     ids=lambda value: str(value),
 )
 def test_a_variable_that_bites_is_named_with_why(environ: dict[str, str], verdict: str) -> None:
-    (check,) = environment_variables.environment_checks(environ, nproc=2)
+    (check,) = environment_checks(environ, nproc=2)
     assert check.verdict == verdict
     assert all(name in check.check for name in environ)
     assert all(value in check.found for value in environ.values())
@@ -199,7 +204,7 @@ def test_a_variable_that_bites_is_named_with_why(environ: dict[str, str], verdic
     [{}, {"NCCL_DEBUG": "WARN"}, {"CUDA_LAUNCH_BLOCKING": "0"}, {"http_proxy": "http://proxy"}],
 )
 def test_what_does_not_bite_is_nothing_to_mend(environ: dict[str, str]) -> None:
-    checks = environment_variables.environment_checks(environ, nproc=2)
+    checks = environment_checks(environ, nproc=2)
     assert [check.verdict for check in checks] == ["ok"]
     assert all(value in checks[0].found for name, value in environ.items() if "proxy" in name)
 
@@ -209,7 +214,5 @@ def test_variables_that_differ_between_machines_are_named() -> None:
         {"NCCL_ALGO": "Ring", "HOME": "/a", "NCCL_SOCKET_IFNAME": "eth0"},
         {"HOME": "/b", "NCCL_SOCKET_IFNAME": "eth1"},
     ]
-    (check,) = environment_variables.variable_differences(
-        ["a", "b"], [environment_variables.relevant_variables(each) for each in all_of_them]
-    )
+    (check,) = variable_differences(["a", "b"], [relevant_variables(each) for each in all_of_them])
     assert check.found.startswith("is Ring on a and (unset) on b")

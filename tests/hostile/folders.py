@@ -16,7 +16,7 @@ from report.run_directories import whole
 from lockstep.checkpoint.manifest import FORMAT, FileEntry, Manifest, _hash, hash_blocks
 from lockstep.checkpoint.saved_model import read_safetensors
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
-from lockstep.cli.arguments.target import fingerprint
+from lockstep.cli.target import fingerprint
 
 STEPS = (3, 5)
 TENSORS = {

@@ -32,9 +32,9 @@ from lockstep.base.errors import UserError
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.saved_model import StateDictReader, read_final_model
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage
-from lockstep.cli.arguments.target import Target
 from lockstep.cli.export import final_model
 from lockstep.cli.inspect import inspect_all
+from lockstep.cli.target import Target
 from lockstep.report.reader import read_runs
 from lockstep.report.tables import report_json
 

@@ -24,8 +24,8 @@ from lockstep.base.errors import CheckpointError, LaunchError, RunDirectoryError
 from lockstep.checkpoint.manifest import DamagedError, Manifest, check
 from lockstep.checkpoint.saved_model import read_safetensors
 from lockstep.checkpoint.storage import FolderStorage
-from lockstep.cli.arguments.target import Target
 from lockstep.cli.export import export, final_model
+from lockstep.cli.target import Target
 from lockstep.logging.run_directory import RunDirectory
 from lockstep.report.reader import read_runs
 from lockstep.search.study import results_in

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.channel import inherited
+from lockstep.launch.run_workers import run_workers
 from lockstep.options import RunOptions
 
 Starter = Callable[..., Ending]

@@ -18,12 +18,12 @@ import psutil
 import pytest
 
 from lockstep.launch import worker_processes
-from lockstep.launch.agent.run_workers import run_workers
-from lockstep.launch.agent.signal_forwarding import GRACE_SECONDS
 from lockstep.launch.environment import threads_per_process
 from lockstep.launch.failures import Ending
 from lockstep.launch.rendezvous import LoopbackRendezvous
+from lockstep.launch.run_workers import run_workers
 from lockstep.launch.spawned_call import PASSED_ON
+from lockstep.launch.worker_processes import GRACE_SECONDS
 from lockstep.options import RunOptions
 
 Starter = Callable[..., Ending]

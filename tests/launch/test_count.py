@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.base.errors import LaunchError, PlanError
-from lockstep.launch.count import count_processes
+from lockstep.launch.environment import count_processes
 from lockstep.plan import Plan
 
 

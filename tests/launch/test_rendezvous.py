@@ -17,9 +17,9 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from lockstep.base.errors import LaunchError
 from lockstep.launch import rendezvous
-from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.machines import Machines
 from lockstep.launch.rendezvous import ElasticRendezvous, check_machines
+from lockstep.launch.run_workers import run_workers
 from lockstep.options import RunOptions
 
 
@@ -102,8 +102,8 @@ def test_where_nobody_keeps_it_the_wait_ends_with_what_was_tried_and_the_remedy(
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
     monkeypatch.setattr("lockstep.launch.rendezvous.address_towards", lambda *_: "127.0.0.1")
-    monkeypatch.setattr("lockstep.launch.machine_store.NOTICE_SECONDS", 0)
-    monkeypatch.setattr("lockstep.launch.machine_store.JOIN_SECONDS", 1)
+    monkeypatch.setattr("lockstep.launch.rendezvous.NOTICE_SECONDS", 0)
+    monkeypatch.setattr("lockstep.launch.rendezvous.JOIN_SECONDS", 1)
     tried = (
         r"\(tried 192\.0\.2\.1 port 29400 from 127\.0\.0\.1 on lo: \[Errno 111\] Connection"
         r" refused\)"

@@ -11,10 +11,8 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from lockstep.base.processes import parents
-from lockstep.launch import worker_processes
-from lockstep.launch.agent import run_workers as run_workers_module
+from lockstep.launch import agent, run_workers as run_workers_module, worker_processes
 from lockstep.launch.failures import Ending
-from lockstep.launch.recovery import reasons
 from lockstep.launch.rendezvous import LoopbackRendezvous
 
 Starter = Callable[..., Ending]
@@ -266,4 +264,4 @@ TWO, THREE = ["a", "b"], ["a", "a", "b"]
 def test_the_machines_agree_on_why_the_workers_start_again(
     everyone: list[Any], now: list[str], why: str | None
 ) -> None:
-    assert reasons.restart_reason(everyone, now) == why
+    assert agent.restart_reason(everyone, now) == why

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.base.errors import LaunchError
+from lockstep.launch import slurm as sbatch
 from lockstep.launch.machines import Machines
-from lockstep.launch.slurm import commands as sbatch
-from lockstep.launch.slurm.batch_script import (
+from lockstep.launch.slurm import (
     BatchScript,
     JobState,
     SlurmStep,

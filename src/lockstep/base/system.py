@@ -8,6 +8,10 @@ import os
 import shlex
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from lockstep.base.errors import LaunchError
 
@@ -97,3 +101,23 @@ def shell_words(option: str, text: str) -> list[str]:
         raise LaunchError(
             f"{option} {text!r}: {error}; it is read as a shell reads it; close each quotation mark"
         ) from None
+
+
+@contextmanager
+def signals_handled(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Have a handler for signals within, in the main thread. Signals that this process ignores
+    (nohup, a background job) stay ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, previous in before.items():
+        if previous is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

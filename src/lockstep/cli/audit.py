@@ -15,17 +15,17 @@ import click
 from lockstep.base import foreign_text
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows, shell_words
-from lockstep.cli.arguments.launch import script_arguments
-from lockstep.cli.arguments.outputs import (
+from lockstep.cli.arguments import (
+    ScriptCommand,
     count_option,
     html_option,
     json_option,
     keep_option,
+    script_arguments,
     seconds_option,
     work_folder,
     write_file,
 )
-from lockstep.cli.arguments.script_command import ScriptCommand
 from lockstep.scripts.line import ScriptLine
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def _compare_options(
     "audit",
     cls=ScriptCommand,
     uses_lockstep=False,
-    context_settings={"allow_interspersed_args": False},
 )
 @count_option("--nproc", "processes", 2, "N", "Processes to run the script on.")
 @count_option("--steps", "steps", 20, "K", "Optimizer steps to look at.")

@@ -26,11 +26,10 @@ from lockstep.checkpoint.averaging import (
 )
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safetensors
-from lockstep.cli.arguments.launch import launch_option
-from lockstep.cli.arguments.outputs import json_option
-from lockstep.cli.arguments.target import Target, reachable
+from lockstep.cli.arguments import json_option, launch_option
+from lockstep.cli.evaluate import Metrics, measure
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
-from lockstep.cli.measurement import Metrics, measure
+from lockstep.cli.target import Target, reachable
 from lockstep.logging.run_files import RUN
 from lockstep.recipe.parameters import saved_values, split_assignment
 from lockstep.scripts.line import ScriptLine
@@ -44,8 +43,6 @@ Mode = Literal["min", "max"]
 
 @dataclass(slots=True)
 class _AveragedRun:
-    """One of the given runs."""
-
     member: AverageMember
     what: str
     """Description of its weights."""
@@ -192,7 +189,6 @@ def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list
 
 
 def _numbers(text: str, runs: int) -> list[float]:
-    """Read the value of `--weights`. Raises `LaunchError`."""
     try:
         found = [float(word) for word in text.split(",")]
     except ValueError as error:
@@ -209,7 +205,6 @@ def _numbers(text: str, runs: int) -> list[float]:
 
 
 def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
-    """Raises `CheckpointError`."""
     with reachable(source):
         model, what, file = _weights(source, module)
     places = (Path(source), *Path(source).absolute().parents[:2])
@@ -288,8 +283,6 @@ def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> d
 
 @dataclass(slots=True)
 class _Evaluations:
-    """Evaluations by a script's recipe, in one launch after another."""
-
     line: ScriptLine
     options: Mapping[str, Any]
     folder: Path
@@ -355,7 +348,6 @@ class _Evaluations:
 def _write(
     runs: Sequence[_AveragedRun], metrics: Metrics | None, path: Path, *, as_json: bool
 ) -> None:
-    """Write the average, and print a line about it."""
     average, chosen = _average(runs)
     note = [{"run": run.name, "weight": run.member.weight} for run in chosen]
     tensors, size = write_model(average.model, path, {METADATA: json.dumps(note)})
@@ -375,7 +367,6 @@ def _write(
 
 
 def _average(runs: Sequence[_AveragedRun]) -> tuple[WeightAverage, list[_AveragedRun]]:
-    """Return the average and its runs."""
     return WeightAverage([run.member for run in runs]), [
         run for run in runs if run.member.weight > 0
     ]

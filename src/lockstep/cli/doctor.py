@@ -16,15 +16,14 @@ from lockstep.base import foreign_text
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import require_linux
-from lockstep.cli.arguments.launch import launch_option, options_from
-from lockstep.cli.arguments.outputs import NewFile, json_option
-from lockstep.launch.count import count_processes
+from lockstep.cli.arguments import NewFile, json_option, launch_option, options_from
+from lockstep.launch.environment import count_processes
 from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions
 from lockstep.scripts.launch import count_gpus
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
     from lockstep.doctor.check_result import CheckResult
     from lockstep.doctor.diagnose import Diagnosis
@@ -116,7 +115,6 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
 
 
 def _write(path: Path, processes: int) -> None:
-    """Measure so many accelerators, and write their sheets. Raises `LaunchError`."""
     if path.suffix != ".toml":
         raise LaunchError(
             f"--write {path}; lockstep plan recognises a machine's file by its suffix; name it "
@@ -142,42 +140,50 @@ def _write(path: Path, processes: int) -> None:
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    results = diagnosis.results
-    known = {
-        name: results.get(name)
-        for name in ("world_size", "backend", "ranks", "checked", "timed", "point_to_point")
-    }
+    names = ("world_size", "backend", "ranks", "checked", "timed", "point_to_point")
     return {
         "verdict": diagnosis.verdict,
         "checks": [asdict(check) for check in diagnosis.checks],
-        **known,
+        **{name: diagnosis.results.get(name) for name in names},
     }
 
 
 def _show(diagnosis: Diagnosis) -> None:
-    """The report as text: all checks, then times and links, then the verdict."""
     from rich.text import Text
 
-    console = foreign_text.console(
-        None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
-    )
+    results = diagnosis.results
+    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = foreign_text.console(None if is_wide else _WIDTH)
     console.width = min(console.width, _WIDTH)
     console.print(_checks(diagnosis.checks))
-    if diagnosis.results.get("timed"):
-        _times(console, diagnosis.results)
-    if (
-        diagnosis.results.get("point_to_point")
-        and diagnosis.results["world_size"] <= _MOST_IN_A_MATRIX
-    ):
-        _links(console, diagnosis.results)
-    bad = [check.check for check in diagnosis.checks if check.is_bad]
-    if bad:
+    if results.get("timed"):
+        title = f"times on {results['world_size']} ranks by size, and bandwidths at the largest"
+        console.print(Text(f"\n{title}", style="bold"))
+        console.print(_times(results["timed"]))
+    if results.get("point_to_point") and results["world_size"] <= _MOST_IN_A_MATRIX:
+        console.print(Text("\nlinks, by rank", style="bold"))
+        console.print(_links(results))
+        console.print()
+    if bad := [check.check for check in diagnosis.checks if check.is_bad]:
         console.print(Text(f"{len(bad)} to fix: {', '.join(dict.fromkeys(bad))}", style="red"))
     else:
         console.print(Text("all is well", style="green"))
 
 
-def _checks(checks: Sequence[CheckResult]) -> Any:
+def _table(columns: Sequence[str] = ()) -> Table:
+    """Return a table without lines; with `columns`, of numbers in named rows."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(columns))
+    if columns:
+        table.header_style = "dim"
+        table.add_column("", min_width=14)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _checks(checks: Sequence[CheckResult]) -> Table:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -193,108 +199,56 @@ def _checks(checks: Sequence[CheckResult]) -> Any:
                 text = Text.assemble((f"{check.machine}: ", "dim"), text)
             if check.verdict != "ok":
                 text.append(f"\n→ {check.remedy}", style="italic" if check.is_bad else "dim")
-            table.add_row(
-                Padding(check.check, (0, 0, 0, 2)),
-                Text(check.verdict, style=_STYLES[check.verdict]),
-                text,
-            )
+            name, verdict = Padding(check.check, (0, 0, 0, 2)), check.verdict
+            table.add_row(name, Text(verdict, style=_STYLES[verdict]), text)
     return table
 
 
 def _shown(checks: Sequence[CheckResult]) -> list[CheckResult]:
-    """Rows of checks: one for each machine where a check is not ok, and one for a check that is ok
-    everywhere."""
-    shown: list[CheckResult] = []
+    """Return one row for each check that is ok, and the others' machines in a row for each
+    finding."""
+    shown: dict[object, CheckResult] = {}
     for check in checks:
-        same = next(
-            (
-                number
-                for number, each in enumerate(shown)
-                if replace(each, machine="") == replace(check, machine="")
-            ),
-            None,
-        )
-        if check.verdict == "ok":
-            if not any((each.check, each.verdict) == (check.check, "ok") for each in shown):
-                shown.append(check)
-        elif same is None:
-            shown.append(check)
-        else:
-            shown[same] = replace(check, machine=f"{shown[same].machine}, {check.machine}")
-    return shown
+        is_ok = check.verdict == "ok"
+        key = (check.check, "ok") if is_ok else replace(check, machine="")
+        if key not in shown:
+            shown[key] = check
+        elif not is_ok:
+            shown[key] = replace(check, machine=f"{shown[key].machine}, {check.machine}")
+    return list(shown.values())
 
 
-def _table() -> Any:
-    from rich.table import Table
-
-    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-
-
-def _columns(names: Sequence[str]) -> Any:
-    """A table of numbers with named rows."""
-    table = _table()
-    table.show_header = True
-    table.header_style = "dim"
-    table.add_column("", min_width=14)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _times(console: Console, results: Mapping[str, Any]) -> None:
-    from rich.text import Text
-
+def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
     from lockstep.doctor.check_result import format_bandwidth, format_bytes, format_duration
     from lockstep.doctor.expected_results import COLLECTIVES
 
-    rows = results["timed"]
     sizes = sorted({row["size_bytes"] for row in rows if row["size_bytes"]})
-    table = _columns((*map(format_bytes, sizes), "algorithm", "bus"))
+    table = _table([*map(format_bytes, sizes), "algorithm", "bus"])
     for collective in COLLECTIVES:
         mine = {row["size_bytes"]: row for row in rows if row["collective"] == collective}
+        times = {size: format_duration(row["seconds"]) for size, row in mine.items()}
         if collective == "barrier" and mine:
-            table.add_row(f"  {collective}", format_duration(mine[0]["seconds"]))
+            table.add_row(f"  {collective}", times[0])
         elif mine:
             last = mine[max(mine)]
-            times = [
-                format_duration(mine[each]["seconds"]) if each in mine else "" for each in sizes
-            ]
-            table.add_row(
-                f"  {collective}",
-                *times,
-                format_bandwidth(last["algorithm_bandwidth"]),
-                format_bandwidth(last["bus_bandwidth"]),
-            )
-    console.print(
-        Text(
-            f"\ntimes on {results['world_size']} ranks by size, and bandwidths at the largest",
-            style="bold",
-        )
-    )
-    console.print(table)
+            bandwidths = (last["algorithm_bandwidth"], last["bus_bandwidth"])
+            cells = [times.get(size, "") for size in sizes]
+            table.add_row(f"  {collective}", *cells, *map(format_bandwidth, bandwidths))
+    return table
 
 
-def _links(console: Console, results: Mapping[str, Any]) -> None:
-    from rich.text import Text
-
+def _links(results: Mapping[str, Any]) -> Table:
     from lockstep.doctor.check_result import format_bandwidth, machine_names
 
     ranks = range(results["world_size"])
-    about = results["machines"]
-    names = machine_names(
-        [(machine["info"]["host"], machine["info"]["address"]) for machine in about]
-    )
-    places = [f", {names[place]}" if len(names) > 1 else "" for place in results["ranks"]]
-    table = _columns([f"to {rank}" for rank in ranks])
+    names = machine_names(results["machines"])
+    table = _table([f"to {rank}" for rank in ranks])
     known = {
         (link["sender"], link["receiver"]): format_bandwidth(link["bytes_per_second"])
         for link in results["point_to_point"]
     }
     for sender in ranks:
-        table.add_row(
-            f"  from rank {sender}{places[sender]}",
-            *(known.get((sender, receiver), "") for receiver in ranks),
-        )
-    console.print(Text("\nlinks, by rank", style="bold"))
-    console.print(table)
-    console.print()
+        machine = f", {names[results['ranks'][sender]]}" if len(names) > 1 else ""
+        cells = [known.get((sender, receiver), "") for receiver in ranks]
+        table.add_row(f"  from rank {sender}{machine}", *cells)
+    return table

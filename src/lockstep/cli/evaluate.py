@@ -5,27 +5,38 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.foreign_text import show
 from lockstep.checkpoint.saved_model import MODEL
-from lockstep.cli.arguments.launch import launch_option, options_from, script_arguments
-from lockstep.cli.arguments.outputs import work_folder
-from lockstep.cli.arguments.script_command import ScriptCommand
-from lockstep.cli.arguments.target import Target
+from lockstep.cli.arguments import (
+    ScriptCommand,
+    launch_option,
+    options_from,
+    script_arguments,
+    work_folder,
+)
 from lockstep.cli.export import export
-from lockstep.cli.measurement import Metrics, measure
-from lockstep.logging.run_files import RUN, is_there, read_metadata
+from lockstep.cli.target import Target
+from lockstep.launch.environment import count_processes
+from lockstep.logging.run_files import RESULT, RUN, is_there, numbered, read_metadata
 from lockstep.recipe.parameters import saved_values, split_assignment
+from lockstep.scripts.launch import count_gpus, launch_script
 from lockstep.scripts.line import ScriptLine
+from lockstep.scripts.process import never_trained
+
+Metrics = dict[str, float | None]
+"""Metrics by name; None for NaN."""
 
 
-@click.command("evaluate", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
+@click.command("evaluate", cls=ScriptCommand)
 @launch_option("nproc")
 @launch_option("plan")
 @launch_option("share_devices")
@@ -82,6 +93,40 @@ def command(best: bool, as_json: bool, source: str, line: ScriptLine | None, **g
     return status
 
 
+def measure(
+    weights: Path,
+    line: ScriptLine,
+    given: Mapping[str, Any],
+    *,
+    folder: Path,
+    run_dir: Path,
+    stdout: TextIO | None,
+) -> tuple[int, list[Metrics]]:
+    """Return the exit status and, if it is 0, the metrics of each training of the script. `given`:
+    launch options by name. `folder`: for temporary files. `stdout`: the workers'; None: this
+    process's. Raises `LaunchError` if the script has not evaluated.
+    """
+    from lockstep.evaluation import EvaluateRequest  # imports torch
+
+    options = options_from({**given, "run_dir": str(run_dir)})
+    processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")
+    status = launch_script(
+        line,
+        options,
+        count=processes,
+        began=time.time(),
+        request=EvaluateRequest(weights=os.path.abspath(weights)).write(folder),
+        stdout=stdout,
+    )
+    if status != 0:
+        return status, []
+    numbers = (numbered(run_dir, number) / RESULT for number in count(1))
+    results = list(takewhile(Path.is_file, numbers))
+    if not results:
+        raise never_trained(line, "a call of ls.train", "that is what measures the weights")
+    return status, [json.loads(result.read_text(encoding="utf-8"))["metrics"] for result in results]
+
+
 def _assignments(source: str, given: Sequence[str]) -> tuple[str, ...]:
     """Return the values of hyper-parameters for `--set`: the run's, replaced by `given` ones."""
     path = None if _is_plain(Path(source)) else Target.find(source).run
@@ -101,7 +146,6 @@ def _is_plain(path: Path) -> bool:
 
 
 def _script_of(source: str) -> ScriptLine:
-    """The script of a run and its arguments, as run.json has them. Raises `LaunchError`."""
     path = None if _is_plain(Path(source)) else Target.find(source).run
     environment = {} if path is None else read_metadata(path).get("environment") or {}
     line = [str(word) for word in environment.get("command_line") or []]
@@ -122,7 +166,6 @@ def _script_of(source: str) -> ScriptLine:
 
 
 def _print(measured: Sequence[Metrics], *, as_json: bool) -> None:
-    """Print the metrics of each training of the script."""
     if as_json:
         print(json.dumps(measured if len(measured) > 1 else measured[0], indent=2))
         return

@@ -27,7 +27,7 @@ from lockstep.checkpoint.saved_model import (
 )
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
-from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachable
+from lockstep.cli.target import Target, best_of, fingerprint, reachable
 
 
 @click.command("export")

@@ -25,8 +25,8 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.saved_model import MODEL, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
-from lockstep.cli.arguments.outputs import json_option
-from lockstep.cli.arguments.target import Target, best_of, fingerprint, reachable
+from lockstep.cli.arguments import json_option
+from lockstep.cli.target import Target, best_of, fingerprint, reachable
 from lockstep.logging.run_files import EVENTS, read_rows
 
 _EVENT_WORDS = {
@@ -91,72 +91,65 @@ def command(as_json: bool, target: str) -> int:
     """
     at = Target.find(target)
     with reachable(target):
-        found = inspect_all(at.storage, at.names)
+        checkpoints = inspect_all(at.storage, at.names)
     model = _final_model(at)
     elsewhere = None if at.elsewhere is None else without_password(at.elsewhere)
-    if elsewhere is not None and model is None and not found:
+    if elsewhere is not None and model is None and not checkpoints:
         raise CheckpointError(f"{target} has no checkpoint to inspect: {at.none_there}")
     events = [] if at.run is None else list(_events(at.run))
+    everything = [*checkpoints, *([model] if model else [])]
     if as_json:
-        checkpoints = [asdict(each) for each in found]
-        said = {
+        told = {
             "target": target,
-            "checkpoints": checkpoints,
+            "checkpoints": [asdict(each) for each in checkpoints],
             "model": model and asdict(model),
             "events": events,
             "elsewhere": elsewhere,
         }
-        print(json.dumps(said, indent=2))
+        print(json.dumps(told, indent=2))
     else:
-        _show(target, [*found, *([model] if model else [])], events, elsewhere)
-    return 0 if all(each.state == "intact" for each in (*found, *([model] if model else []))) else 1
+        _show(target, everything, events, elsewhere)
+    return 0 if all(each.state == "intact" for each in everything) else 1
 
 
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
     """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises
     `OSError`."""
     found = {name: _inspect(storage, name) for name in names}
-    there = storage.names() if any(each.state != "intact" for each in found.values()) else names
-    left = {name: each for name, each in found.items() if name in there}
-    if (
-        best := best_of({name: each.score for name, each in left.items() if each.state == "intact"})
-    ) is not None:
-        left[best].is_best = True
-    return list(left.values())
+    if any(each.state != "intact" for each in found.values()):
+        left = storage.names()
+        found = {name: each for name, each in found.items() if name in left}
+    scores = {name: each.score for name, each in found.items() if each.state == "intact"}
+    if (best := best_of(scores)) is not None:
+        found[best].is_best = True
+    return list(found.values())
 
 
 def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
     found = InspectedCheckpoint(str(name), name.step)
     try:
         stored = StoredCheckpoint(storage, name)
-        metadata = stored.manifest.metadata
-        found.saved, found.plan, found.processes = (
-            metadata.get("saved"),
-            metadata.get("plan"),
-            metadata.get("world_size"),
-        )
-        found.score = metadata.get("score")
+        metadata, files = stored.manifest.metadata, stored.manifest.files.values()
+        found.saved, found.plan = metadata.get("saved"), metadata.get("plan")
+        found.processes, found.score = metadata.get("world_size"), metadata.get("score")
         found.other_state = stored.other_state
-        found.size_bytes = sum(
-            file.hashes.size_bytes for file in stored.manifest.files.values()
-        ) + storage.size(name, MANIFEST)
-        found.reasons = check(storage, name)
-        if not found.reasons:
-            found.fingerprints = {
-                str(index): fingerprint(stored.model(index)) for index in stored.modules
-            }
+        found.size_bytes = sum(file.hashes.size_bytes for file in files)
+        found.size_bytes += storage.size(name, MANIFEST)
+        if reasons := check(storage, name):
+            found.state, found.reasons = "damaged", reasons
+        else:
+            models = {index: stored.model(index) for index in stored.modules}
+            found.fingerprints = {str(each): fingerprint(model) for each, model in models.items()}
     except UnreadableError as error:
         found.state, found.reasons = _STATES[type(error)], [str(error)]
     except OSError as error:
         found.state, found.reasons = "unreachable", [error.strerror or str(error)]
-    if found.reasons and found.state == "intact":
-        found.state = "damaged"
     return found
 
 
 def _final_model(at: Target) -> InspectedCheckpoint | None:
-    """The final model of a run; None if there is none. It is intact if it has the fingerprint of
-    result.json."""
+    """Return the final model of a run; None if there is none. It is intact if it has the
+    fingerprint of result.json."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
@@ -191,7 +184,13 @@ def _show(
     from rich.text import Text
 
     console = foreign_text.console(None if sys.stdout.isatty() else 140)
-    if found:
+
+    def tell(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style))
+
+    if not found:
+        tell(f"{target}: no checkpoint yet")
+    else:
         table = Table(
             title=f"{target}: every byte read",
             title_justify="left",
@@ -199,93 +198,67 @@ def _show(
             padding=(0, 1, 0, 0),
             pad_edge=False,
         )
-        scored = any(each.score for each in found)
-        for column in (
-            "step",
-            "checkpoint",
-            "saved",
-            "size",
-            "plan",
-            *(["score"] if scored else []),
-            "state",
-            "fingerprint",
-        ):
-            right = column in ("step", "size")
+        rows = list(map(_row, found))
+        for column in list(rows[0]):
+            if column == "score" and not any(each.score for each in found):
+                for row in rows:
+                    del row[column]
+                continue
             table.add_column(
                 column,
-                justify="right" if right else "left",
+                justify="right" if column in ("step", "size") else "left",
                 overflow="fold",
                 no_wrap=column not in ("saved", "plan"),
             )
-        for each in found:
-            table.add_row(
-                *_row(each, scored=scored), style=None if each.state == "intact" else "red"
-            )
+        for each, row in zip(found, rows, strict=True):
+            table.add_row(*row.values(), style=None if each.state == "intact" else "red")
         console.print(table)
-    else:
-        console.print(Text(f"{target}: no checkpoint yet"))
     if elsewhere is not None:
-        console.print(
-            Text(
-                f"not read: the checkpoints in {elsewhere}, by run.json;"
-                " give that URL to inspect them"
-            )
+        tell(
+            f"not read: the checkpoints in {elsewhere}, by run.json; give that URL to inspect them"
         )
     for each in found:
         for reason in each.reasons:
-            console.print(Text(one_line(f"{each.name}: {reason}"), style="red"))
-    others = sorted({name for each in found for name in each.other_state})
-    if others:
-        console.print(Text(one_line(f"saved with the models: {', '.join(others)}")))
-    for row in events:
-        console.print(Text(one_line(_event_line(row))))
+            tell(one_line(f"{each.name}: {reason}"), "red")
+    if others := sorted({name for each in found for name in each.other_state}):
+        tell(one_line(f"saved with the models: {', '.join(others)}"))
+    for event in events:
+        tell(one_line(_event_line(event)))
     if any(each.fingerprints for each in found):
-        console.print(
-            Text(
-                f"fingerprints are truncated to {_DIGITS} digits; --json has all of them",
-                style="dim",
-            )
-        )
+        tell(f"fingerprints are truncated to {_DIGITS} digits; --json has all of them", "dim")
 
 
-def _row(found: InspectedCheckpoint, *, scored: bool) -> list[str]:
-    saved = (found.saved or "").replace("T", " ")[:19]
-    plan = (
-        ""
-        if found.plan is None
-        else f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
-    )
-    prints = "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values())
-    value = (
-        ""
-        if found.score is None
-        else (
-            f"{found.score['metric']} {found.score['value']:.5g}{', best' if found.is_best else ''}"
-        )
-    )
-    return [
-        str(found.step),
-        found.name,
-        saved,
-        size(found.size_bytes),
-        plan,
-        *([value] if scored else []),
-        found.state,
-        prints,
-    ]
+def _row(found: InspectedCheckpoint) -> dict[str, str]:
+    plan, score = "", ""
+    if found.plan is not None:
+        plan = f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
+    if found.score is not None:
+        best = ", best" if found.is_best else ""
+        score = f"{found.score['metric']} {found.score['value']:.5g}{best}"
+    return {
+        "step": str(found.step),
+        "checkpoint": found.name,
+        "saved": (found.saved or "").replace("T", " ")[:19],
+        "size": size(found.size_bytes),
+        "plan": plan,
+        "score": score,
+        "state": found.state,
+        "fingerprint": "\n".join(digits[:_DIGITS] for digits in found.fingerprints.values()),
+    }
 
 
 def _event_line(row: dict[str, Any]) -> str:
-    name = row["event"]
+    name, checkpoint = row["event"], row.get("checkpoint")
+    failed, reason = f" {checkpoint}: {row.get('reason')}", f": {row.get('reason')}"
     more = {
         "run-started": f" under {row.get('plan')} on {_processes(row.get('world_size'))}",
-        "resumed": f" from {row.get('checkpoint')}",
+        "resumed": f" from {checkpoint}",
         "weights-loaded": f": {row.get('path')}",
-        "rescued": f" as {row.get('checkpoint')}",
-        "checkpoint-failed": f" {row.get('checkpoint')}: {row.get('reason')}",
-        "checkpoint-damaged": f" {row.get('checkpoint')}: {row.get('reason')}",
-        "preempted": f": {row.get('reason')}",
-        "stopped": f": {row.get('reason')}",
+        "rescued": f" as {checkpoint}",
+        "checkpoint-failed": failed,
+        "checkpoint-damaged": failed,
+        "preempted": reason,
+        "stopped": reason,
         "run-failed": f": {row.get('error', '')}",
     }
     return f"step {row.get('step')}: {_EVENT_WORDS[name]}{more.get(name, '')}"

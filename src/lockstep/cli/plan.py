@@ -20,9 +20,14 @@ from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import PlanError, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.units import size
-from lockstep.cli.arguments.launch import script_arguments
-from lockstep.cli.arguments.outputs import html_option, json_option, work_folder, write_file
-from lockstep.cli.arguments.script_command import PlansCommand
+from lockstep.cli.arguments import (
+    PlansCommand,
+    html_option,
+    json_option,
+    script_arguments,
+    work_folder,
+    write_file,
+)
 from lockstep.plan import Plan
 from lockstep.planner.prediction import OUTCOMES, Ended, Outcome, PlanRequest
 from lockstep.scripts.line import ScriptLine
@@ -60,7 +65,7 @@ class Quantity(click.FloatRange):
         return number
 
 
-@click.command("plan", cls=PlansCommand, context_settings={"allow_interspersed_args": False})
+@click.command("plan", cls=PlansCommand)
 @click.option(
     "--on",
     "targets",
@@ -167,8 +172,6 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The plans of a search on one target."""
-
     machine: Machine
     outcomes: list[Outcome]
     ended: Ended
@@ -302,7 +305,6 @@ def _forecast(script: str, found: _Found, tokens: float | None, price: float | N
 
 
 def _show(forecasts: Sequence[Forecast]) -> None:
-    """Print the best plans with their details; for several targets, first the best plan of each."""
     from rich.table import Table
     from rich.text import Text
 

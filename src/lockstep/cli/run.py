@@ -8,18 +8,16 @@ from typing import Any
 
 import click
 
-from lockstep.cli.arguments.launch import launch_options, options_from, script_arguments
-from lockstep.cli.arguments.script_command import ScriptCommand
+from lockstep.cli.arguments import ScriptCommand, launch_options, options_from, script_arguments
 from lockstep.hooks.profiling.timeline import steps_of
-from lockstep.launch.count import count_processes
+from lockstep.launch.environment import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
-from lockstep.launch.slurm.batch_script import SlurmStep
-from lockstep.launch.slurm.commands import machines_of
+from lockstep.launch.slurm import SlurmStep, machines_of
 from lockstep.scripts.launch import count_gpus, launch_script
 from lockstep.scripts.line import ScriptLine
 
 
-@click.command("run", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
+@click.command("run", cls=ScriptCommand)
 @launch_options
 @script_arguments()
 def command(line: ScriptLine, **given: Any) -> int:

@@ -7,9 +7,9 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -18,10 +18,20 @@ from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import refuse_on_windows, shell_words
 from lockstep.base.units import seconds
-from lockstep.cli.arguments.launch import launch_option, options_from, script_arguments
-from lockstep.cli.arguments.outputs import NewFile, json_option, write_file
-from lockstep.cli.arguments.script_command import ScriptCommand
-from lockstep.launch.count import count_processes
+from lockstep.cli.arguments import (
+    NewFile,
+    ScriptCommand,
+    count_option,
+    json_option,
+    launch_option,
+    mode_option,
+    options_from,
+    script_arguments,
+    together,
+    write_file,
+)
+from lockstep.launch.environment import count_processes
+from lockstep.launch.termination import PREEMPTED_STATUS
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.search.request import (
@@ -48,72 +58,53 @@ LAUNCH = (
     "share_devices",
 )
 """The options of `lockstep run` for each trial."""
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def search_options(command: Command) -> Command:
-    """Give a command the options that a search and a sweep share."""
-    for name in LAUNCH[::-1]:
-        command = launch_option(name)(command)
-    for option in (
-        click.option(
-            "--metric",
-            default="loss",
-            show_default=True,
-            help="Metric of the recipe's evaluations that compares trials.",
-        ),
-        click.option(
-            "--mode",
-            type=click.Choice(["min", "max"]),
-            help="min if less is better, else max. Default for a loss: min.",
-        ),
-        click.option(
-            "--parallel",
-            type=click.IntRange(min=1),
-            metavar="P",
-            help="Trials at a time. Default: as many as fit the machine.",
-        ),
-        click.option(
-            "--run-dir",
-            metavar="DIR",
-            help=(
-                "Folder of the search; an existing one is continued. Default: runs/search-SCRIPT, "
-                "or runs/sweep-SCRIPT."
-            ),
-        ),
-        click.option(
-            "--storage",
-            metavar="URL",
-            help="Optuna's storage, such as postgresql://user@host/name. Default: SQLite in DIR.",
-        ),
-        click.option(
-            "--name", metavar="NAME", help="Name of the study in the storage. Default: SCRIPT."
-        ),
-        click.option(
-            "--timeout", metavar="TIME", help="Save the trials and end after this time, such as 8h."
-        ),
-        click.option(
-            "--slurm",
-            metavar="OPTIONS",
-            help=(
-                "Submit P jobs to Slurm, each for one trial at a time, with these options of"
-                ' lockstep slurm: "--time 8:00:00".'
-            ),
-        ),
-        json_option,
-        click.option("--csv", type=NewFile(), metavar="FILE", help="Write the results as a table."),
-    )[::-1]:
-        command = option(command)
-    return command
-
-
-@click.command("search", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--trials",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="All trials of the search, finished ones included.",
+search_options = together(
+    *map(launch_option, LAUNCH),
+    click.option(
+        "--metric",
+        default="loss",
+        show_default=True,
+        help="Metric of the recipe's evaluations that compares trials.",
+    ),
+    mode_option,
+    count_option(
+        "--parallel",
+        "parallel",
+        None,
+        "P",
+        "Trials at a time. Default: as many as fit the machine.",
+    ),
+    click.option(
+        "--run-dir",
+        metavar="DIR",
+        help="Folder of the search; an existing one is continued. Default: runs/search-SCRIPT, or"
+        " runs/sweep-SCRIPT.",
+    ),
+    click.option(
+        "--storage",
+        metavar="URL",
+        help="Optuna's storage, such as postgresql://user@host/name. Default: SQLite in DIR.",
+    ),
+    click.option("--name", metavar="NAME", help="Name of the study. Default: SCRIPT."),
+    click.option(
+        "--timeout", metavar="TIME", help="Save the trials and end after this time, such as 8h."
+    ),
+    click.option(
+        "--slurm",
+        metavar="OPTIONS",
+        help="Submit P jobs to Slurm, each for one trial at a time, with these options of lockstep"
+        ' slurm: "--time 8:00:00".',
+    ),
+    json_option,
+    click.option("--csv", type=NewFile(), metavar="FILE", help="Write the results as a table."),
 )
+"""The options that a search and a sweep share."""
+
+
+@click.command("search", cls=ScriptCommand)
+@count_option("--trials", "trials", None, "N", "All trials of the search, finished ones included.")
 @click.option(
     "--sampler",
     type=click.Choice(get_args(SamplerName)),
@@ -128,14 +119,7 @@ def search_options(command: Command) -> Command:
     show_default=True,
     help="How bad trials end early.",
 )
-@click.option(
-    "--population",
-    type=click.IntRange(min=2),
-    default=8,
-    show_default=True,
-    metavar="M",
-    help="Members, for --sampler pbt.",
-)
+@count_option("--population", "population", 8, "M", "Members, for --sampler pbt.", least=2)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
 @launch_option("set", help="Fix a parameter instead of searching it. May be repeated.")
 @search_options
@@ -205,14 +189,19 @@ def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
         launch=launch,
         **fields,
     )
-    return _run(request, plan, as_json=given["as_json"], csv=given["csv"])
+    results, ended_by = _run(request, plan)
+    _print(results, request, as_json=given["as_json"], csv=given["csv"])
+    if ended_by is not None:
+        say(f"lockstep: stopped by {ended_by}; the same command goes on")
+        return PREEMPTED_STATUS
+    return 0 if results.best is not None else 1
 
 
 def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
     """Send an array of jobs, each of which runs this command for one trial at a time. Returns the
     exit status."""
     from lockstep.cli.slurm import array_of
-    from lockstep.launch.slurm.commands import submit
+    from lockstep.launch.slurm import submit
 
     if jobs is None:
         raise LaunchError(
@@ -254,7 +243,7 @@ def given_options(context: click.Context, *, without: Sequence[str]) -> list[str
     return words
 
 
-def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: Path | None) -> int:
+def _run(request: SearchRequest, plan: Plan | None) -> tuple[SearchResults, str | None]:
     from lockstep.search.fork_server import ForkServer
 
     server = ForkServer()  # imports torch while Optuna is imported here
@@ -273,43 +262,29 @@ def _run(request: SearchRequest, plan: Plan | None, *, as_json: bool, csv: Path 
         storage = TrialStorage(request)
         gpus = server.gpus()
         count = count_processes(request.launch.nproc, plan, lambda: min(gpus, 1), name="--nproc ")
-        machine: dict[str, Any] = {
-            "cpus": usable_cpus(),
-            "gpus": gpus,
-            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        }
-        free = slots(request.parallel, count, share_devices=request.launch.share_devices, **machine)
-        search = Search(
-            request,
-            storage,
-            server,
-            free,
+        free = slots(
+            request.parallel,
             count,
-            lambda number: _show(number, storage.results(), request, len(free)),
+            cpus=usable_cpus(),
+            gpus=gpus,
+            visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            share_devices=request.launch.share_devices,
         )
-        _greet(storage.results(), request)
+
+        def on_end(number: int) -> None:
+            _show(number, storage.results(), request, len(free))
+
+        search = Search(request, storage, server, free, count, on_end)
+        ended = storage.results().count("complete", "pruned", "failed")
+        goes_on = f" goes on: {ended} trials have ended" if ended else ""
+        say(f"lockstep: search {request.name} in {request.folder}{goes_on}")
         ended_by = search.run()
-        results = storage.results()
+        return storage.results(), ended_by
     finally:
         server.close()
-    _print(results, request, as_json=as_json, csv=csv)
-    if ended_by is not None:
-        say(f"lockstep: stopped by {ended_by}; the same command goes on")
-        return 75
-    return 0 if results.best is not None else 1
-
-
-def _greet(results: SearchResults, request: SearchRequest) -> None:
-    """Print the folder of the search, and its finished trials."""
-    ended = results.count("complete", "pruned", "failed")
-    say(
-        f"lockstep: search {request.name} in {request.folder}"
-        + (f" goes on: {ended} trials have ended" if ended else "")
-    )
 
 
 def _show(number: int, results: SearchResults, request: SearchRequest, parallel: int) -> None:
-    """Print how a trial has ended, and the state of the search."""
     from lockstep.search.summary import progress_line, seconds_left
 
     trial = results.trials[number]

@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.system import shell_words
 from lockstep.base.units import seconds
 from lockstep.cli import run as run_command
-from lockstep.launch.slurm.batch_script import BatchScript
-from lockstep.launch.slurm.commands import follow, submit
+from lockstep.cli.arguments import count_option
+from lockstep.launch.slurm import BatchScript, follow, submit
 from lockstep.scripts.line import check_script
 
 _BEGINS = "#!/bin/bash\n#SBATCH "
@@ -26,25 +25,14 @@ _BEGINS = "#!/bin/bash\n#SBATCH "
 
 
 @click.command("slurm")
-@click.option(
-    "--nodes",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Nodes of the job.",
-)
-@click.option(
-    "--gpus-per-node",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="GPUs on each node, one for each process.",
-)
-@click.option(
+@count_option("--nodes", "nodes", 1, "N", "Nodes of the job.")
+@count_option("--gpus-per-node", "gpus_per_node", None, "N", "GPUs on each node, one per process.")
+@count_option(
     "--cpus-per-task",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="CPUs on each node, for all its processes. Default: all.",
+    "cpus_per_task",
+    None,
+    "N",
+    "CPUs on each node, for all its processes. Default: all.",
 )
 @click.option(
     "--time",
@@ -90,19 +78,13 @@ _BEGINS = "#!/bin/bash\n#SBATCH "
 @click.argument("script")
 @click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
 def command(
-    nodes: int,
-    gpus_per_node: int | None,
-    cpus_per_task: int | None,
-    time: str,
-    signal_before: str,
     name: str | None,
     run_options: str,
-    setup: tuple[str, ...],
-    sbatch: tuple[str, ...],
     output: str | None,
     is_sent: bool,
     script: str,
     arguments: tuple[str, ...],
+    **job: Any,
 ) -> int:
     """Write a batch script that runs SCRIPT on the nodes of a Slurm job.
 
@@ -123,19 +105,18 @@ def command(
     status, or 1.
     """
     given = shell_words("--run", run_options)
-    _check_run(given, run_options, script, arguments, must_exist=is_sent)
-    name = name if name is not None else Path(script).stem
-    job = _job(
-        name,
-        signal_before,
-        sbatch,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cpus_per_task=cpus_per_task,
-        time=time,
-        setup=setup,
-    )
-    text = replace(job, script=script, arguments=arguments, run=given).text()
+    # parsed to be checked: an unknown option is a usage error
+    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments]).params
+    if asked["script"] != script:
+        raise LaunchError(
+            f"--run {run_options!r} has {asked['script']!r}, which is no option; --run takes"
+            " options of lockstep run; give the script and its arguments after the options of"
+            " lockstep slurm"
+        )
+    if is_sent and not asked["is_module"]:
+        check_script(script)
+    name = Path(script).stem if name is None else name
+    text = _job(name=name, script=script, arguments=arguments, run=given, **job).text()
     if output is not None:
         _write(Path(output), text)
     elif not is_sent:
@@ -149,21 +130,17 @@ def array_of(line: Sequence[str], options: Sequence[str], *, jobs: int, name: st
     given = command.make_context("lockstep search --slurm", [*options, name]).params
     if given["nodes"] != 1 or given["run_options"] or given["output"] or given["is_sent"]:
         raise LaunchError(
-            f"--slurm {shlex.join(options)!r}; it takes options of lockstep slurm for a one-node "
-            "job; leave out --nodes, --run, -o and --submit"
+            f"--slurm {shlex.join(options)!r}; it takes options of lockstep slurm for a one-node"
+            " job; leave out --nodes, --run, -o and --submit"
         )
-    kept = {key: given[key] for key in ("nodes", "gpus_per_node", "cpus_per_task", "time", "setup")}
-    job = _job(
-        given["name"] or name,
-        given["signal_before"],
-        (*given["sbatch"], f"--array=1-{jobs}"),
-        **kept,
-    )
-    return replace(job, command=line).text()
+    for other in ("run_options", "output", "is_sent", "script", "arguments"):
+        del given[other]
+    given["name"] = given["name"] or name
+    given["sbatch"] = (*given["sbatch"], f"--array=1-{jobs}")
+    return _job(command=line, **given).text()
 
 
-def _job(name: str, signal_before: str, sbatch: Sequence[str], **given: Any) -> BatchScript:
-    """Return a batch script that runs nothing yet. Raises `LaunchError`."""
+def _job(*, name: str, signal_before: str, sbatch: Sequence[str], **given: Any) -> BatchScript:
     for option in sbatch:
         if not option.startswith("-") or "\n" in option:
             raise LaunchError(
@@ -172,35 +149,13 @@ def _job(name: str, signal_before: str, sbatch: Sequence[str], **given: Any) -> 
             )
     if not re.fullmatch(r"[\w.-]+", name):
         raise LaunchError(f"--name {name}; it names files; use letters, digits, dots, - and _")
-    before = int(seconds(signal_before, "--signal-before", LaunchError))
     return BatchScript(
         name=name,
-        signal_seconds=before,
+        signal_seconds=int(seconds(signal_before, "--signal-before", LaunchError)),
         path=os.path.dirname(sys.executable),
         sbatch=sbatch,
         **given,
     )
-
-
-def _check_run(
-    given: Sequence[str],
-    run_options: str,
-    script: str,
-    arguments: Sequence[str],
-    *,
-    must_exist: bool,
-) -> None:
-    """Raise `LaunchError` or a usage error unless `--run` has only options of `lockstep run`, and
-    SCRIPT is there."""
-    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments])
-    if asked.params["script"] != script:
-        raise LaunchError(
-            f"--run {run_options!r} has {asked.params['script']!r}, which is no option; --run "
-            "takes options of lockstep run; give the script and its arguments after the options "
-            "of lockstep slurm"
-        )
-    if must_exist and not asked.params["is_module"]:
-        check_script(script)
 
 
 def _write(path: Path, text: str) -> None:

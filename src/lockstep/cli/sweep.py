@@ -6,14 +6,13 @@ from typing import Any
 
 import click
 
-from lockstep.cli.arguments.launch import script_arguments
-from lockstep.cli.arguments.script_command import ScriptCommand
+from lockstep.cli.arguments import ScriptCommand, script_arguments
 from lockstep.cli.search import run_search, search_options
 from lockstep.scripts.line import ScriptLine
 from lockstep.search.request import sweep_of
 
 
-@click.command("sweep", cls=ScriptCommand, context_settings={"allow_interspersed_args": False})
+@click.command("sweep", cls=ScriptCommand)
 @click.option(
     "--set",
     "assignments",

@@ -15,17 +15,19 @@ from lockstep.base import foreign_text
 from lockstep.base.control_group import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows
-from lockstep.cli.arguments.launch import launch_option, options_from, script_arguments
-from lockstep.cli.arguments.outputs import (
+from lockstep.cli.arguments import (
+    PlansCommand,
     count_option,
     html_option,
     json_option,
     keep_option,
+    launch_option,
+    options_from,
+    script_arguments,
     seconds_option,
     work_folder,
     write_file,
 )
-from lockstep.cli.arguments.script_command import PlansCommand
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify.jobs import parse_plans
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.verify.verdict import Report, Verdict
 
 
-@click.command("verify", cls=PlansCommand, context_settings={"allow_interspersed_args": False})
+@click.command("verify", cls=PlansCommand)
 @click.option(
     "--plans",
     multiple=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -61,19 +62,16 @@ def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[di
             with coordinator.probe(f"{collective} of {size_bytes} bytes"):
                 seconds = _time_collective(coordinator, group, collective, size_bytes)
             ranks = len(group.global_ranks)
-            rows.append(
-                {
-                    "collective": collective,
-                    "size_bytes": size_bytes,
-                    "seconds": seconds,
-                    "algorithm_bandwidth": size_bytes / seconds if size_bytes else None,
-                    "bus_bandwidth": (
-                        bus_bandwidth(collective, size_bytes, seconds, ranks)
-                        if size_bytes
-                        else None
-                    ),
-                }
-            )
+            row: dict[str, Any] = {
+                "collective": collective,
+                "size_bytes": size_bytes,
+                "seconds": seconds,
+            }
+            row |= dict.fromkeys(("algorithm_bandwidth", "bus_bandwidth"))
+            if size_bytes:
+                row["algorithm_bandwidth"] = size_bytes / seconds
+                row["bus_bandwidth"] = bus_bandwidth(collective, size_bytes, seconds, ranks)
+            rows.append(row)
     return rows
 
 
@@ -87,10 +85,10 @@ def _time_collective(
     )
 
     def once() -> float:
-        _synchronize(group)
+        accelerator.synchronize(group.device)
         began = time.perf_counter()
         exchange(collective, own, group)
-        _synchronize(group)
+        accelerator.synchronize(group.device)
         return time.perf_counter() - began
 
     once()  # warm-up: creates connections and buffers
@@ -100,10 +98,6 @@ def _time_collective(
         dist.barrier(group=group.process_group)
         times.append(once())
     return max(float(each) for each in coordinator.all_gather(statistics.median(times)))
-
-
-def _synchronize(group: RankGroup) -> None:
-    accelerator.synchronize(group.device)
 
 
 def _sizes(device: torch.device) -> list[int]:
@@ -126,18 +120,15 @@ def measure_pairs(
         for new in _measure_rounds(coordinator, group, rounds, kind):
             pair = new.sender, new.receiver
             old = best.get(pair, new)
-            latency_seconds = min(new.latency_seconds, old.latency_seconds)
-            best[pair] = PairMeasurement(
-                *pair, latency_seconds, max(new.bytes_per_second, old.bytes_per_second), new.kind
+            best[pair] = replace(
+                new,
+                latency_seconds=min(new.latency_seconds, old.latency_seconds),
+                bytes_per_second=max(new.bytes_per_second, old.bytes_per_second),
             )
-        suspects = {
-            tuple(sorted(pair))
-            for outlier in find_outliers(best.values(), machines)
-            for pair in outlier.pairs
-        }
-        rounds = [
-            left for pairs in rounds if (left := [pair for pair in pairs if pair in suspects])
-        ]
+        outliers = find_outliers(best.values(), machines)
+        suspects = {tuple(sorted(pair)) for outlier in outliers for pair in outlier.pairs}
+        rounds = [[pair for pair in pairs if pair in suspects] for pairs in rounds]
+        rounds = list(filter(None, rounds))
         if not rounds:
             break
     return [best[pair] for pair in sorted(best)]
@@ -151,19 +142,14 @@ def _measure_rounds(
 ) -> list[PairMeasurement]:
     own = []
     for pairs in rounds:
-        with coordinator.probe(
-            "send/recv between ranks " + ", ".join(f"{one} and {other}" for one, other in pairs[:4])
-        ):
+        names = ", ".join(f"{one} and {other}" for one, other in pairs[:4])
+        with coordinator.probe(f"send/recv between ranks {names}"):
             for pair in pairs:
                 if group.group_rank in pair:
                     own += _measure_both_directions(group, pair, kind(pair))
             coordinator.barrier()
     with coordinator.probe("gathering the point-to-point measurements"):
-        fields = [
-            [each.sender, each.receiver, each.latency_seconds, each.bytes_per_second, each.kind]
-            for each in own
-        ]
-        gathered = coordinator.all_gather(fields)
+        gathered = coordinator.all_gather([astuple(each) for each in own])
     return [PairMeasurement(*each) for part in gathered for each in part]
 
 
@@ -182,16 +168,12 @@ def _measure_both_directions(group: RankGroup, pair: Pair, kind: str) -> list[Pa
             seconds = _transfer(group, peer, count)
         seconds = min(seconds, *(_transfer(group, peer, count) for _ in range(TRANSFERS - 1)))
         _send_count(group, peer, 0)
-        measured.append(
-            PairMeasurement(
-                sender, receiver, latency, count / max(seconds - 2 * latency, seconds / 2), kind
-            )
-        )
+        rate = count / max(seconds - 2 * latency, seconds / 2)
+        measured.append(PairMeasurement(sender, receiver, latency, rate, kind))
     return measured
 
 
 def _ping(group: RankGroup, peer: int) -> float:
-    """Return the shortest round trip in seconds."""
     times = []
     for _ in range(PINGS):
         began = time.perf_counter()
@@ -220,7 +202,7 @@ def _serve(group: RankGroup, peer: int) -> None:
         _acknowledge(group, peer)
         if count > 1:
             dist.recv(content, peer)
-            _synchronize(group)
+            accelerator.synchronize(group.device)
             _acknowledge(group, peer)
 
 
@@ -235,7 +217,7 @@ def _acknowledge(group: RankGroup, peer: int) -> None:
 def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
     content = torch.empty(count, dtype=torch.uint8, device=group.device)
     dist.recv(content, peer)
-    _synchronize(group)
+    accelerator.synchronize(group.device)
     return content
 
 
@@ -249,10 +231,8 @@ def measure_clocks(
     for first in first_ranks[1:]:
         with coordinator.probe(f"the clock of rank {first}'s machine"):
             if group.group_rank == first:
-                own = min(
-                    (_clock_offset(reference) for _ in range(PINGS)),
-                    key=lambda measured: measured[1],
-                )
+                offsets = [_clock_offset(reference) for _ in range(PINGS)]
+                own = min(offsets, key=lambda measured: measured[1])
             elif group.group_rank == reference:
                 for _ in range(PINGS):
                     dist.recv(torch.empty(1, dtype=torch.float64), first)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Verdict = Literal["ok", "skipped", "slow", "failed"]
 Section = Literal[
@@ -47,15 +47,16 @@ def worst(checks: Iterable[CheckResult]) -> Verdict:
     return max((check.verdict for check in checks if check.is_bad), key=_BAD.index, default="ok")
 
 
-def machine_names(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return unique names: the hosts', else the addresses, else numbered hosts."""
-    names = [name for name, _ in hosts]
-    addresses = [address for _, address in hosts]
-    if len(set(names)) == len(names):
-        return names
-    if len(set(addresses)) == len(addresses):
-        return addresses
-    return [f"{name}#{number}" for number, name in enumerate(names)]
+def machine_names(machines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return unique names: the hosts', else the addresses, else numbered hosts. `machines`: each
+    with its `MachineInfo` as JSON in `info`."""
+    hosts, addresses = (
+        [str(each["info"][key]) for each in machines] for key in ("host", "address")
+    )
+    for names in (hosts, addresses):
+        if len(set(names)) == len(names):
+            return names
+    return [f"{host}#{number}" for number, host in enumerate(hosts)]
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -70,12 +71,8 @@ def format_bytes(size_bytes: float) -> str:
 def format_duration(seconds: float) -> str:
     """Return a duration such as 61 µs, 4.2 ms or 1.3 s."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if seconds * factor < 1000:
-            return (
-                f"{seconds * factor:.3g} {unit}"
-                if seconds * factor < 100
-                else f"{seconds * factor:.0f} {unit}"
-            )
+        if (value := seconds * factor) < 1000:
+            return f"{value:{'.3g' if value < 100 else '.0f'}} {unit}"
     return f"{seconds:.3g} s"
 
 

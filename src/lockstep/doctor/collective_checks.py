@@ -19,7 +19,6 @@ from lockstep.doctor.expected_results import (
     COLLECTIVES,
     Collective,
     CollectiveCase,
-    DataType,
     Operation,
     cases,
     expected_output,
@@ -65,36 +64,30 @@ def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str,
     `outcomes` names, by rank, what is `unsupported` or `wrong`."""
     for collective in COLLECTIVES:
         if collective == "barrier":
-            yield _row(group, "barrier", None, None, _check_barrier(coordinator, group))
+            outcomes = _check_barrier(coordinator, group)
+            yield _row(group, collective, None, None, outcomes)
             continue
         for case in cases(collective):
             with coordinator.probe(f"{case.name}{group.suffix}"):
                 outcomes = coordinator.all_gather(_outcome(coordinator, case, group))
-            yield _row(group, collective, case.operation, case.data_type, outcomes)
+            yield _row(group, collective, case.operation, case.data_type.name, outcomes)
 
 
 def _row(
     group: RankGroup,
     collective: Collective,
     operation: Operation | None,
-    data_type: DataType | None,
+    data_type: str | None,
     outcomes: list[Any],
 ) -> dict[str, Any]:
-    return {
-        "collective": collective,
-        "operation": operation,
-        "type": data_type.name if data_type is not None else None,
-        "group": group.name,
-        "outcomes": {
-            str(rank): outcome for rank, outcome in enumerate(outcomes) if outcome is not None
-        },
-    }
+    by_rank = {str(rank): each for rank, each in enumerate(outcomes) if each is not None}
+    row = {"collective": collective, "operation": operation, "type": data_type}
+    return {**row, "group": group.name, "outcomes": by_rank}
 
 
 def _outcome(
     coordinator: ProbeCoordinator, case: CollectiveCase, group: RankGroup
 ) -> dict[str, str] | None:
-    """Run one case. Returns None if this rank's output is right."""
     if case.data_type.name in _NOT_CALLED.get(group.backend, ()):
         return {"unsupported": f"{group.backend} has no {case.data_type.name}"}
     try:
@@ -111,9 +104,9 @@ def _outcome(
 
 def call(case: CollectiveCase, group: RankGroup) -> Tensor:
     """Return this rank's output for the defined input, with blocks in rank order."""
-    own = _tensor(
-        rank_input(case, group.global_ranks, group.group_rank), case.data_type, group.device
-    )
+    values = torch.from_numpy(rank_input(case, group.global_ranks, group.group_rank))
+    own = values * (1 if case.data_type.real else 1 + 1j)
+    own = own.to(getattr(torch, case.data_type.name)).to(group.device)
     result = exchange(case.collective, own, group, operation=case.operation)
     accelerator.synchronize(group.device)
     return result
@@ -131,10 +124,8 @@ def exchange(
     match collective:
         case "send/recv":
             received = torch.empty_like(own)
-            following, preceding = (
-                group.global_ranks[(group.group_rank + 1) % size],
-                group.global_ranks[group.group_rank - 1],
-            )
+            following = group.global_ranks[(group.group_rank + 1) % size]
+            preceding = group.global_ranks[group.group_rank - 1]
             # Not batched: if NCCL rejects a data type, it leaves the batch open. Odd ranks receive
             # first, or the ring would deadlock.
             if group.group_rank % 2:
@@ -151,12 +142,8 @@ def exchange(
             dist.all_reduce(own, op=op, group=process_group)
         case "scatter":
             received = own.new_empty(block)
-            dist.scatter(
-                received,
-                list(own.view(size, block)) if is_root else None,
-                root_rank,
-                group=process_group,
-            )
+            blocks = list(own.view(size, block)) if is_root else None
+            dist.scatter(received, blocks, root_rank, group=process_group)
             return received
         case "gather":
             parts = [torch.empty_like(own) for _ in range(size)] if is_root else None
@@ -179,11 +166,6 @@ def exchange(
     return own
 
 
-def _tensor(values: NDArray[Any], data_type: DataType, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values) * (1 if data_type.real else 1 + 1j)
-    return tensor.to(getattr(torch, data_type.name)).to(device)
-
-
 def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, size: int) -> str:
     """Describe the first wrong number; "" if there is none. Averages may differ by the rounding of
     a sum and a division."""
@@ -200,38 +182,29 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
     tolerance = 0.0
     if case.operation == "avg":
         roundings = 2 + min(size, _MOST_CONTRIBUTIONS) / 2
-        tolerance = (
-            roundings
-            * torch.finfo(getattr(torch, case.data_type.name)).eps
-            * float(np.abs(expected).max())
-        )
+        eps = torch.finfo(getattr(torch, case.data_type.name)).eps
+        tolerance = roundings * eps * float(np.abs(expected).max())
     wrong = np.flatnonzero(~((error <= tolerance) & is_exact))
     if not len(wrong):
         return ""
     first = int(wrong[0])
     right = bool(expected[first]) if case.data_type.name == "bool" else f"{expected[first]:g}"
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return (
-        f"has {result[first].item()} at index {first} of {len(expected)}, and must have"
-        f" {right}{more}"
-    )
+    wrong_text = f"{result[first].item()} at index {first} of {len(expected)}"
+    return f"has {wrong_text}, and must have {right}{more}"
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
     """Let ranks enter one after another: none may leave before all have entered."""
-    early = None
+    early, size = None, len(group.global_ranks)
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):
-            time.sleep(
-                _STAGGER_SECONDS * ((group.group_rank + number) % min(4, len(group.global_ranks)))
-            )
+            time.sleep(_STAGGER_SECONDS * ((group.group_rank + number) % min(4, size)))
             name = f"{group.name}/{group.global_ranks[0]}/{number}"
             coordinator.add_to_counter(name, 1)
             exchange("barrier", torch.empty(0), group)
             entered = coordinator.add_to_counter(name, 0)
-            if entered < len(group.global_ranks):
-                early = {
-                    "wrong": f"left when {entered} of {len(group.global_ranks)} ranks had entered"
-                }
+            if entered < size:
+                early = {"wrong": f"left when {entered} of {size} ranks had entered"}
             outcomes = coordinator.all_gather(early)
     return outcomes

@@ -32,14 +32,19 @@ from lockstep.base.control_group import (
 from lockstep.base.processes import own_python
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.base.version import __version__
-from lockstep.doctor import environment_variables, file_system
+from lockstep.doctor import file_system
 from lockstep.doctor.check_result import CheckResult, Verdict, worst
-from lockstep.doctor.environment_variables import relevant_variables
-from lockstep.doctor.machine_checks import MachineInfo, machine_checks, parse_topology
+from lockstep.doctor.machine_checks import (
+    MachineInfo,
+    environment_checks,
+    machine_checks,
+    parse_topology,
+    relevant_variables,
+)
 from lockstep.doctor.summary import summarize
-from lockstep.launch.agent.run_workers import run_workers
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines, address_towards, interface_of
+from lockstep.launch.run_workers import run_workers
 from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
@@ -83,7 +88,7 @@ def diagnose(
     info = read_machine_info(machines, environ)
     own = [
         *machine_checks(info, environ, nproc=nproc, world_size=world_size),
-        *environment_variables.environment_checks(environ, nproc=nproc),
+        *environment_checks(environ, nproc=nproc),
         *file_system.check_folder(file_system.existing(run_dir if run_dir is not None else Path())),
     ]
     with locked_folder("lockstep-doctor-") as folder:
@@ -115,7 +120,6 @@ def diagnose(
 
 
 def _read_results(folder: Path) -> dict[str, Any]:
-    """Return the most complete results of any rank."""
     found: list[dict[str, Any]] = [
         json.loads(file.read_text(encoding="utf-8"))
         for file in sorted(folder.glob("results-*.json"))

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,11 +97,9 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
             found = target.read_bytes()
         except OSError as error:
             return f"a file could not be read while another replaced it ({error.strerror})"
-        return (
-            ""
-            if found in contents
-            else f"a file had {len(found)} of {FILE_BYTES} bytes while another replaced it"
-        )
+        if found in contents:
+            return ""
+        return f"a file had {len(found)} of {FILE_BYTES} bytes while another replaced it"
 
     def change(number: int) -> None:
         part = folder / "part"
@@ -202,87 +200,63 @@ def _clock_offset(folder: Path) -> float:
     return stamp - min(max(stamp, before), after)
 
 
-def file_system_checks(info: FileSystemInfo) -> list[CheckResult]:
-    """Return the results. Pure."""
+def file_system_checks(info: FileSystemInfo) -> Iterator[CheckResult]:
+    """Yield the results. Pure."""
     other = (
         "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints"
         " on object stores by their URL"
     )
-    checks = [
-        _check(
-            "path",
-            "ok",
-            f"{info.path} ({info.kind or 'unknown'}), {format_bytes(info.free_bytes)} free",
-        )
-    ]
+    free = f"{format_bytes(info.free_bytes)} free"
     if info.free_bytes < LEAST_FREE_BYTES:
-        found = f"{info.path}: {format_bytes(info.free_bytes)} free"
-        checks = [
-            _check(
-                "path", "failed", found, "free some space: a run keeps several checkpoints there"
-            )
-        ]
+        remedy = "free some space: a run keeps several checkpoints there"
+        yield _check("path", "failed", f"{info.path}: {free}", remedy)
+    else:
+        yield _check("path", "ok", f"{info.path} ({info.kind or 'unknown'}), {free}")
     if info.lost:
-        checks.append(_check("lifetime", "failed", info.lost, VOLUME))
+        yield _check("lifetime", "failed", info.lost, VOLUME)
     if info.rename_fault:
-        checks.append(_check("rename", "failed", f"is not atomic: {info.rename_fault}", other))
+        yield _check("rename", "failed", f"is not atomic: {info.rename_fault}", other)
     else:
-        checks.append(
-            _check(
-                "rename",
-                "ok",
-                f"atomic: {2 * RENAMES} renames of files and folders, no intermediate state seen",
-            )
-        )
+        found = f"atomic: {2 * RENAMES} renames of files and folders, no intermediate state seen"
+        yield _check("rename", "ok", found)
     if info.sync_seconds is None:
-        checks.append(
-            _check(
-                "sync",
-                "failed",
-                f"fsync failed: {info.sync_error}; a power failure may lose a checkpoint",
-                other,
-            )
-        )
+        found = f"fsync failed: {info.sync_error}; a power failure may lose a checkpoint"
+        yield _check("sync", "failed", found, other)
     else:
-        slow = info.sync_seconds > SLOW_SYNC_SECONDS
-        text = f"{format_duration(info.sync_seconds)} for {format_bytes(FILE_BYTES)} and its folder"
+        is_slow = info.sync_seconds > SLOW_SYNC_SECONDS
+        found = format_duration(info.sync_seconds)
         remedy = "every checkpoint waits for it: use a faster disk, or save less often"
-        checks.append(_check("sync", "slow" if slow else "ok", text, remedy))
+        yield _check(
+            "sync",
+            "slow" if is_slow else "ok",
+            f"{found} for {format_bytes(FILE_BYTES)} and its folder",
+            remedy,
+        )
     if info.lock_fault:
         remedy = (
             "two runs could write to one directory: mount it with locking (NFS: with lockd, or"
             " version 4; Lustre: -o flock)"
         )
-        checks.append(
-            _check("lock", "failed", f"flock does not exclude: {info.lock_fault}", remedy)
-        )
+        yield _check("lock", "failed", f"flock does not exclude: {info.lock_fault}", remedy)
     else:
-        checks.append(_check("lock", "ok", "flock excludes a second holder"))
-    relation = "ahead of" if info.clock_offset_seconds > 0 else "behind"
+        yield _check("lock", "ok", "flock excludes a second holder")
     if abs(info.clock_offset_seconds) > MAX_CLOCK_OFFSET_SECONDS:
-        text = (
-            f"the file system's is {format_duration(abs(info.clock_offset_seconds))} {relation}"
-            " this machine's"
+        relation = "ahead of" if info.clock_offset_seconds > 0 else "behind"
+        offset = f"{format_duration(abs(info.clock_offset_seconds))} {relation}"
+        remedy = "synchronize the clocks of machine and file server by NTP"
+        yield _check(
+            "clock",
+            "failed",
+            f"the file system's is {offset} this machine's",
+            f"{remedy} (chronyc tracking, timedatectl)",
         )
-        remedy = (
-            "synchronize the clocks of machine and file server by NTP (chronyc tracking,"
-            " timedatectl)"
-        )
-        checks.append(_check("clock", "failed", text, remedy))
     else:
-        checks.append(_check("clock", "ok", "the file system's agrees with this machine's"))
-    return checks
+        yield _check("clock", "ok", "the file system's agrees with this machine's")
 
 
 def check_folder(path: Path) -> list[CheckResult]:
     try:
-        return file_system_checks(probe(path))
+        return list(file_system_checks(probe(path)))
     except OSError as error:
-        return [
-            _check(
-                "path",
-                "failed",
-                f"{path}: {error.strerror or error}",
-                "choose a --run-dir in which files can be created",
-            )
-        ]
+        remedy = "choose a --run-dir in which files can be created"
+        return [_check("path", "failed", f"{path}: {error.strerror or error}", remedy)]

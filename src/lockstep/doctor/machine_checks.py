@@ -1,19 +1,25 @@
-"""Checks of one machine's versions, devices, memory, threads, limits and network interface.
-Pure."""
+"""Checks of one machine: versions, devices, memory, threads, limits, network interface, environment
+variables. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from lockstep.base.container import LARGER_SHARED_MEMORY, ONE_CONTAINER
 from lockstep.base.control_group import whole_cpus
-from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
+from lockstep.doctor.check_result import (
+    CheckResult,
+    Verdict,
+    check_result,
+    format_bytes,
+    format_duration,
+)
 
-_MORE_CPUS = " (docker run --cpus; Kubernetes: resources.limits.cpu)"
 _check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
 """Space in /dev/shm for each process: batches of loader workers, and NCCL's buffers."""
@@ -73,237 +79,146 @@ def machine_checks(
     info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int
 ) -> list[CheckResult]:
     """Return the results for one machine. `environ`: the launcher's."""
+    versions = ", ".join(f"{name} {value}" for name, value in info.versions.items())
     return [
-        _versions(info),
+        _check("versions", "ok", versions),
         *_container(info),
         *_devices(info, environ, nproc),
         _shared_memory(info, nproc),
-        *_threads(info, environ, nproc),
+        _threads(info, environ, nproc),
         *_limits(info, environ, nproc, world_size),
         *_interface(info, environ),
     ]
 
 
-def _versions(info: MachineInfo) -> CheckResult:
-    return _check(
-        "versions", "ok", ", ".join(f"{name} {value}" for name, value in info.versions.items())
-    )
+def _counted(count: int, noun: str) -> str:
+    """Return words such as "1 core" and "2 cores"."""
+    plural = "" if count == 1 else "es" if noun.endswith("ss") else "s"
+    return f"{count} {noun}{plural}"
 
 
 def _container(info: MachineInfo) -> list[CheckResult]:
     if info.container is None:
         return []
-    quota = (
-        "no CPU quota"
-        if info.cpu_quota is None
-        else f"a quota of {info.cpu_quota:.3g} of {info.cores} CPUs"
-    )
-    memory = (
-        "no limit of memory"
-        if info.memory_limit_bytes is None
-        else f"{format_bytes(info.memory_limit_bytes)} of memory"
-    )
+    quota, memory = "no CPU quota", "no limit of memory"
+    if info.cpu_quota is not None:
+        quota = f"a quota of {info.cpu_quota:.3g} of {info.cores} CPUs"
+    if info.memory_limit_bytes is not None:
+        memory = f"{format_bytes(info.memory_limit_bytes)} of memory"
     return [_check("container", "ok", f"{info.container}: {quota}, {memory}")]
 
 
 def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
+    if not info.gpus and not info.gpu_names:
+        return [_check("devices", "ok", f"no GPU; {_counted(info.cores, 'CPU core')}")]
     if not info.gpus:
-        if not info.gpu_names:
-            return [
-                _check(
-                    "devices",
-                    "ok",
-                    f"no GPU; {info.cores} CPU core{'s' if info.cores != 1 else ''}",
-                )
-            ]
-        hidden = environ.get("CUDA_VISIBLE_DEVICES")
-        seen = (
-            f"the driver has {len(info.gpu_names)} GPUs ({info.gpu_names[0]}) and torch sees none"
-        )
+        hidden, count = environ.get("CUDA_VISIBLE_DEVICES"), len(info.gpu_names)
+        found = f"the driver has {count} GPUs ({info.gpu_names[0]}) and torch sees none"
+        remedy = "install a torch build for CUDA, and a driver that is new enough for it"
         if hidden is not None:
+            found = f"{found}: CUDA_VISIBLE_DEVICES={hidden}"
             remedy = "unset CUDA_VISIBLE_DEVICES, unless you want CPUs"
-            return [_check("devices", "failed", f"{seen}: CUDA_VISIBLE_DEVICES={hidden}", remedy)]
-        return [
-            _check(
-                "devices",
-                "failed",
-                seen,
-                "install a torch build for CUDA, and a driver that is new enough for it",
-            )
-        ]
+        return [_check("devices", "failed", found, remedy)]
     names = sorted(set(info.gpu_names))
-    found = (
-        f"{info.gpus} GPU{'s' if info.gpus > 1 else ''}:"
-        f" {', '.join(names) or 'the driver gives no name'}"
-    )
-    checks = [_check("devices", "ok", found)]
-    if len(names) > 1:
-        checks = [
-            _check(
-                "devices",
-                "slow",
-                found,
-                "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES",
-            )
-        ]
+    found = f"{_counted(info.gpus, 'GPU')}: {', '.join(names) or 'the driver gives no name'}"
+    remedy = "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES"
+    checks = [_check("devices", "slow" if len(names) > 1 else "ok", found, remedy)]
     if nproc > info.gpus and environ.get("LOCKSTEP_SHARE_DEVICES") != "1":
+        found = f"{nproc} processes for {info.gpus} GPUs"
         remedy = f"--nproc {info.gpus}: one process per GPU; or --share-devices, to try a plan"
-        checks.append(
-            _check("processes", "failed", f"{nproc} processes for {info.gpus} GPUs", remedy)
-        )
+        checks.append(_check("processes", "failed", found, remedy))
     if info.topology:
-        kinds = sorted(set(info.topology.values()))
-        counted = ", ".join(
-            f"{kind} × {list(info.topology.values()).count(kind)}" for kind in kinds
-        )
+        kinds = sorted(Counter(info.topology.values()).items())
+        counted = ", ".join(f"{kind} × {count}" for kind, count in kinds)
         checks.append(_check("GPU links", "ok", f"{counted} (nvidia-smi topo -m)"))
     elif info.gpus > 1:
-        checks.append(
-            _check(
-                "GPU links",
-                "skipped",
-                "nvidia-smi shows no topology",
-                "install nvidia-smi to see how the GPUs are linked",
-            )
-        )
+        remedy = "install nvidia-smi to see how the GPUs are linked"
+        checks.append(_check("GPU links", "skipped", "nvidia-smi shows no topology", remedy))
     return checks
 
 
 def _shared_memory(info: MachineInfo, nproc: int) -> CheckResult:
-    needed = nproc * SHARED_MEMORY_BYTES
-    if info.shared_memory_bytes is None:
-        return _check(
-            "/dev/shm",
-            "failed",
-            "does not exist: loader workers and NCCL fail",
-            "mount a tmpfs on /dev/shm",
-        )
-    found = (
-        f"{format_bytes(info.shared_memory_bytes)} free; up to {format_bytes(needed)} needed for"
-        f" {nproc} process{'es' if nproc > 1 else ''}"
+    free, needed = info.shared_memory_bytes, nproc * SHARED_MEMORY_BYTES
+    if free is None:
+        found = "does not exist: loader workers and NCCL fail"
+        return _check("/dev/shm", "failed", found, "mount a tmpfs on /dev/shm")
+    found = f"{format_bytes(free)} free; up to {format_bytes(needed)} needed for"
+    remedy = "loader workers and NCCL fail, or die of a bus error, when it is full"
+    return _check(
+        "/dev/shm",
+        "ok" if free >= needed else "failed",
+        f"{found} {_counted(nproc, 'process')}",
+        f"{LARGER_SHARED_MEMORY}: {remedy}",
     )
-    enough = info.shared_memory_bytes >= needed
-    remedy = (
-        f"{LARGER_SHARED_MEMORY}: loader workers and NCCL fail, or die of a bus error, when it is"
-        " full"
-    )
-    return _check("/dev/shm", "ok" if enough else "failed", found, remedy)
 
 
-def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
+def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> CheckResult:
     usable = whole_cpus(info.cores, info.cpu_quota)
-    set_to = environ.get("OMP_NUM_THREADS")
-    if set_to is not None and not (set_to.isdecimal() and int(set_to)):
-        found = f"OMP_NUM_THREADS is {set_to!r}, which is not a number of threads"
-        return [_check("threads", "failed", found, "unset it: lockstep chooses the number")]
-    threads = int(set_to) if set_to is not None else max(1, usable // nproc)
-    cores = f"{usable} core{'' if usable == 1 else 's'}"
-    has_quota = info.cpu_quota is not None and info.cpu_quota < info.cores
-    if has_quota:
-        cores += f" (of {info.cores}, by the control group's CPU quota of {info.cpu_quota:.3g})"
-    found = (
-        f"{nproc} process{'es' if nproc > 1 else ''} × {threads} thread{'s' if threads > 1 else ''}"
-        f" on {cores}"
-    )
-    best = max(1, usable // nproc)
+    given, best = environ.get("OMP_NUM_THREADS"), max(1, usable // nproc)
+    if given is not None and not (given.isdecimal() and int(given)):
+        found = f"OMP_NUM_THREADS is {given!r}, which is not a number of threads"
+        return _check("threads", "failed", found, "unset it: lockstep chooses the number")
+    threads = int(given) if given is not None else best
+    found = f"{_counted(nproc, 'process')} × {_counted(threads, 'thread')}"
+    found += f" on {_counted(usable, 'core')}"
+    more_cores = "or more cores"
+    if info.cpu_quota is not None and info.cpu_quota < info.cores:
+        found += f" (of {info.cores}, by the control group's CPU quota of {info.cpu_quota:.3g})"
+        more_cores += " (docker run --cpus; Kubernetes: resources.limits.cpu)"
+    verdict: Verdict = "slow"
     if nproc > usable and threads == 1:
-        why = f"{found}: processes share cores, and each waits for the slowest"
-        return [
-            _check(
-                "threads",
-                "slow" if not info.gpus else "ok",
-                why,
-                f"--nproc {usable}, or more cores{_MORE_CPUS if has_quota else ''}",
-            )
-        ]
-    if threads * nproc > usable:
-        remedy = f"OMP_NUM_THREADS={best}" + (
-            ""
-            if set_to is None
-            else ", or unset it: lockstep divides the cores among the processes"
-        )
-        return [_check("threads", "slow", f"{found}: the cores are oversubscribed", remedy)]
-    if not info.gpus and threads * nproc * 2 <= usable:
-        return [
-            _check(
-                "threads",
-                "slow",
-                f"{found}: the other cores are idle",
-                f"OMP_NUM_THREADS={best}, or more processes",
-            )
-        ]
-    return [_check("threads", "ok", found)]
+        verdict = "ok" if info.gpus else "slow"
+        found += ": processes share cores, and each waits for the slowest"
+        remedy = f"--nproc {usable}, {more_cores}"
+    elif threads * nproc > usable:
+        found += ": the cores are oversubscribed"
+        remedy = f"OMP_NUM_THREADS={best}"
+        if given is not None:
+            remedy += ", or unset it: lockstep divides the cores among the processes"
+    elif not info.gpus and threads * nproc * 2 <= usable:
+        found += ": the other cores are idle"
+        remedy = f"OMP_NUM_THREADS={best}, or more processes"
+    else:
+        verdict, remedy = "ok", ""
+    return _check("threads", verdict, found, remedy)
 
 
 def _limits(
     info: MachineInfo, environ: Mapping[str, str], nproc: int, world_size: int
-) -> list[CheckResult]:
-    needed = max(OPEN_FILES, 4 * world_size + 256)
-    found = f"{info.open_files_limit} per process"
-    raised = (
-        f"ulimit -n {max(needed, 65536)}"
-        if info.open_files_hard_limit >= needed
-        else f"ask the administrator to raise the hard limit of {info.open_files_hard_limit}"
-    )
-    checks = [
-        _check(
-            "open files",
-            "ok" if info.open_files_limit >= needed else "failed",
-            found,
-            f"{raised}; {needed} are needed",
-        )
-    ]
+) -> Iterator[CheckResult]:
+    def at_least(name: str, enough: bool, found: str, remedy: str) -> CheckResult:
+        return _check(name, "ok" if enough else "failed", found, remedy)
+
+    files = max(OPEN_FILES, 4 * world_size + 256)
+    remedy = f"ask the administrator to raise the hard limit of {info.open_files_hard_limit}"
+    if info.open_files_hard_limit >= files:
+        remedy = f"ulimit -n {max(files, 65536)}"
+    found, limit = f"{info.open_files_limit} per process", info.open_files_limit
+    yield at_least("open files", limit >= files, found, f"{remedy}; {files} are needed")
     if info.infiniband:
-        limit = (
-            "no limit"
-            if info.locked_memory_bytes is None
-            else format_bytes(info.locked_memory_bytes)
-        )
-        found = f"{limit}, with {', '.join(info.infiniband)}"
+        locked = info.locked_memory_bytes
+        found = f"{'no limit' if locked is None else format_bytes(locked)}, with"
         remedy = (
             "ulimit -l unlimited (docker run --ulimit memlock=-1; Slurm: PropagateResourceLimits):"
             " RDMA locks its buffers"
         )
-        checks.append(
-            _check(
-                "locked memory",
-                "ok" if info.locked_memory_bytes is None else "failed",
-                found,
-                remedy,
-            )
-        )
-    threads = environ.get("OMP_NUM_THREADS", "")
-    each = (
-        int(threads)
-        if threads.isdecimal()
-        else max(1, whole_cpus(info.cores, info.cpu_quota) // nproc)
-    ) + OTHER_THREADS
+        found = f"{found} {', '.join(info.infiniband)}"
+        yield at_least("locked memory", locked is None, found, remedy)
     if info.free_tasks is not None:
-        enough = info.free_tasks >= each * nproc
-        text = f"{info.free_tasks} more may be started; {each * nproc} are needed"
-        checks.append(
-            _check(
-                "processes and threads",
-                "ok" if enough else "failed",
-                text,
-                "raise ulimit -u or docker run --pids-limit",
-            )
-        )
-    enough = info.available_memory_bytes >= nproc * MEMORY_BYTES
+        given = environ.get("OMP_NUM_THREADS", "")
+        best = max(1, whole_cpus(info.cores, info.cpu_quota) // nproc)
+        tasks = nproc * ((int(given) if given.isdecimal() else best) + OTHER_THREADS)
+        found = f"{info.free_tasks} more may be started; {tasks} are needed"
+        remedy = "raise ulimit -u or docker run --pids-limit"
+        yield at_least("processes and threads", info.free_tasks >= tasks, found, remedy)
+    memory = info.available_memory_bytes
     remedy = (
         f"less than {format_bytes(MEMORY_BYTES)} per process: use fewer processes, end others, or"
         " raise the control group's limit (docker run --memory; Kubernetes:"
         " resources.limits.memory)"
     )
-    checks.append(
-        _check(
-            "memory",
-            "ok" if enough else "failed",
-            f"{format_bytes(info.available_memory_bytes)} available",
-            remedy,
-        )
-    )
-    return checks
+    found = f"{format_bytes(memory)} available"
+    yield at_least("memory", memory >= nproc * MEMORY_BYTES, found, remedy)
 
 
 def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResult]:
@@ -331,42 +246,35 @@ def _interface(info: MachineInfo, environ: Mapping[str, str]) -> list[CheckResul
         return [_check("interface", "ok", f"{gloo}, by GLOO_SOCKET_IFNAME")]
     if not info.address:
         return [_check("interface", "ok", "loopback: one machine needs no other")]
-    named = info.interface or "not found"
-    return [
-        _check(
-            "interface",
-            "ok",
-            f"{named}, {info.address}{info.interface_details}: on the route to the rendezvous",
-        )
-    ]
+    named = f"{info.interface or 'not found'}, {info.address}{info.interface_details}"
+    return [_check("interface", "ok", f"{named}: on the route to the rendezvous")]
 
 
 def _nccl_finds(pattern: str, interfaces: Sequence[str]) -> bool:
-    excludes = pattern.startswith("^")
-    pattern = pattern.removeprefix("^")
-    exact = pattern.startswith("=")
-    names = pattern.removeprefix("=").split(",")
-
-    def fits(interface: str) -> bool:
-        return any(interface == name if exact else interface.startswith(name) for name in names)
-
-    return any(fits(interface) != excludes for interface in interfaces)
+    excludes, pattern = pattern.startswith("^"), pattern.removeprefix("^")
+    names = tuple(pattern.removeprefix("=").split(","))
+    if pattern.startswith("="):
+        return any((interface in names) != excludes for interface in interfaces)
+    return any(interface.startswith(names) != excludes for interface in interfaces)
 
 
 def clock_check(
     machine: str, offset_seconds: float, error_seconds: float, reference: str
 ) -> CheckResult:
     relation = "ahead of" if offset_seconds > 0 else "behind"
-    text = (
-        f"{format_duration(abs(offset_seconds))} {relation} {reference} (±"
-        f" {format_duration(error_seconds)})"
-    )
-    skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
+    found = f"{format_duration(abs(offset_seconds))} {relation} {reference}"
+    is_skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
     remedy = (
         "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is two"
         " seconds off is taken for dead"
     )
-    return replace(_check("clock", "failed" if skewed else "ok", text, remedy), machine=machine)
+    check = _check(
+        "clock",
+        "failed" if is_skewed else "ok",
+        f"{found} (± {format_duration(error_seconds)})",
+        remedy,
+    )
+    return replace(check, machine=machine)
 
 
 def shared_memory_differences(
@@ -395,37 +303,185 @@ def version_differences(
     checks = []
     for name in info[0]:
         values = [versions.get(name, "skipped") for versions in info]
-        other = next((number for number, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            text = (
-                f"{name} is {values[0]} on {machines[0]} and {values[other]} on {machines[other]}"
+        if found := difference(machines, values):
+            checks.append(
+                _check("versions", "failed", f"{name} {found}", "install the same on all machines")
             )
-            checks.append(_check("versions", "failed", text, "install the same on all machines"))
     return checks
+
+
+def difference(machines: Sequence[str], values: Sequence[str]) -> str:
+    """Return the first difference between machines in words; empty if there is none."""
+    for machine, value in zip(machines, values, strict=True):
+        if value != values[0]:
+            return f"is {values[0]} on {machines[0]} and {value} on {machine}"
+    return ""
 
 
 def parse_topology(text: str) -> dict[str, str]:
     """Return the link of each pair of GPUs, {"0-1": "NV18"}, from `nvidia-smi topo -m`."""
-    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
-    header = next(
-        (
-            row
-            for row in rows
-            if "GPU0" in (cell.strip() for cell in row) and row[0].strip() != "GPU0"
-        ),
-        None,
-    )
-    if header is None:
-        return {}
-    columns = {
-        number: cell.strip().removeprefix("GPU")
-        for number, cell in enumerate(header)
-        if re.fullmatch(r"GPU\d+", cell.strip())
-    }
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    rows = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
+    header = next((row for row in rows if "GPU0" in row[1:] and row[0] != "GPU0"), [])
     found = {}
     for row in rows:
-        if (name := re.fullmatch(r"GPU(\d+)", row[0].strip())) is not None:
-            for number, other in columns.items():
-                if number < len(row) and int(name[1]) < int(other):
-                    found[f"{name[1]}-{other}"] = row[number].strip()
+        for name, cell in zip(header, row, strict=False):
+            pair = re.fullmatch(r"GPU(\d+) GPU(\d+)", f"{row[0]} {name}")
+            if pair is not None and int(pair[1]) < int(pair[2]):
+                found[f"{pair[1]}-{pair[2]}"] = cell
     return found
+
+
+_ON = ("1", "true", "yes", "on", "y", "t")
+_DEBUGGING = "unset it, unless you are debugging"
+_BEST = "NCCL no longer chooses the best one for each size and topology"
+_BUSY = "waiting threads keep the cores of other processes busy"
+_COSTLY_VARIABLES: Sequence[tuple[str, Sequence[str], str, str]] = (
+    # name, harmful values in lower case (none: any), why, remedy
+    (
+        "CUDA_LAUNCH_BLOCKING",
+        _ON,
+        "every kernel waits for the one before: nothing overlaps",
+        _DEBUGGING,
+    ),
+    (
+        "NCCL_DEBUG",
+        ("info", "trace"),
+        "NCCL logs every communicator, and with TRACE every call",
+        "NCCL_DEBUG=WARN",
+    ),
+    (
+        "NCCL_P2P_DISABLE",
+        _ON,
+        "GPUs of one machine exchange through host memory, not directly by NVLink or PCIe",
+        _DEBUGGING,
+    ),
+    (
+        "NCCL_SHM_DISABLE",
+        _ON,
+        "GPUs without peer-to-peer access exchange through the network stack",
+        _DEBUGGING,
+    ),
+    (
+        "NCCL_IB_DISABLE",
+        _ON,
+        "NCCL uses TCP instead of InfiniBand or RoCE",
+        "unset it, unless the machine has neither",
+    ),
+    ("NCCL_ALGO", (), _BEST, _DEBUGGING),
+    ("NCCL_PROTO", (), _BEST, _DEBUGGING),
+    ("TORCH_NCCL_BLOCKING_WAIT", _ON, "the CPU blocks on every collective", _DEBUGGING),
+    (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        ("0",),
+        "a rank whose peer has died waits for ever",
+        "unset it",
+    ),
+    (
+        "TORCH_DISTRIBUTED_DEBUG",
+        ("detail",),
+        "an extra collective before each one compares what the ranks call",
+        _DEBUGGING,
+    ),
+    (
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        _ON,
+        "every tensor is allocated by the driver, which waits for the GPU",
+        _DEBUGGING,
+    ),
+    (
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        ("1",),
+        "communication waits for computation: FSDP2 cannot overlap the two",
+        "unset it",
+    ),
+    ("OMP_WAIT_POLICY", ("active",), _BUSY, "unset it"),
+    ("KMP_BLOCKTIME", ("infinite",), _BUSY, "unset it"),
+    (
+        "PYTHONDEVMODE",
+        ("1",),
+        "Python runs its debug checks, also on every memory allocation",
+        _DEBUGGING,
+    ),
+)
+_FAILING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
+"""Costly variables that break training; the others slow it down."""
+_PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
+"""Variables that bind the threads of every process to the same cores."""
+_LAUNCHER_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+)
+_PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")
+_RELEVANT_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "OMP_",
+    "MKL_",
+    "CUDA_DEVICE",
+    "PYTHONHASHSEED",
+    "PYTORCH_",
+    "FI_",
+    "UCX_",
+)
+
+
+def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckResult]:
+    """Return a result for each harmful variable, or one `ok`. `nproc`: processes of this
+    machine."""
+
+    def check(name: str, why: str, remedy: str) -> CheckResult:
+        verdict: Verdict = "failed" if name in _FAILING else "slow"
+        return CheckResult("environment", name, verdict, f"is {environ[name]}: {why}", remedy)
+
+    checks = [
+        check(name, why, remedy)
+        for name, values, why, remedy in _COSTLY_VARIABLES
+        if (value := environ.get(name, "")) and (not values or value.lower() in values)
+    ]
+    if nproc > 1:
+        why = f"all {nproc} processes of this machine bind their threads to the same cores"
+        checks += [check(name, why, "unset it") for name in _PINNING if environ.get(name)]
+    if left := [name for name in _LAUNCHER_VARIABLES if name in environ]:
+        found = (
+            f"is {', '.join(environ[name] for name in left)}: left by a launcher: a script started"
+            " with python would wait for other ranks, which do not exist"
+        )
+        remedy = f"unset {' '.join(left)}"
+        checks.append(CheckResult("environment", ", ".join(left), "failed", found, remedy))
+    if proxies := [name for name in _PROXIES if environ.get(name)]:
+        why = "checkpoints on object stores go through this proxy, unless NO_PROXY names their"
+        found = f"{environ[proxies[0]]}: {why} server"
+        checks.append(CheckResult("environment", proxies[0], "ok", found))
+    if not checks:
+        found = "none is set that slows training down or breaks it"
+        checks.append(CheckResult("environment", "variables", "ok", found))
+    return checks
+
+
+def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that should be the same on all machines."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_RELEVANT_PREFIXES) and not name.endswith("_SOCKET_IFNAME")
+    }
+
+
+def variable_differences(
+    machines: Sequence[str], environments: Sequence[Mapping[str, str]]
+) -> list[CheckResult]:
+    """Return a result for each relevant variable that differs between machines."""
+    checks = []
+    for name in sorted({name for environ in environments for name in environ}):
+        values = [environ.get(name, "(unset)") for environ in environments]
+        if found := difference(machines, values):
+            found = f"{found}: ranks may choose different transports"
+            remedy = "set it to the same value on all machines"
+            checks.append(CheckResult("environment", name, "failed", found, remedy))
+    return checks

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median, median_low
 from typing import Literal, get_args
 
@@ -56,25 +57,19 @@ def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
     """Return every pair of ranks once, in rounds in which each machine takes part once: no two
     pairs share a link. `machine_of_rank[r]`: rank r's machine."""
     size = len(machine_of_rank)
-    local_ranks = [
-        sum(machine == machine_of_rank[rank] for machine in machine_of_rank[:rank])
-        for rank in range(size)
-    ]
+    local_ranks = [machine_of_rank[:rank].count(machine_of_rank[rank]) for rank in range(size)]
     rounds: list[list[Pair]] = []
     busy: list[set[int]] = []
-    for one in range(size):
-        for other in range(one + 1, size):
-            machines = {machine_of_rank[one], machine_of_rank[other]}
-            if size > MANY_RANKS and len(machines) == 2 and local_ranks[one] != local_ranks[other]:
-                continue
-            free = next(
-                (number for number, taken in enumerate(busy) if not taken & machines), len(rounds)
-            )
-            if free == len(rounds):
-                rounds.append([])
-                busy.append(set())
-            rounds[free].append((one, other))
-            busy[free] |= machines
+    for one, other in combinations(range(size), 2):
+        machines = {machine_of_rank[one], machine_of_rank[other]}
+        if size > MANY_RANKS and len(machines) == 2 and local_ranks[one] != local_ranks[other]:
+            continue
+        taken = (number for number, each in enumerate(busy) if not each & machines)
+        if (free := next(taken, len(rounds))) == len(rounds):
+            rounds.append([])
+            busy.append(set())
+        rounds[free].append((one, other))
+        busy[free] |= machines
     return rounds
 
 
@@ -87,9 +82,8 @@ def find_outliers(
     for metric in get_args(Metric):
         for kind in sorted({each.kind for each in measurements}):
             same_kind = [each for each in measurements if each.kind == kind]
-            outliers += _outliers(
-                same_kind, metric, machines.__getitem__ if kind == "machines" else "rank {}".format
-            )
+            node = machines.__getitem__ if kind == "machines" else "rank {}".format
+            outliers += _outliers(same_kind, metric, node)
     return outliers
 
 
@@ -101,18 +95,14 @@ def _outliers(
     pairs: dict[tuple[str, str], list[Pair]] = {}
     for each in measurements:
         ends = node(each.sender), node(each.receiver)
-        costs.setdefault(ends, []).append(
-            1 / each.bytes_per_second if metric == "bandwidth" else each.latency_seconds
-        )
+        value = 1 / each.bytes_per_second if metric == "bandwidth" else each.latency_seconds
+        costs.setdefault(ends, []).append(value)
         pairs.setdefault(ends, []).append((each.sender, each.receiver))
     cost = {ends: median_low(values) for ends, values in costs.items()}
     noise = LATENCY_NOISE_SECONDS if metric == "latency" else 0.0
     sending, receiving = (_slow_nodes(cost, end, noise) for end in (0, 1))
-    others = {
-        ends: value
-        for ends, value in cost.items()
-        if ends[0] not in sending and ends[1] not in receiving
-    }
+    slow = [ends for ends in cost if ends[0] in sending or ends[1] in receiving]
+    others = {ends: value for ends, value in cost.items() if ends not in slow}
     normal = median_low(others.values()) if others else 0.0
 
     def to_metric(value: float) -> float:
@@ -122,25 +112,18 @@ def _outliers(
         direction: Literal["both", "from", "to"] = "both"
         if not (name in sending and name in receiving):
             direction = "from" if name in sending else "to"
-        slow = [
+        own = [
             ends
-            for ends in cost
+            for ends in slow
             if (ends[0] == name and name in sending) or (ends[1] == name and name in receiving)
         ]
-        value = to_metric(median(cost[ends] for ends in slow))
-        yield Outlier(
-            metric,
-            (name,),
-            tuple(pair for ends in slow for pair in pairs[ends]),
-            value,
-            to_metric(normal),
-            direction,
-        )
+        value = to_metric(median(cost[ends] for ends in own))
+        own_pairs = tuple(pair for ends in own for pair in pairs[ends])
+        yield Outlier(metric, (name,), own_pairs, value, to_metric(normal), direction)
     for ends, value in sorted(others.items()):
         if _is_worse(value, normal, noise):
-            yield Outlier(
-                metric, ends, tuple(pairs[ends]), to_metric(value), to_metric(normal), "from"
-            )
+            values = to_metric(value), to_metric(normal)
+            yield Outlier(metric, ends, tuple(pairs[ends]), *values, "from")
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
@@ -185,37 +168,34 @@ _KINDS = {"machines": "between machines", "local": "within a machine"}
 
 
 def _outlier_check(outlier: Outlier) -> CheckResult:
-    format_value = format_bandwidth if outlier.metric == "bandwidth" else format_duration
-    found = (
-        f"{outlier.metric} {format_value(outlier.value)}; the median is"
-        f" {format_value(outlier.normal)}"
-    )
-    is_rank = outlier.nodes[0].startswith("rank ")
+    shown = format_bandwidth if outlier.metric == "bandwidth" else format_duration
+    found = f"{outlier.metric} {shown(outlier.value)}; the median is {shown(outlier.normal)}"
+    name, is_rank = outlier.nodes[0], outlier.nodes[0].startswith("rank ")
     if len(outlier.nodes) == 1:
         links = {
             "both": "all its links",
             "from": "everything it sends",
             "to": "everything it receives",
-        }[outlier.direction]
-        check, found = outlier.nodes[0], f"{links}: {found}"
+        }
+        check, found = name, f"{links[outlier.direction]}: {found}"
         remedy = (
-            "look at its GPU's slot and links (nvidia-smi topo -m, nvidia-smi nvlink -s), and at"
-            " other load on its processor"
-            if is_rank
-            else (
-                f"look at {outlier.nodes[0]}: network card, cable, negotiated speed (ethtool),"
-                " switch port, other load"
-            )
+            f"look at {name}: network card, cable, negotiated speed (ethtool), switch port, other"
+            " load"
         )
+        if is_rank:
+            remedy = (
+                "look at its GPU's slot and links (nvidia-smi topo -m, nvidia-smi nvlink -s), and"
+                " at other load on its processor"
+            )
     else:
-        check = f"{outlier.nodes[0]} to {outlier.nodes[1]}"
+        check = f"{name} to {outlier.nodes[1]}"
         remedy = (
-            "look at the link between the two (nvidia-smi nvlink -s, nvidia-smi topo -m), and at"
-            " other load on it"
-            if is_rank
-            else (
-                "look at the path between the two: cable, switch port, negotiated speed (ethtool),"
-                " route (tracepath), other traffic"
-            )
+            "look at the path between the two: cable, switch port, negotiated speed (ethtool),"
+            " route (tracepath), other traffic"
         )
+        if is_rank:
+            remedy = (
+                "look at the link between the two (nvidia-smi nvlink -s, nvidia-smi topo -m), and"
+                " at other load on it"
+            )
     return CheckResult("point-to-point", check, "slow", found, remedy)

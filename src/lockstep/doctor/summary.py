@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from lockstep.doctor.check_result import CheckResult, Section, check_result, machine_names
-from lockstep.doctor.environment_variables import variable_differences
 from lockstep.doctor.expected_results import COLLECTIVES, OPERATIONS
 from lockstep.doctor.machine_checks import (
     clock_check,
     shared_memory_differences,
+    variable_differences,
     version_differences,
 )
 from lockstep.doctor.point_to_point import PairMeasurement, point_to_point_checks
@@ -38,61 +38,48 @@ class RankStatus:
 def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
     """Return all check results. `results`: see `lockstep.doctor.worker`."""
     machines = results["machines"]
-    names = machine_names(
-        [(machine["info"]["host"], machine["info"]["address"]) for machine in machines]
-    )
-    checks: list[CheckResult] = []
-    for name, machine in zip(names, machines, strict=True):
-        checks += [CheckResult(**check | {"machine": name}) for check in machine["checks"]]
+    names = machine_names(machines)
+    checks = [
+        CheckResult(**check | {"machine": name})
+        for name, machine in zip(names, machines, strict=True)
+        for check in machine["checks"]
+    ]
     if len(names) > 1:
-        checks += version_differences(names, [machine["info"]["versions"] for machine in machines])
-        checks += shared_memory_differences(names, [machine["info"] for machine in machines])
-        checks += variable_differences(
-            names, [machine["info"]["variables"] for machine in machines]
-        )
+        info = [machine["info"] for machine in machines]
+        checks += version_differences(names, [each["versions"] for each in info])
+        checks += shared_memory_differences(names, info)
+        checks += variable_differences(names, [each["variables"] for each in info])
         for name, (offset, error) in list(zip(names, results.get("clocks", ()), strict=False))[1:]:
             checks.append(clock_check(name, offset, error, names[0]))
-        checks += _shared_directory(results, names)
+        if "shared" in results:
+            checks.append(_shared_directory(results, names))
     checks += _rendezvous(results, ending)
     checks += _collectives(results)
     if results.get("point_to_point"):
         measurements = [PairMeasurement(**each) for each in results["point_to_point"]]
-        checks += point_to_point_checks(
-            measurements, [names[number] for number in results["ranks"]]
-        )
+        checks += point_to_point_checks(measurements, [names[each] for each in results["ranks"]])
     return checks
 
 
-def _shared_directory(results: Mapping[str, Any], names: Sequence[str]) -> Iterator[CheckResult]:
-    if "shared" not in results:
-        return
-    missing = sorted(
-        {
-            results["ranks"][rank]
-            for rank in set(range(results["world_size"])) - set(results["shared"])
-        }
-    )
+def _shared_directory(results: Mapping[str, Any], names: Sequence[str]) -> CheckResult:
+    unseen = set(range(results["world_size"])) - set(results["shared"])
+    missing = [names[number] for number in sorted({results["ranks"][rank] for rank in unseen})]
     found = "a file that one machine writes appears on all"
     if missing:
-        found = (
-            f"a file that {names[0]} writes does not appear on"
-            f" {', '.join(names[number] for number in missing)}"
-        )
+        found = f"a file that {names[0]} writes does not appear on {', '.join(missing)}"
     remedy = (
         "choose a run directory on a file system that all machines share, mounted at the same path"
     )
-    yield check_result("run directory", "shared", "failed" if missing else "ok", found, remedy)
+    return check_result("run directory", "shared", "failed" if missing else "ok", found, remedy)
 
 
 def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
-    """Say how the processes ended."""
+    size = results.get("world_size", 0)
     if results.get("statuses"):
-        check = stalled_check(
-            [RankStatus(**each) for each in results["statuses"]], results["world_size"]
-        )
+        check = stalled_check([RankStatus(**each) for each in results["statuses"]], size)
         if ending.first is not None and ending.first.returncode < 0:
             remedy = "look in dmesg for an out-of-memory kill; the process's own output is above"
-            return [replace(check, found=ending.first.line, remedy=remedy)]
+            check = replace(check, found=ending.first.line, remedy=remedy)
         return [check]
     if ending.signal is not None:
         return []
@@ -101,17 +88,10 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
     if ending.elsewhere:
         remedy = "start the same command on all machines, and check the network to that port"
         return [_processes("failed", ending.elsewhere.partition(";")[0], remedy)]
-    if results.get("world_size", 0) == 1:
-        return [
-            _check(
-                "all",
-                "skipped",
-                "not run: a single process has no peers",
-                "--nproc 2 checks them on this machine",
-            )
-        ]
-    found = f"{results.get('world_size', 0)} on {results['backend']}, all finished"
-    return [_processes("ok", found)]
+    if size == 1:
+        found, remedy = "not run: a single process has no peers", "--nproc 2 checks them here"
+        return [_check("all", "skipped", found, remedy)]
+    return [_processes("ok", f"{size} on {results['backend']}, all finished")]
 
 
 def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:
@@ -119,20 +99,16 @@ def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResul
     last = max(statuses, key=lambda status: status.index)
     failed = [status for status in statuses if status.error is not None]
     silent = sorted(set(range(world_size)) - {status.rank for status in statuses})
-    blocking = (
-        [f"{_format_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"]
-        if silent
-        else []
-    )
+    blocking = []
+    if silent:
+        verb = "does" if len(silent) == 1 else "do"
+        blocking.append(f"{_format_ranks(silent)} {verb} not answer")
+    running = [status for status in statuses if status.error is None]
+    blocking += [f"rank {each.rank} is at {each.location}" for each in running if each.location]
     blocking += [
-        f"rank {status.rank} is at {status.location}"
-        for status in statuses
-        if status.location and status.error is None
-    ]
-    blocking += [
-        f"rank {status.rank} is still in {status.probe}"
-        for status in statuses
-        if status.index < last.index and status.location is None and status.error is None
+        f"rank {each.rank} is still in {each.probe}"
+        for each in running
+        if each.index < last.index and each.location is None
     ]
     if failed:
         first = min(failed, key=lambda status: (status.index, status.rank))
@@ -161,28 +137,19 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def _collectives(results: Mapping[str, Any]) -> list[CheckResult]:
+def _collectives(results: Mapping[str, Any]) -> Iterator[CheckResult]:
     rows: list[dict[str, Any]] = results.get("checked", [])
     by_collective: dict[str, list[dict[str, Any]]] = {
         name: [row for row in rows if row["collective"] == name] for name in COLLECTIVES
     }
-    checks = [
-        _one_collective(collective, own_rows, results["world_size"])
-        for collective, own_rows in by_collective.items()
-        if own_rows
-    ]
-    checks += _unsupported_checks(by_collective, results.get("backend", ""))
+    for collective, own_rows in by_collective.items():
+        if own_rows:
+            yield _one_collective(collective, own_rows, results["world_size"])
+    yield from _unsupported_checks(by_collective, results.get("backend", ""))
     missing = [collective for collective, own_rows in by_collective.items() if not own_rows]
     if rows and missing:
-        checks.append(
-            _check(
-                "the rest",
-                "skipped",
-                f"not run: {', '.join(missing)}",
-                "fix the failure that ended the checks",
-            )
-        )
-    return checks
+        remedy = "fix the failure that ended the checks"
+        yield _check("the rest", "skipped", f"not run: {', '.join(missing)}", remedy)
 
 
 def _one_collective(
@@ -205,27 +172,18 @@ def _one_collective(
             " try another version of torch or NCCL; check that rank's link and its device's memory"
             " (ECC)"
         )
-        return _check(
-            collective,
-            "failed",
-            f"{case}{': ' if case else ''}rank {rank} {difference}{more}",
-            remedy,
-        )
+        found = f"{case}{': ' if case else ''}rank {rank} {difference}{more}"
+        return _check(collective, "failed", found, remedy)
     if collective == "barrier":
         return _check(collective, "ok", "no rank left before all had entered")
     unsupported = _unsupported_cases(rows)
-    types = list(
-        dict.fromkeys(
-            row["type"] for row in rows if (row["type"], row["operation"]) not in unsupported
-        )
-    )
+    types = {row["type"] for row in rows if (row["type"], row["operation"]) not in unsupported}
     operations = [each for each in OPERATIONS if any(row["operation"] == each for row in rows)]
     found = f"correct in {len(types)} type{'' if len(types) == 1 else 's'}"
     return _check(collective, "ok", "; ".join(filter(None, (found, " ".join(operations)))))
 
 
 def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str | None]]:
-    """Return the unsupported (data type, operation) pairs."""
     return {
         (row["type"], row["operation"])
         for row in rows
@@ -242,32 +200,18 @@ def _unsupported_checks(
     for collective, rows in by_collective.items():
         unsupported = _unsupported_cases(rows)
         for data_type in dict.fromkeys(row["type"] for row in rows):
-            missing = [
-                row["operation"]
-                for row in rows
-                if row["type"] == data_type and (data_type, row["operation"]) in unsupported
-            ]
-            if missing and len(missing) == sum(row["type"] == data_type for row in rows):
+            tried = [row["operation"] for row in rows if row["type"] == data_type]
+            missing = [each for each in tried if (data_type, each) in unsupported]
+            if missing and len(missing) == len(tried):
                 types.setdefault(collective, []).append(data_type)
             elif missing:
-                operations.setdefault(
-                    f"{', '.join(dict.fromkeys(missing))} of {data_type}", []
-                ).append(collective)
+                name = f"{', '.join(dict.fromkeys(missing))} of {data_type}"
+                operations.setdefault(name, []).append(collective)
+    collectives: dict[str, list[str]] = {}
+    for collective, missing_types in types.items():
+        collectives.setdefault(" ".join(missing_types), []).append(collective)
     remedy = "convert to another data type before the collective"
-    for missing_types in dict.fromkeys(map(tuple, types.values())):
-        collectives = [
-            collective for collective, each in types.items() if tuple(each) == missing_types
-        ]
-        yield _check(
-            "types",
-            "skipped",
-            f"{backend} does not support {' '.join(missing_types)} in {', '.join(collectives)}",
-            remedy,
-        )
-    for operation, collectives in operations.items():
-        yield _check(
-            "operations",
-            "skipped",
-            f"{backend} does not support {operation} in {', '.join(collectives)}",
-            remedy,
-        )
+    for check, missing_in in (("types", collectives), ("operations", operations)):
+        for what, names in missing_in.items():
+            found = f"{backend} does not support {what} in {', '.join(names)}"
+            yield _check(check, "skipped", found, remedy)

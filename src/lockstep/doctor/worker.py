@@ -23,6 +23,7 @@ from lockstep.base.files import write_atomically
 from lockstep.comm.world import World, join
 from lockstep.doctor import benchmark, collective_checks
 from lockstep.doctor.check_result import machine_names
+from lockstep.doctor.collective_checks import RankGroup
 from lockstep.doctor.coordination import ProbeCoordinator
 from lockstep.doctor.expected_results import subgroups
 from lockstep.doctor.summary import RankStatus
@@ -71,15 +72,9 @@ def _run_probes(
         )
     machine_of_rank = [int(number) for number, _ in gathered]
     values["ranks"] = machine_of_rank
-    values["machines"] = [
-        each
-        for _, each in sorted(
-            (each for each in gathered if each[1] is not None), key=lambda each: int(each[0])
-        )
-    ]
-    names = machine_names(
-        [(each["info"]["host"], each["info"]["address"]) for each in values["machines"]]
-    )
+    by_number = {int(number): each for number, each in gathered if each is not None}
+    values["machines"] = [by_number[number] for number in sorted(by_number)]
+    names = machine_names(values["machines"])
     with coordinator.probe("the process group"):
         world = join(
             rank=environment.rank,
@@ -104,45 +99,32 @@ def _run_probes(
             values["checked"].append(row)  # one by one: an abort writes the rows so far
     values["timed"] = benchmark.time_collectives(coordinator, groups[0])
     topology = values["machines"][machine_of_rank[environment.rank]]["info"]["topology"]
-    local_ranks = [
-        machine_of_rank[:rank].count(machine_of_rank[rank])
-        for rank in range(environment.world_size)
-    ]
 
     def kind(pair: tuple[int, int]) -> str:
-        one, other = pair
-        if machine_of_rank[one] != machine_of_rank[other]:
+        machine, other = (machine_of_rank[rank] for rank in pair)
+        if machine != other:
             return "machines"
-        return str(topology.get(f"{local_ranks[one]}-{local_ranks[other]}", "local"))
+        one, two = (machine_of_rank[:rank].count(machine) for rank in pair)
+        return str(topology.get(f"{one}-{two}", "local"))
 
-    measured = benchmark.measure_pairs(
-        coordinator, groups[0], machine_of_rank, [names[number] for number in machine_of_rank], kind
-    )
+    machines = [names[number] for number in machine_of_rank]
+    measured = benchmark.measure_pairs(coordinator, groups[0], machine_of_rank, machines, kind)
     values["point_to_point"] = [asdict(each) for each in measured]
     with coordinator.probe("the end"):
         coordinator.barrier()
 
 
-def _groups(
-    coordinator: ProbeCoordinator, world: World, backend: str
-) -> list[collective_checks.RankGroup]:
+def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[RankGroup]:
     """Return the groups that this rank is in. Every rank creates every group."""
-    groups = [
-        collective_checks.RankGroup(
-            "all ranks", list(range(world.size)), world.rank, None, world.device, backend
-        )
-    ]
+    everyone = list(range(world.size))
+    groups = [RankGroup("all ranks", everyone, world.rank, None, world.device, backend)]
     for name, parts in subgroups(world.size).items():
         for ranks in parts:
             with coordinator.probe(f"the group of {name}"):
                 process_group = dist.new_group(ranks)
             if world.rank in ranks:
-                group_rank = ranks.index(world.rank)
-                groups.append(
-                    collective_checks.RankGroup(
-                        name, ranks, group_rank, process_group, world.device, backend
-                    )
-                )
+                own = ranks.index(world.rank)
+                groups.append(RankGroup(name, ranks, own, process_group, world.device, backend))
     return groups
 
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -129,12 +130,13 @@ class WorkerFailure:
     @property
     def end(self) -> str:
         """A predicate for the end of the process: "failed (exit status 1)"."""
-        if self.record is None and self.returncode < 0:
-            name = _signal_name(-self.returncode)
-            return f"was killed by {name}" + (
-                f" ({_SIGNALS[name]}{_memory_limit(name)})" if name in _SIGNALS else ""
-            )
-        return f"failed (exit status {self.status})"
+        if self.record is not None or self.returncode >= 0:
+            return f"failed (exit status {self.status})"
+        name = _signal_name(-self.returncode)
+        why = _SIGNALS.get(name, "")
+        if name == "SIGKILL" and (limit := memory_limit_bytes()) is not None:
+            why += f"; the control group's limit is {limit / 2**30:.3g} GiB"
+        return f"was killed by {name} ({why})" if why else f"was killed by {name}"
 
     @property
     def lost_a_peer(self) -> bool:
@@ -146,9 +148,8 @@ class WorkerFailure:
         """The rank and the reason in one line."""
         if self.lost_a_peer:
             return f"rank {self.rank} lost a peer"
-        return f"rank {self.rank} {self.end}" + (
-            f": {self.record.title}" if self.record is not None and self.record.traceback else ""
-        )
+        title = f": {self.record.title}" if self.record and self.record.traceback else ""
+        return f"rank {self.rank} {self.end}{title}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,62 +213,58 @@ class Ending:
     def _report(self) -> str:
         if self.was_preempted:
             why = _signal_name(self.signal) if self.signal is not None else "it was asked to end"
-            return (
-                f"saved and ended ({why}); the same command{_with_run_dir(self.new_run_dir)}"
-                " resumes from there"
-            )
+            return f"saved and ended ({why}); the same command{self._run_dir} resumes from there"
         if self.signal is not None:
-            return (
-                f"stopped by {_signal_name(self.signal)};"
-                f" {self._remaining() or 'no worker is left'}"
-            )
+            left = self._remaining or "no worker is left"
+            return f"stopped by {_signal_name(self.signal)}; {left}"
         first = self.first
         if first is None:
             return ""
-        if first.record is not None and first.record.user_error:
-            return f"{first.record.kind.rpartition(':')[2]}: {first.record.message}"
-        if first.status == HUNG_STATUS and first.record is not None:
-            return f"{first.record.message}; ended with status {HUNG_STATUS}"
-        count = len(self.failures)
-        head = f"rank {first.rank} {first.end}" + (f", first of {count}" if count > 1 else "")
+        record = first.record
+        if record is not None and record.user_error:
+            return f"{record.kind.rpartition(':')[2]}: {record.message}"
+        if record is not None and first.status == HUNG_STATUS:
+            return f"{record.message}; ended with status {HUNG_STATUS}"
+        head, count = f"rank {first.rank} {first.end}", len(self.failures)
+        if count > 1:
+            head += f", first of {count}"
         if first.lost_a_peer and self.finished:
             gone = f"{_ranks(self.finished)} ended with status 0 while others waited"
             head = f"{gone}; did the script leave its loop, or exit, there alone? {head}"
-        body = first.record.traceback if first.record is not None else first.crash
-        after = "; ".join(self._others(first))
-        return "\n".join(
-            filter(
-                None,
-                (
-                    head + (":" if body else ""),
-                    body.rstrip(),
-                    f"The others: {after}." if after else "",
-                ),
-            )
-        )
+        body = (record.traceback if record is not None else first.crash).rstrip()
+        others = "; ".join(self._others(first))
+        lines = (f"{head}:" if body else head, body, f"The others: {others}." if others else "")
+        return "\n".join(filter(None, lines))
 
     def _others(self, first: WorkerFailure) -> Iterator[str]:
         later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
-        lost = [f.rank for f in later if f.lost_a_peer]
-        if lost:
+        if lost := [failure.rank for failure in later if failure.lost_a_peer]:
             yield f"{_ranks(lost)} lost a peer"
         for failure in later:
-            if failure.rank not in lost:
+            if not failure.lost_a_peer:
                 detail = f" with {failure.record.title}" if failure.record is not None else ""
                 yield f"rank {failure.rank} {failure.end} too{detail}"
         if self.stopped:
             yield f"{_ranks(self.stopped)} {'was' if len(self.stopped) == 1 else 'were'} stopped"
         if self.finished:
             yield f"{_ranks(self.finished)} had finished"
-        if self.unkillable:
-            yield self._remaining()
+        if self._remaining:
+            yield self._remaining
 
+    @property
     def _remaining(self) -> str:
-        return (
-            f"{_ranks(self.unkillable)} did not end, not even by SIGKILL: the kernel holds it"
-            if self.unkillable
-            else ""
-        )
+        if not self.unkillable:
+            return ""
+        return f"{_ranks(self.unkillable)} did not end, not even by SIGKILL: the kernel holds it"
+
+    @property
+    def _run_dir(self) -> str:
+        """Text to append to "the same command": the option that names this run directory."""
+        if not self.new_run_dir:
+            return ""
+        shown = os.path.relpath(self.new_run_dir)
+        path = self.new_run_dir if shown.startswith(os.pardir) else shown
+        return f" with --run-dir {shlex.quote(path)} before the script"
 
 
 def failure_record(
@@ -374,24 +371,6 @@ def _text(error: BaseException) -> str:
         return f"<{type(error).__name__} whose text cannot be had>"
 
 
-def _with_run_dir(new_run_dir: str) -> str:
-    """Return text to append to "the same command": the option that names this directory."""
-    if not new_run_dir:
-        return ""
-    shown = os.path.relpath(new_run_dir)
-    return (
-        f" with --run-dir {shlex.quote(new_run_dir if shown.startswith(os.pardir) else shown)}"
-        " before the script"
-    )
-
-
-def _memory_limit(signal_name: str) -> str:
-    """Return text to append to the reason of a SIGKILL: the control group's memory limit. Empty
-    without a limit."""
-    limit = memory_limit_bytes() if signal_name == "SIGKILL" else None
-    return "" if limit is None else f"; the control group's limit is {limit / 2**30:.3g} GiB"
-
-
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -401,11 +380,8 @@ def _signal_name(number: int) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Ranks in words: "rank 3", "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+    parts: list[str] = []
+    for _, group in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        parts.append(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"

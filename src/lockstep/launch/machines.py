@@ -102,7 +102,6 @@ def rendezvous_options(options: LaunchOptions) -> dict[str, str | int]:
 
 
 def _endpoint(options: LaunchOptions) -> tuple[str, int]:
-    """Host and port of the rendezvous. Raises `LaunchError`."""
     given = rendezvous_options(options)
     if options.rdzv is None:
         if options.node_rank is None or options.master_addr is None or options.master_port is None:

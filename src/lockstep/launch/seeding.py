@@ -53,8 +53,6 @@ class _RunThisFile:
 
 
 class _SeedAfterImport(MetaPathFinder):
-    """Seeds modules when they are first imported."""
-
     def __init__(self, names: set[str]) -> None:
         self._names = names
 

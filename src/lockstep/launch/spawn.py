@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeVar, cast
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, UserError, WorkerError
 from lockstep.base.system import refuse_on_windows
-from lockstep.launch.agent.run_workers import run_workers
-from lockstep.launch.count import count_processes
+from lockstep.launch.environment import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
+from lockstep.launch.run_workers import run_workers
 from lockstep.launch.seeding import SAFE_PATH, SeedingName
 from lockstep.launch.spawned_call import SpawnedCall, signals_blocked, work
 from lockstep.launch.termination import preempted
@@ -145,8 +145,6 @@ def _rebuild(record: FailureRecord) -> UserError:
 
 
 class _Starter:
-    """Starts the workers, and receives the result of rank 0."""
-
     def __init__(
         self, method: Literal["spawn", "fork"], main: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:

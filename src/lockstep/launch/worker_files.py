@@ -81,6 +81,11 @@ class WorkerFiles:
         return self.stem.with_name(f"{self.stem.name}.{suffix}")
 
     @property
+    def marker(self) -> str:
+        """The variable in the environment of all that the worker starts."""
+        return f"{STARTED_BY}={self.stem}"
+
+    @property
     def failure(self) -> Path:
         """The `FailureRecord` that the worker writes."""
         return self._own("failure")

@@ -10,13 +10,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from lockstep.base.processes import kill_all, with_marker
+from lockstep.base.system import signals, signals_handled
 from lockstep.launch.failures import (
     Ending,
     FailureRecord,
@@ -26,7 +30,13 @@ from lockstep.launch.failures import (
 )
 from lockstep.launch.recovery.channel import open_channel
 from lockstep.launch.recovery.connections import Connections
-from lockstep.launch.termination import PREEMPTED_STATUS, SAVE_SECONDS
+from lockstep.launch.termination import (
+    END_SECONDS,
+    ENDING,
+    PREEMPTED_STATUS,
+    PREEMPTING,
+    SAVE_SECONDS,
+)
 from lockstep.launch.worker_files import STARTED_BY, WorkerFiles, WorkerStart
 
 POLL_SECONDS = 0.05
@@ -57,14 +67,62 @@ class WorkerProcess(Protocol):
         it."""
 
 
-class Signals(Protocol):
-    """The signals that the launcher has received."""
+GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys(
+    (*PREEMPTING, *ENDING), END_SECONDS
+)
+"""Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the
+wait."""
 
-    def is_asked(self) -> bool:
-        """True once a signal asks to end."""
 
-    def is_impatient(self) -> bool:
-        """True once a second one asks to end at once."""
+class SignalForwarding:
+    """The first signal ends the run, by a `SignalException` in the main thread; while workers are
+    being ended, the exception comes afterwards. A later signal ends the wait."""
+
+    def __init__(self, on_interrupt: Callable[[], None]) -> None:
+        """`on_interrupt`: called in the handler if the first signal is SIGINT."""
+        self._on_interrupt = on_interrupt
+        self.received: signal.Signals | None = None
+        """The first signal. None: none has come."""
+        self.is_impatient = False
+        """True once a second signal has come."""
+        self.is_ending = False
+        """True while the workers are being ended because one has failed: the run then ends with
+        this failure."""
+        self._is_deferred = False
+
+    def go_on(self) -> None:
+        """Note that workers are no longer being ended. Raises `SignalException` for a signal that
+        came meanwhile."""
+        self.is_ending = False
+        self._raise_received()
+
+    def handling(self) -> AbstractContextManager[None]:
+        """Handle the signals of `GRACE_SECONDS`, in the main thread, unless they are ignored."""
+        return signals_handled(GRACE_SECONDS, self._on_signal)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Raise `SignalException` for a signal at the end of the body, instead of within."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+        self._raise_received()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            self.is_impatient = True
+            return
+        self.received = signal.Signals(number)
+        if number == signal.SIGINT:
+            self._on_interrupt()
+        if not (self._is_deferred or self.is_ending):
+            self._raise_received()
+
+    def _raise_received(self) -> None:
+        if self.received is not None:
+            raise SignalException(self.received.name, self.received)
 
 
 Start = Callable[[Mapping[str, str]], WorkerProcess]
@@ -108,11 +166,42 @@ class Spare:
         self.channel.close()
 
 
+@dataclass(slots=True)
+class _Worker:
+    files: WorkerFiles
+    process: WorkerProcess
+    returncode: int | None = None
+    """None while it ran when last looked at."""
+    failure: WorkerFailure | None = None
+    is_asked: bool = False
+    """True once it was asked to save and end."""
+    is_stopped: bool = False
+    """True if the launcher ended it, or it ended itself with the others."""
+    is_preempted: bool = False
+    """True if it saved and ended on request."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.returncode is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to its process group, or to it alone if it does not lead a group yet."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            os.kill(self.process.pid, number)
+
+
 class WorkerProcesses:
     """The workers of one start."""
 
     def __init__(
-        self, folder: Path, signals: Signals, *, not_in_place: str | None = "", name: str = "rank"
+        self,
+        folder: Path,
+        signals: SignalForwarding,
+        *,
+        not_in_place: str | None = "",
+        name: str = "rank",
     ) -> None:
         """`folder`: for the workers' files, whose names begin with `name`. `not_in_place`: why
         workers cannot recover in place; empty if not requested; None: they may."""
@@ -120,139 +209,132 @@ class WorkerProcesses:
         self.folder = folder
         self._name = name
         self._signals = signals
-        self._processes: dict[int, WorkerProcess] = {}
-        self._stems: dict[int, Path] = {}
-        self._returncodes: dict[int, int] = {}
-        self._failures: dict[int, WorkerFailure] = {}
-        self._asked: set[int] = set()
-        self._stopped: set[int] = set()
-        self._preempted: set[int] = set()
-        self._shutdown = False
+        self._workers: dict[int, _Worker] = {}
+        self._is_shutting_down = False
 
     def add(self, rank: int, start: Start, environment: Mapping[str, str], **told: bool) -> int:
         """Start the worker of this global rank. Returns its process id. `told`: see
         `WorkerStart`."""
+        files = self._files_of(rank)
         with self.connections.opened(rank) as channel:
-            own = self._own_variables(rank, channel=channel, **told)
-            self._processes[rank] = start({**environment, **own})
-        return self._processes[rank].pid
+            process = start({**environment, **_variables(files, channel=channel, **told)})
+        self._workers[rank] = _Worker(files, process)
+        return process.pid
 
     def replace(
         self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None
     ) -> None:
         """Replace the ended worker of this rank by a new process, or by the spare one."""
-        self._shutdown = False
-        self._files(rank).shutdown.unlink(missing_ok=True)
-        self._files(rank).remove_own()
-        for noted in (self._returncodes, self._failures):
-            noted.pop(rank, None)
-        for ranks in (self._asked, self._stopped, self._preempted):
-            ranks.discard(rank)
+        self._is_shutting_down = False
+        files = self._files_of(rank)
+        files.shutdown.unlink(missing_ok=True)
+        files.remove_own()
         if spare is None:
             self.add(rank, start, environment, is_replacement=True)
         else:
-            self._processes[rank] = spare.process
+            self._workers[rank] = _Worker(files, spare.process)
             self.connections.use(rank, spare.channel)
-            spare.become({**environment, **self._own_variables(rank, is_replacement=True)})
+            spare.become({**environment, **_variables(files, is_replacement=True)})
         self.connections.note_replacement(rank)
 
     def adopt(self, others: WorkerProcesses) -> None:
         """Take over the workers of `others`, which have other ranks."""
-        for rank, process in others._processes.items():
-            self._processes[rank], self._stems[rank] = process, others._files(rank).stem
+        self._workers |= others._workers
         self.connections.by_rank |= others.connections.by_rank
 
     def kill_hanging(self) -> list[tuple[Sequence[int], Mapping[str, Any]]]:
-        """Kill workers that a watchdog reports as hanging. Returns those of other machines, with
-        their records."""
+        """Kill workers that a watchdog reports as hanging. Returns the hanging ranks of other
+        machines, with their records."""
         self.connections.look()
         elsewhere: list[tuple[Sequence[int], Mapping[str, Any]]] = []
         while self.connections.hanging:
             ranks, record = self.connections.hanging.pop()
             self.kill(ranks, record)
-            if others := [rank for rank in ranks if rank not in self._processes]:
+            if others := [rank for rank in ranks if rank not in self._workers]:
                 elsewhere.append((others, record))
         return elsewhere
 
     def kill(self, ranks: Collection[int], record: Mapping[str, Any]) -> None:
         """Kill the running workers of these ranks, with a record of the reason."""
         for rank in set(ranks) & set(self.healthy):
-            FailureRecord(**record).write(self._files(rank).failure)
-            _signal_group(self._processes[rank].pid, signal.SIGKILL)
+            FailureRecord(**record).write(self._workers[rank].files.failure)
+            self._workers[rank].signal(signal.SIGKILL)
 
     def drop(self, ranks: Collection[int]) -> None:
         """Kill these workers if they run, and forget them."""
+        dropped = [self._workers[rank] for rank in ranks]
+        for worker in dropped:
+            if worker.is_running:
+                worker.signal(signal.SIGKILL)
+        self._wait(KILL_SECONDS, until=lambda: not any(each.is_running for each in dropped))
         for rank in ranks:
-            if rank not in self._returncodes:
-                _signal_group(self._processes[rank].pid, signal.SIGKILL)
-        self._wait(KILL_SECONDS, until=lambda: not set(ranks) - self._returncodes.keys())
-        for noted in (self._processes, self._returncodes, self._failures, self._stems):
-            for rank in ranks:
-                noted.pop(rank, None)
+            del self._workers[rank]
         self.connections.drop(ranks)
 
     def renumber(self, ranks: Sequence[int]) -> None:
         """Give the workers these ranks, in order."""
-        new = dict(zip(sorted(self._processes), ranks, strict=True))
-        self._processes = {new[rank]: process for rank, process in self._processes.items()}
-        self._stems = {new[rank]: self._files(rank).stem for rank in new}
-        self._returncodes = {new[rank]: code for rank, code in self._returncodes.items()}
-        self._failures = {
-            new[rank]: replace(failure, rank=new[rank]) for rank, failure in self._failures.items()
-        }
-        self._asked = {new[rank] for rank in self._asked}
-        self._stopped = {new[rank] for rank in self._stopped}
-        self._preempted = {new[rank] for rank in self._preempted}
+        new = dict(zip(sorted(self._workers), ranks, strict=True))
+        self._workers = {new[rank]: worker for rank, worker in self._workers.items()}
+        for rank, worker in self._workers.items():
+            if worker.failure is not None:
+                worker.failure = replace(worker.failure, rank=rank)
         self.connections.renumber(new)
 
-    def _own_variables(self, rank: int, **told: Any) -> dict[str, str]:
-        files = self._files(rank)
-        start = WorkerStart(launcher=os.getpid(), files=str(files.stem), **told)
-        torch_error = {"TORCHELASTIC_ERROR_FILE": str(files.torch_error)}
-        return {**start.variables(), STARTED_BY: str(files.stem), **torch_error}
+    @property
+    def ranks(self) -> Sequence[int]:
+        return list(self._workers)
 
     @property
     def running(self) -> Sequence[int]:
         """The ranks that were running when last looked at."""
-        return [rank for rank in self._processes if rank not in self._returncodes]
+        return [rank for rank, worker in self._workers.items() if worker.is_running]
 
     @property
     def healthy(self) -> Sequence[int]:
         """The running ranks that have not failed."""
-        return [rank for rank in self.running if rank not in self._failures]
+        return [rank for rank in self.running if self._workers[rank].failure is None]
 
     @property
-    def ranks(self) -> Sequence[int]:
-        return list(self._processes)
+    def lost(self) -> Sequence[int]:
+        """The ranks whose processes have ended."""
+        return [rank for rank, worker in self._workers.items() if not worker.is_running]
+
+    @property
+    def lost_in_training(self) -> Sequence[int]:
+        """The lost ranks whose training had begun."""
+        return [rank for rank in self.lost if not self.connections.by_rank[rank].is_starting]
+
+    @property
+    def _failures(self) -> list[WorkerFailure]:
+        return [each.failure for each in self._workers.values() if each.failure is not None]
 
     def ending(self) -> Ending:
         """The known end of the workers."""
-        failed = self._failures.keys()
+        ended = {rank: each for rank, each in sorted(self._workers.items()) if not each.failure}
         return Ending(
-            failures=list(self._failures.values()),
-            stopped=sorted(self._stopped - failed - self._preempted),
-            finished=sorted(
+            failures=self._failures,
+            stopped=[
+                rank for rank, each in ended.items() if each.is_stopped and not each.is_preempted
+            ],
+            finished=[
                 rank
-                for rank in self._returncodes
-                if rank not in failed | self._stopped | self._preempted
-            ),
-            preempted=sorted(self._preempted),
+                for rank, each in ended.items()
+                if not (each.is_running or each.is_stopped or each.is_preempted)
+            ],
+            preempted=[rank for rank, each in sorted(self._workers.items()) if each.is_preempted],
             unkillable=self.running,
-            has_saved=any(self._files(rank).saved.exists() for rank in self._processes),
-            options_read=bool(self._processes) and self._files(0).options_read.exists(),
+            has_saved=any(each.files.saved.exists() for each in self._workers.values()),
+            options_read=bool(self._workers) and self._files_of(0).options_read.exists(),
         )
 
     def restart_request(self) -> str | None:
         """Why a failed worker asks for a restart; None if none does."""
-        requests = (self._files(rank).restart_request for rank in sorted(self._processes))
+        requests = (worker.files.restart_request for _, worker in sorted(self._workers.items()))
         return next((path.read_text(encoding="utf-8") for path in requests if path.exists()), None)
 
     def has_user_error(self) -> bool:
         """True if a worker has failed by a mistake of the user."""
-        return any(
-            failure.record is not None and failure.record.user_error
-            for failure in self._failures.values()
-        )
+        return any(each.record is not None and each.record.user_error for each in self._failures)
 
     def have_failed(self) -> bool:
         """Note which workers have ended. True if one has failed."""
@@ -264,11 +346,10 @@ class WorkerProcesses:
         that do not in time. Returns None, or why it is not possible."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
-        while missing := {
-            *self.connections.must_leave(self.running),
-            *[rank for rank in self.running if rank in self._failures],
-        }:
-            if self._signals.is_asked():
+        while missing := set(self.connections.must_leave(self.running)).union(
+            set(self.running) - set(self.healthy)
+        ):
+            if self._signals.received is not None:
                 return "the run was asked to end"
             if refusal := self.connections.refusal():
                 return refusal
@@ -276,43 +357,37 @@ class WorkerProcesses:
             # A failed worker says so before its record exists.
             if waited > FAILURES_SECONDS and (why_not := self.connections.why_not(self.healthy)):
                 return why_not
-            for rank in missing:
-                if waited > (FAILURES_SECONDS if rank in self._failures else HOLD_SECONDS):
-                    _signal_group(self._processes[rank].pid, signal.SIGKILL)
+            for worker in (self._workers[rank] for rank in missing):
+                if waited > (HOLD_SECONDS if worker.failure is None else FAILURES_SECONDS):
+                    worker.signal(signal.SIGKILL)
             time.sleep(HOLD_POLL_SECONDS)
             self._look()
-        return "a process had finished" if 0 in self._returncodes.values() else None
-
-    @property
-    def lost_in_training(self) -> Sequence[int]:
-        """The workers whose training had begun."""
-        return [
-            rank for rank in self._returncodes if not self.connections.by_rank[rank].is_starting
-        ]
-
-    @property
-    def lost(self) -> Sequence[int]:
-        """The ranks whose processes have ended."""
-        return list(self._returncodes)
+        has_finished = any(worker.returncode == 0 for worker in self._workers.values())
+        return "a process had finished" if has_finished else None
 
     def end_after_loss(self) -> None:
         """End the remaining workers once one has failed, or another machine is lost. They may save
         first."""
-        self._shutdown = True
+        self._is_shutting_down = True
         self.connections.release()
-        self._files(0).shutdown.touch()
-        self._wait_for_later_failures()
+        self._files_of(0).shutdown.touch()
+        began = time.monotonic()
+        while self.running:
+            only_peers = all(failure.lost_a_peer for failure in self._failures)
+            limit = PEER_FAILURES_SECONDS if only_peers else FAILURES_SECONDS
+            if time.monotonic() - began > limit:
+                break
+            time.sleep(POLL_SECONDS)
+            self._look()
         self.stop(signal.SIGTERM, STOP_SECONDS)
 
     def ask(self, number: signal.Signals, grace_seconds: float) -> None:
         """Have all workers save and end. Ends the ones that do not in time."""
-        self._files(0).signal_forwarded.touch()
+        self._files_of(0).signal_forwarded.touch()
         for rank in self.running:
-            self._asked.add(rank)
-            _signal_group(self._processes[rank].pid, number)
-        self._wait(
-            grace_seconds, until=lambda: bool(self._failures) or self._signals.is_impatient()
-        )
+            self._workers[rank].is_asked = True
+            self._workers[rank].signal(number)
+        self._wait(grace_seconds, until=lambda: bool(self._failures) or self._signals.is_impatient)
         if self._failures:
             self.end_after_loss()
         else:
@@ -323,106 +398,83 @@ class WorkerProcesses:
         end, SIGKILL to the rest."""
         self._look()
         self.connections.release()
-        self._files(0).signal_forwarded.touch()
+        self._files_of(0).signal_forwarded.touch()
+        for worker in (self._workers[rank] for rank in self.healthy):
+            worker.is_stopped = True
+            if not worker.is_asked:
+                worker.signal(number)
+        self._wait(grace_seconds, until=lambda: self._signals.is_impatient)
         for rank in self.running:
-            if rank not in self._failures:
-                self._stopped.add(rank)
-                if rank not in self._asked:
-                    _signal_group(self._processes[rank].pid, number)
-        self._wait(grace_seconds, until=self._signals.is_impatient)
-        for rank in self.running:
-            _signal_group(self._processes[rank].pid, signal.SIGKILL)
+            self._workers[rank].signal(signal.SIGKILL)
         self._wait(KILL_SECONDS, until=lambda: False)
-
-    def _look(self) -> None:
-        """Note which workers have ended and which have failed since the last look."""
-        for rank, process in self._processes.items():
-            if rank not in self._returncodes and (returncode := process.poll()) is not None:
-                self._returncodes[rank] = returncode
-                self._classify(rank, process.pid, returncode)
-            if rank not in self._failures and rank not in self._stopped | self._preempted:
-                self._judge(rank)
-
-    def _classify(self, rank: int, pid: int, returncode: int) -> None:
-        """Note whether a worker that has just ended was preempted or stopped."""
-        if returncode != 0 or rank in self._stopped:
-            _kill_group(pid)
-            self._kill_started_by([rank])
-        if returncode == PREEMPTED_STATUS and not self._files(rank).failure.exists():
-            self._preempted.add(rank)
-        if returncode == -signal.SIGTERM and rank in self._asked:
-            self._stopped.add(rank)
-        # it waited for a lost peer, and ended itself
-        if returncode == 128 + signal.SIGTERM and self._shutdown:
-            self._stopped.add(rank)
 
     def kill_what_is_left(self) -> Sequence[str]:
         """Kill processes that ended workers left running. Called once all workers have ended.
         Returns them in words."""
+        markers = [self._workers[rank].files.marker for rank in self.lost]
         until = time.monotonic() + LEAVE_SECONDS
-        while with_marker(*self._markers(self._returncodes)) and time.monotonic() < until:
+        while with_marker(*markers) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        return [
-            f"{name} (process {pid})"
-            for pid, name in self._kill_started_by(self._returncodes).items()
-        ]
+        left = kill_all(lambda: with_marker(*markers), KILL_SECONDS)
+        return [f"{name} (process {pid})" for pid, name in left.items()]
 
-    def _kill_started_by(self, ranks: Collection[int]) -> dict[int, str]:
-        return kill_all(lambda: with_marker(*self._markers(ranks)), KILL_SECONDS)
+    def _look(self) -> None:
+        """Note which workers have ended and which have failed since the last look."""
+        for rank, worker in self._workers.items():
+            if worker.is_running and (returncode := worker.process.poll()) is not None:
+                worker.returncode = returncode
+                self._note_end(worker, returncode)
+            if worker.failure is None and not (worker.is_stopped or worker.is_preempted):
+                worker.failure = _failure(rank, worker)
 
-    def _markers(self, ranks: Collection[int]) -> Sequence[str]:
-        return [f"{STARTED_BY}={self._files(rank).stem}" for rank in ranks]
-
-    def _judge(self, rank: int) -> None:
-        files, returncode = self._files(rank), self._returncodes.get(rank)
-        record = FailureRecord.read(files.failure)
-        if record is None and not returncode:
-            return
-        if record is None and returncode is not None:
-            record = read_torch_record(files.torch_error, returncode) if returncode > 0 else None
-        self._failures[rank] = WorkerFailure(
-            rank=rank,
-            time=record.time if record is not None else time.time(),
-            returncode=returncode if returncode is not None else 1,
-            record=record,
-            crash=read_crash(files.crash),
+    def _note_end(self, worker: _Worker, returncode: int) -> None:
+        """Note whether a worker that has just ended was preempted or stopped. Kills its group now,
+        because the group's id may later be another process's."""
+        if returncode != 0 or worker.is_stopped:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            kill_all(lambda: with_marker(worker.files.marker), KILL_SECONDS)
+        worker.is_preempted = returncode == PREEMPTED_STATUS and not worker.files.failure.exists()
+        # shutting down: it waited for a lost peer, and ended itself
+        worker.is_stopped |= (returncode == -signal.SIGTERM and worker.is_asked) or (
+            returncode == 128 + signal.SIGTERM and self._is_shutting_down
         )
-
-    def _wait_for_later_failures(self) -> None:
-        began = time.monotonic()
-        while self.running:
-            only_peers = all(failure.lost_a_peer for failure in self._failures.values())
-            if time.monotonic() - began > (
-                PEER_FAILURES_SECONDS if only_peers else FAILURES_SECONDS
-            ):
-                return
-            time.sleep(POLL_SECONDS)
-            self._look()
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         began = time.monotonic()
         while self.running and not until():
-            is_saving = any(self._files(rank).saving.exists() for rank in self.running)
+            is_saving = any(self._workers[rank].files.saving.exists() for rank in self.running)
             if time.monotonic() - began > (max(seconds, SAVE_SECONDS) if is_saving else seconds):
                 return
             time.sleep(POLL_SECONDS)
             self._look()
 
-    def _files(self, rank: int) -> WorkerFiles:
-        return WorkerFiles(self._stems.get(rank, self.folder / f"{self._name}-{rank}"))
+    def _files_of(self, rank: int) -> WorkerFiles:
+        """Return the files of a worker; of one that has another rank now, those that it began
+        with."""
+        if rank in self._workers:
+            return self._workers[rank].files
+        return WorkerFiles(self.folder / f"{self._name}-{rank}")
 
 
-def _signal_group(leader: int, number: signal.Signals) -> None:
-    """Send a signal to a worker's process group, or to the worker alone if it does not lead a group
-    yet."""
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:
-        os.kill(leader, number)
+def _variables(files: WorkerFiles, **told: Any) -> dict[str, str]:
+    """Return the variables by which a worker finds its files. `told`: see `WorkerStart`."""
+    start = WorkerStart(launcher=os.getpid(), files=str(files.stem), **told)
+    torch_error = {"TORCHELASTIC_ERROR_FILE": str(files.torch_error)}
+    return {**start.variables(), STARTED_BY: str(files.stem), **torch_error}
 
 
-def _kill_group(leader: int) -> None:
-    """Kill the process group of an ended worker. Called at once, because its id may later be
-    another process's."""
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+def _failure(rank: int, worker: _Worker) -> WorkerFailure | None:
+    files, returncode = worker.files, worker.returncode
+    record = FailureRecord.read(files.failure)
+    if record is None and not returncode:
+        return None
+    if record is None and returncode is not None and returncode > 0:
+        record = read_torch_record(files.torch_error, returncode)
+    return WorkerFailure(
+        rank=rank,
+        time=record.time if record is not None else time.time(),
+        returncode=returncode if returncode is not None else 1,
+        record=record,
+        crash=read_crash(files.crash),
+    )

@@ -41,7 +41,7 @@ def launch_script(
         _without_warnings_of_stores() if machines is not None else nullcontext(),
     ):
         # imports torch: after all checks that do not need it
-        from lockstep.launch.agent.run_workers import run_workers
+        from lockstep.launch.run_workers import run_workers
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         added = [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []

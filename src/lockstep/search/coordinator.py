@@ -8,16 +8,14 @@ import selectors
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import FrameType
 from typing import Any
 
 from lockstep.base import errors
 from lockstep.base.errors import LaunchError, UserError, say
-from lockstep.base.system import signals
+from lockstep.base.system import signals, signals_handled
 from lockstep.launch.recovery.channel import Channel
 from lockstep.launch.termination import tell
 from lockstep.options import RunOptions
@@ -87,7 +85,8 @@ class Search:
     def run(self) -> str | None:
         """Run trials until all are made, time is over, or a signal asks to end. Returns what ended
         it early: the signal's name, or `--timeout`. Raises the error of a faulty script."""
-        with self._handling_signals(), reachable(self._storage.url):
+        numbers = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+        with signals_handled(numbers, self._on_signal), reachable(self._storage.url):
             while True:
                 self._storage.note_wanted(self.proposals.wanted)
                 self._fill()
@@ -125,7 +124,6 @@ class Search:
             self._begin(claimed)
 
     def _begin(self, claimed: ClaimedTrial) -> None:
-        """Start a trial, or note its end if the search before did not."""
         folder = self._storage.run_dir(claimed.number)
         done = finished_outcome(folder, self._request.metric) if claimed.is_resumed else None
         if done is not None:
@@ -300,23 +298,8 @@ class Search:
             self._ended_by = "--timeout"
             self._server.signal(signal.SIGTERM)
 
-    @contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        """At the first signal trials save and end; at the second they end at once."""
-        before = {
-            number: signal.getsignal(number)
-            for number in signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-        }
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, partial(self._on_signal))
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """At the first signal trials save and end; at the second they end at once."""
         self._signals += 1
         if number == signal.SIGINT and self._signals == 1:
             tell("interrupted: the trials save and end; Ctrl-C again ends them at once")

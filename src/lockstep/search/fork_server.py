@@ -168,7 +168,7 @@ def main() -> None:
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
-    import lockstep.launch.agent.run_workers
+    import lockstep.launch.run_workers
     import lockstep.run  # noqa: F401
     from lockstep.base import accelerator
 
@@ -228,12 +228,11 @@ def _fork_launcher(request: LaunchRequest, descriptor: int) -> int:
 
 
 def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
-    """Run the workers to their end, in a process of its own."""
     output = os.open(Path(request.folder, OUTPUT), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from lockstep.launch.agent.run_workers import run_workers
+    from lockstep.launch.run_workers import run_workers
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     asked = write_request(Path(request.folder), {**request.request, "channel": descriptor})

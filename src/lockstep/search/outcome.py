@@ -86,7 +86,6 @@ def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
 
 
 def _reason_of_pruning(folder: Path) -> str | None:
-    """Return why a run was pruned, or None."""
     try:
         lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -34,7 +34,6 @@ class Proposals:
             storage.study.pruner = pruner_of("none", None, None)
 
     def _look(self) -> None:
-        """Take up the script's parameters once a trial has told them."""
         if self._request.sweep or self._parameters or not (found := self._storage.parameters):
             return
         self._parameters = found

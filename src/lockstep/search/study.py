@@ -82,7 +82,6 @@ class TrialStorage:
             self._identity = self._identify()
 
     def _make_folder(self) -> None:
-        """Make the search's folder. Raises `LaunchError`."""
         if (self.folder / "run.json").exists():
             raise LaunchError(
                 f"--run-dir {self.folder} holds a run; a search has a folder of its own; give"
@@ -458,7 +457,6 @@ def results_in(folder: Path, storage: str | None) -> tuple[SearchResults, dict[s
 
 
 def _told(folder: Path) -> dict[str, Any]:
-    """The contents of `search.json`. Raises `LaunchError`."""
     try:
         told = read_object(folder, SEARCH)
         check_kinds(told, {"storage": str, "name": str, "identity": str})

@@ -109,7 +109,6 @@ class InPlace:
             self._newcomers = None
 
     def _is_quick(self, workers: WorkerProcesses) -> bool:
-        """True if new processes soon reach their training."""
         imports = (
             self._spare.import_seconds()
             if self._spare is not None and self._spare.is_alive()

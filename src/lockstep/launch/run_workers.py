@@ -10,7 +10,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.temporary_folder import locked_folder
-from lockstep.launch.agent.agent import Agent
+from lockstep.launch.agent import Agent
 from lockstep.launch.environment import Launcher, threads_per_process
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines

@@ -12,11 +12,12 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import (
@@ -29,26 +30,133 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
 from lockstep.base.errors import say
-from lockstep.launch.agent.signal_forwarding import GRACE_SECONDS, SignalForwarding
-from lockstep.launch.agent.start_store import StartStore
-from lockstep.launch.failures import Ending
-from lockstep.launch.machine_store import STORE_SILENCE_SECONDS
+from lockstep.launch.failures import Ending, WorkerFailure
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
-from lockstep.launch.recovery.reasons import (
-    FAILED,
-    JOINED,
-    failure_reason,
-    rendezvous_error,
-    restart_variables,
+from lockstep.launch.rendezvous import (
+    ABLE_SECONDS,
+    JOIN_SECONDS,
+    SILENCE_SECONDS,
+    STORE_SILENCE_SECONDS,
+    ElasticRendezvous,
 )
-from lockstep.launch.rendezvous import ABLE_SECONDS, ElasticRendezvous
 from lockstep.launch.termination import INTERRUPTED, tell
-from lockstep.launch.worker_processes import POLL_SECONDS, Start, WorkerProcesses
-from lockstep.options import variable
+from lockstep.launch.worker_processes import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    SignalForwarding,
+    Start,
+    WorkerProcesses,
+)
+from lockstep.options import Restart, RunOptions, variable
+
+_REGROUPS = "lockstep/regroups"
+Count = Literal["done", "known"]
+"""Machines whose workers are done; machines that know that all are."""
+
+
+class StartStore:
+    """The store of one start of the workers."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._counted = set[Count]()
+
+    def exchange(self, number: int, machines: int, mine: list[Any]) -> list[list[Any]]:
+        """Return each machine's JSON value, in order of their numbers. `number`: this machine's."""
+        self._store.set(f"lockstep/agent-{number}", json.dumps(mine))
+        return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
+
+    def count(self, what: Count) -> int:
+        """Return the number of machines that have called this with `what`, this one included."""
+        is_first = what not in self._counted
+        self._counted.add(what)
+        return int(self._store.add(f"lockstep/{what}", int(is_first)))
+
+    def announce_regroup(self) -> None:
+        """Tell all machines that the workers save and end because they are to be restarted."""
+        self._store.set(_REGROUPS, "")
+
+    def regroups(self) -> bool:
+        """True if a machine has announced that."""
+        try:
+            return bool(self._store.check([_REGROUPS]))
+        except DistError:
+            return False  # the machine that keeps the store has ended
+
+
+FAILED, LOST_A_PEER, JOINED = range(3)
+"""Why a machine restarts its workers. If machines differ, the first reason in this order counts."""
+
+
+def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
+    """The reason for a restart; None at the first start. `everyone`: each machine's restarts, the
+    former machines' addresses, and its reason's kind and words. `machines`: the present machines'
+    addresses.
+    """
+    reasons = [why for _, _, why in everyone if why is not None]
+    if not reasons:
+        return None
+    kind, words = min(reasons)
+    before = max((addresses for _, addresses, _ in everyone), key=len)
+    if kind == LOST_A_PEER and len(machines) < len(before):
+        lost = (Counter(before) - Counter(machines)).elements()
+        return f"a machine was lost: {', '.join(lost)}; {len(machines)} of {len(before)} are left"
+    return str(words)
+
+
+def restart_variables(
+    everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
+) -> dict[str, str]:
+    """The variables that tell workers why they start again; none at the first start. `everyone`:
+    each machine's values: first `restart_reason`'s arguments, last but one why it is not
+    `in_place`."""
+    why = restart_reason([each[:3] for each in everyone], machines)
+    if why is None:
+        return {}
+    not_in_place = next((reason for *_, reason, _ in everyone if reason), None)
+    restart = Restart(why, in_place, not_in_place)
+    # Whatever --resume was given: by now the run directory may hold an unfinished run.
+    return RunOptions(restarted=restart, resume="auto").to_environment()
+
+
+def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
+    """The kind and the words of a machine's reason. `first`: the causing failure of its workers.
+    `lost`: the addresses of lost machines."""
+    if first is not None:
+        return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
+    silent = (
+        f"lost the machine {', '.join(lost)}: its workers failed, or it has been silent for"
+        f" {SILENCE_SECONDS} s"
+    )
+    return LOST_A_PEER, silent if lost else "another machine has lost a worker"
+
+
+def rendezvous_error(error: Exception, machines: Machines) -> str:
+    """Why a rendezvous failed, in words."""
+    if isinstance(error, RendezvousClosedError):
+        return (
+            f"the run at {machines.endpoint} was ended by another machine, whose own output"
+            " says why"
+        )
+    if isinstance(error, RendezvousTimeoutError):
+        return (
+            f"fewer than {machines.least} machines came to {machines.endpoint} within"
+            f" {JOIN_SECONDS} s; start the same command on them"
+        )
+    return (
+        f"the rendezvous at {machines.endpoint} is gone: the machine that keeps it has ended, or"
+        " cannot be reached; what was saved is in the run directory; the same command (with"
+        " --run-dir, if it had none), started again on every machine, resumes from there"
+    )
+
 
 LOST, JOINS = "lost", "joins"
 """Why the workers of all machines leave their collectives for a recovery in place."""
@@ -148,7 +256,6 @@ class Agent(SimpleElasticAgent):
         self._machines, self._why, self.is_joining = machines, None, False
 
     def _exchange(self, worker_group: WorkerGroup) -> list[list[Any]]:
-        """Exchange restarts and recovery with the other machines. Returns each machine's values."""
         group: Any = worker_group  # torch types its fields as None
         self._shared = StartStore(group.store)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
@@ -293,7 +400,7 @@ class Agent(SimpleElasticAgent):
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
         stopped = (
-            self._signals.is_asked()
+            self._signals.received is not None
             or bool(ending.preempted)
             or (bool(ending.unkillable) and not waiting)
         )
@@ -359,7 +466,6 @@ class Agent(SimpleElasticAgent):
     def _newcomers(
         self, group: WorkerGroup, count: int
     ) -> tuple[WorkerProcesses, dict[int, dict[str, str]]]:
-        """An empty set of workers that join later, and their variables by rank."""
         self._starts += 1
         name = f"newcomer-{self._starts}"
         kept = WorkerProcesses(self._workers.folder, self._signals, not_in_place=None, name=name)
@@ -368,7 +474,6 @@ class Agent(SimpleElasticAgent):
     def _variables(
         self, group: WorkerGroup, workers: Sequence[Worker] | None = None
     ) -> dict[int, dict[str, str]]:
-        """The variables of this machine's workers, by rank."""
         restarts = group.spec.max_restarts - self._remaining_restarts
         each_of = group.workers if workers is None else workers
         return {
@@ -456,7 +561,6 @@ def _after(size: int, count: int) -> list[Worker]:
 
 
 def _torch_variables(group: WorkerGroup, member: Any, restarts: int) -> dict[str, str]:
-    """The variables that torchrun sets."""
     spec = group.spec
     values = {
         "RANK": member.global_rank,

@@ -1,0 +1,329 @@
+"""The options and arguments that several commands take: a script, launch options, outputs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import wraps
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import click
+
+from lockstep.base.errors import LaunchError, say
+from lockstep.base.temporary_folder import locked_folder
+from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
+from lockstep.scripts.line import ScriptLine, misplaced
+from lockstep.scripts.process import ended_by_signals
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_FIELDS = {each.name: each for each in fields(LaunchOptions) if option_of(each).on_command_line}
+_IN_ENVIRONMENT = {each.name for each in fields(RunOptions)}
+
+
+class Decorator(Protocol):
+    """Gives a command options."""
+
+    def __call__(self, command: Command, /) -> Command: ...
+
+
+def together(*options: Decorator) -> Decorator:
+    """Give a command several options, in the order in which `--help` shows them."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def launch_option(name: str, **changed: Any) -> Decorator:
+    """Give a command one option of `LaunchOptions`, None if not given. `changed`: arguments of
+    `click.option`."""
+    option = option_of(_FIELDS[name])
+    details: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    if option.kind is bool:
+        details |= {"is_flag": True, "default": None}
+    elif option.kind is int:
+        details["type"] = click.IntRange(option.least, option.most)
+    elif option.kind is frozenset:
+        details["type"] = read_names
+    elif option.kind is tuple:
+        details |= {"multiple": True, "default": None}
+    elif option.choices:
+        details["type"] = click.Choice(option.choices)
+    # click would split the variable at spaces
+    if name in _IN_ENVIRONMENT and option.kind is not tuple:
+        details["envvar"] = variable(name)
+    return click.option(flag(name), name, **(details | changed))
+
+
+launch_options = together(*map(launch_option, sorted(_FIELDS, key=_IN_ENVIRONMENT.__contains__)))
+"""All options of `LaunchOptions`: first the launcher's own, then those passed to workers."""
+
+
+def options_from(values: dict[str, Any]) -> LaunchOptions:
+    """Return the launch options from a command's parameters, with defaults for the others."""
+    given = {name: value for name, value in values.items() if value not in (None, ())}
+    return LaunchOptions(**given)
+
+
+def script_arguments(*, required: bool = True) -> Decorator:
+    """Give a command the parameter `line`, a `ScriptLine`; None if it is not given. Everything
+    after SCRIPT is the script's."""
+    options = together(
+        click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as in python -m."),
+        click.argument("script", required=required),
+        click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
+    )
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def called(is_module: bool, script: str | None, arguments: Any, **given: Any) -> Any:
+            line = None if script is None else ScriptLine(script, arguments, is_module)
+            if line is not None:
+                line.check()
+            return command(line=line, **given)
+
+        return options(called)  # type: ignore[return-value]
+
+    return decorate
+
+
+json_option: Decorator = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table."
+)
+mode_option: Decorator = click.option(
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    help="min if less is better, else max. Default for a loss: min.",
+)
+model_option: Decorator = click.option(
+    "--model",
+    "module",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Which model, if a session prepared several: 0 is the first.",
+)
+
+
+def seconds_option(name: str, field: str, default: float, help: str) -> Decorator:
+    kind = click.FloatRange(min=1)
+    details: dict[str, Any] = {"show_default": True, "metavar": "SECONDS", "help": help}
+    return click.option(name, field, default=default, type=kind, **details)
+
+
+def count_option(
+    name: str, field: str, default: int | None, metavar: str, help: str, *, least: int = 1
+) -> Decorator:
+    """An option whose value is a whole number of at least `least`."""
+    details: dict[str, Any] = {"show_default": default is not None, "metavar": metavar}
+    kind = click.IntRange(min=least)
+    return click.option(name, field, default=default, type=kind, help=help, **details)
+
+
+class NewFile(click.Path):
+    """A file that a command writes, in a directory that exists."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.absolute().parent.is_dir():
+            name = "the file" if param is None else param.opts[-1]
+            raise LaunchError(
+                f"{name} {value}; its directory does not exist; name a file in an existing one"
+            )
+        return path
+
+
+def html_option(help: str) -> Decorator:
+    return click.option("--html", type=NewFile(), metavar="FILE", help=help)
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write a file that the user named. Raises `LaunchError`."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"{option} {path}; it cannot be written ({error.strerror}); name another file"
+        ) from error
+
+
+def keep_option(contents: str) -> Decorator:
+    kind, help = click.Path(file_okay=False), f"Keep {contents} in this new directory."
+    return click.option("--keep", type=kind, metavar="DIR", help=help)
+
+
+@contextmanager
+def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
+    """A temporary folder, or the new or empty directory `keep`, which stays. SIGTERM and SIGHUP
+    raise an exception within, so that leaving the block ends its processes. Raises
+    `LaunchError`."""
+    if keep is None:
+        with ended_by_signals(), locked_folder(prefix) as folder:
+            yield folder
+        return
+    path = Path(keep).absolute()
+    if path.exists() and any(path.iterdir()):
+        raise LaunchError(
+            f"--keep {keep}; the directory is not empty, and what is kept goes to an empty one;"
+            " name another, or remove it"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    with ended_by_signals():
+        yield path
+
+
+class ScriptCommand(click.Command):
+    """A command whose options come before SCRIPT. It names options after SCRIPT, and prints the
+    corrected command line."""
+
+    def __init__(self, *arguments: Any, uses_lockstep: bool = True, **settings: Any) -> None:
+        """`uses_lockstep`: the scripts of this command do."""
+        settings["context_settings"] = {"allow_interspersed_args": False}
+        super().__init__(*arguments, **settings)
+        self._imports = "lockstep" if uses_lockstep else None
+
+    def options(self) -> dict[str, click.Option]:
+        """Return the options of the command by their names."""
+        options = (each for each in self.params if isinstance(each, click.Option))
+        return {name: option for option in options for name in option.opts}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given, options = list(args), self.options()
+        start = _script_index(given, options)
+
+        def told(names: Collection[str], if_meant: str = "") -> str:
+            after = given[start] if start < len(given) else "SCRIPT"
+            verb, what = ("comes", "it is an argument of the script")
+            if len(names) > 1:
+                verb, what = ("come", "they are arguments of the script")
+            words = shlex.join(before_script(given, options, names))
+            return (
+                f"{', '.join(sorted(names))} {verb} after {after}, so {what}{if_meant or '; '}"
+                f"write: {ctx.command_path} {words}"
+            )
+
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            opts = error.param.opts if error.param is not None else ()
+            missing = {argument.partition("=")[0] for argument in given}.intersection(opts)
+            if not missing:
+                raise
+            raise click.UsageError(told(missing), ctx) from error
+        script, arguments = ctx.params.get("script"), ctx.params.get("arguments", ())
+        if script in options:
+            raise click.UsageError(told([script]), ctx)
+        for name, option in options.items():
+            values = ctx.params.get(option.name or "")
+            for value in values if isinstance(values, tuple) else (values,):
+                if isinstance(value, str) and value in options and name == option.opts[0]:
+                    raise click.UsageError(
+                        f"{name} takes a value, and {value} follows, which is an option; give"
+                        f" {name} its value",
+                        ctx,
+                    )
+        if script is None or given[:start][-1:] == ["--"] or ctx.params.get("is_module"):
+            return rest
+        if names := misplaced(options, arguments, script, imports=self._imports):
+            say(
+                "lockstep: warning: "
+                + told(names, ", which does not mention it; if it is for lockstep, ")
+            )
+        return rest
+
+
+class PlansCommand(ScriptCommand):
+    """A command whose `--plans` takes several values. Arguments between SCRIPT and `--plans` are
+    the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = {name for name, option in self.options().items() if option.is_flag}
+        return super().parse_args(ctx, rearranged(args, {*flags, "-h", "--help"}))
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["SCRIPT [ARGS]... --plans PLAN... [OPTIONS]"]
+
+
+def before_script(
+    given: Sequence[str], options: dict[str, click.Option], names: Collection[str]
+) -> list[str]:
+    """Return the arguments of a command line with the options `names`, and their values, moved
+    before SCRIPT."""
+    start = _script_index(given, options)
+    moved: list[str] = []
+    kept: list[str] = []
+    after = iter(given[start:])
+    for argument in after:
+        name, equals, _ = argument.partition("=")
+        (moved if name in names else kept).append(argument)
+        if name in names and not equals and not options[name].is_flag:
+            moved += [value for value in [next(after, None)] if value is not None]
+    return [*(each for each in given[:start] if each != "--"), *moved, *kept]
+
+
+def _script_index(given: Sequence[str], options: dict[str, click.Option]) -> int:
+    """Return the index of the first argument that is neither an option nor an option's value."""
+    index = 0
+    while index < len(given) and given[index].startswith("-"):
+        if given[index] == "--":
+            return index + 1
+        option = options.get(given[index])
+        index += 1 if option is None or option.is_flag else 2
+    return index
+
+
+def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return `args` with the options first, a `--plans` before each plan, then the script and its
+    arguments, with the `--` that was given before it. `flags`: options without a value."""
+    own, rest = _leading_options(args, 0, flags)
+    script, after = args[rest : rest + 1], list(args[rest + 1 :])
+    if list(args[:rest][-1:]) == ["--"]:
+        script = ["--", *script]
+    if "--plans" not in own:
+        heads = [argument.partition("=")[0] for argument in after]
+        start = heads.index("--plans") if "--plans" in heads else len(after)
+        more, stop = _leading_options(after, start, flags)
+        if stop < len(after):
+            raise LaunchError(
+                f"{after[stop]!r} after --plans is no plan; a plan is KEY=VALUE[,KEY=VALUE...], and"
+                " SCRIPT's arguments come before --plans; write for example --plans replicate=2"
+                " shard=2"
+            )
+        own, after = own + more, after[:start]
+    return [*own, *script, *after]
+
+
+def _leading_options(
+    args: Sequence[str], index: int, flags: Collection[str]
+) -> tuple[list[str], int]:
+    """Return the options that begin at `index`, and the index behind them."""
+    own: list[str] = []
+    while index < len(args) and args[index].startswith("-"):
+        option, index = args[index], index + 1
+        if option == "--":
+            break
+        if option == "--plans":
+            first = index
+            while index < len(args) and "=" in args[index] and not args[index].startswith("-"):
+                own += ["--plans", args[index]]
+                index += 1
+            if index == first:
+                follows = repr(args[first]) if first < len(args) else "nothing"
+                raise LaunchError(
+                    f"--plans is followed by {follows}, which is no plan; a plan is"
+                    " KEY=VALUE[,KEY=VALUE...], such as replicate=2"
+                )
+        elif option in flags or "=" in option:
+            own.append(option)
+        else:
+            own += [option, *args[index : index + 1]]
+            index += 1
+    return own, index
