@@ -274,8 +274,8 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["slurm", "--time", "10", "-o", "missing/train.sh", "train.py"],
             (
-                "LaunchError: -o missing/train.sh cannot be written (No such file or directory); "
-                "it takes the path of a file; name another one"
+                "LaunchError: -o missing/train.sh; its directory does not exist; name a file in an "
+                "existing one"
             ),
         ),
         (

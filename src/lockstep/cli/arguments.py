@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from lockstep.base.errors import LaunchError, say
+from lockstep.base.foreign_files import open_named
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
 from lockstep.scripts.line import ScriptLine, misplaced
@@ -150,9 +151,34 @@ def write_file(option: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        raise unwritable(option, path, error) from error
+
+
+def unwritable(option: str, path: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"{option} {path} cannot be written ({error.strerror}); name another file")
+
+
+def check_output(path: Path, what: str, is_old: Callable[[bytes], bool]) -> None:
+    """Raise `LaunchError` if `-o` cannot be written, or would overwrite another file than an old
+    one of the same kind. `is_old`: tells that from the file's first bytes."""
+    try:
+        if path.is_dir():
+            raise LaunchError(f"-o {path} is a directory; a {what} is one file; name a file in it")
+        if not path.absolute().parent.is_dir():
+            raise LaunchError(
+                f"-o {path}; its directory does not exist; name a file in an existing one"
+            )
+        with open(open_named(path), "rb") as file:
+            beginning = file.read(300)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unwritable("-o", path, error) from error
+    if not is_old(beginning):
         raise LaunchError(
-            f"{option} {path}; it cannot be written ({error.strerror}); name another file"
-        ) from error
+            f"-o {path} exists and is no {what}; only a {what} is overwritten; name another file,"
+            " or remove it"
+        )
 
 
 def keep_option(contents: str) -> Decorator:

@@ -53,21 +53,17 @@ def _compare_options(
 ) -> CompareOptions | None:
     from lockstep.audit.run import CompareOptions
 
-    if compare is None and global_batch is None and per_rank_batch is None:
-        return None
-    if compare is None or global_batch is None or per_rank_batch is None:
-        given = {
-            "--compare": compare,
-            "--global-batch": global_batch,
-            "--per-rank-batch": per_rank_batch,
-        }
-        missing = [name for name, value in given.items() if value is None]
-        raise LaunchError(
-            f"without {', '.join(missing)}; --compare, --global-batch and --per-rank-batch go"
-            " together; give all three"
+    if compare is not None and global_batch is not None and per_rank_batch is not None:
+        return CompareOptions(
+            processes=compare, global_batch=global_batch, per_rank_batch=per_rank_batch
         )
-    return CompareOptions(
-        processes=compare, global_batch=global_batch, per_rank_batch=per_rank_batch
+    given = {"compare": compare, "global-batch": global_batch, "per-rank-batch": per_rank_batch}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    raise LaunchError(
+        f"without {', '.join(missing)}; --compare, --global-batch and --per-rank-batch go together;"
+        " give all three"
     )
 
 
@@ -101,11 +97,12 @@ def _compare_options(
         " step with one process."
     ),
 )
-@click.option(
+@count_option(
     "--global-batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="With --compare: samples of a step on all processes together.",
+    "global_batch",
+    None,
+    "N",
+    "With --compare: samples of a step on all processes together.",
 )
 @click.option(
     "--per-rank-batch",
@@ -187,58 +184,42 @@ def command(
 
 def show(audit: Audit) -> None:
     """Print the findings with their laws and remedies, then what is right and what was not seen."""
+    from rich.table import Table
     from rich.text import Text
 
     console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
 
-    def say_wrapped(text: str, indent: str = "") -> None:
-        filled = fill(
+    def wrapped(text: str, indent: str = "") -> str:
+        following = f"{indent}   "
+        return fill(
             text,
             console.width,
             initial_indent=indent,
-            subsequent_indent=f"{indent}   ",
+            subsequent_indent=following,
             break_long_words=False,
         )
-        console.print(Text(filled), soft_wrap=True)
 
-    good = audit.passed and not audit.error
-    console.print(
-        Text.assemble(
-            f"{audit.script}: {audit.extent}: ", (audit.verdict, "green" if good else "red")
-        )
-    )
+    def say(text: str | Text, style: str = "") -> None:
+        console.print(text if isinstance(text, Text) else Text(text, style), soft_wrap=True)
+
+    style = "green" if audit.passed and not audit.error else "red"
+    say(Text.assemble(f"{audit.script}: {audit.extent}: ", (audit.verdict, style)))
     if audit.findings:
-        console.print(_table(audit))
+        table = Table(title_justify="left")
+        for name in ("", "finding", "line", "evidence"):
+            table.add_column(name, justify="left" if name else "right", overflow="fold")
+        for number, finding in enumerate(audit.findings, 1):
+            table.add_row(*map(Text, (str(number), finding.title, finding.line, finding.evidence)))
+        console.print(table)
     for number, finding in enumerate(audit.findings, 1):
-        console.print(
-            Text(
-                f"{number}. {finding.title}{f' ({finding.line})' if finding.line else ''}",
-                style="bold",
-            )
-        )
+        where = f" ({finding.line})" if finding.line else ""
+        say(f"{number}. {finding.title}{where}", "bold")
         for text, is_code in _paragraphs(finding):
-            if is_code:
-                console.print(Text(f"{'':9}{text}"), soft_wrap=True)
-            else:
-                say_wrapped(text, "   ")
+            say(f"{'':9}{text}" if is_code else wrapped(text, "   "))
     for line in _lines(audit):
-        say_wrapped(line)
+        say(wrapped(line))
     if audit.error:
-        console.print(
-            Text(f"the script failed (exit status {audit.status}):\n{audit.error}"), soft_wrap=True
-        )
-
-
-def _table(audit: Audit) -> object:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title_justify="left")
-    for name in ("", "finding", "line", "evidence"):
-        table.add_column(name, justify="left" if name else "right", overflow="fold")
-    for number, finding in enumerate(audit.findings, 1):
-        table.add_row(*map(Text, (str(number), finding.title, finding.line, finding.evidence)))
-    return table
+        say(f"the script failed (exit status {audit.status}):\n{audit.error}")
 
 
 def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:

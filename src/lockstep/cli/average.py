@@ -26,7 +26,7 @@ from lockstep.checkpoint.averaging import (
 )
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safetensors
-from lockstep.cli.arguments import json_option, launch_option
+from lockstep.cli.arguments import json_option, launch_option, mode_option, model_option
 from lockstep.cli.evaluate import Metrics, measure
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
 from lockstep.cli.target import Target, reachable
@@ -35,6 +35,7 @@ from lockstep.recipe.parameters import saved_values, split_assignment
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import ended_by_signals
 from lockstep.search.request import direction_of
+from lockstep.search.summary import aligned
 
 METADATA = "lockstep.average"
 """Key in the header of the file: JSON with each run and its part."""
@@ -78,11 +79,7 @@ class _AveragedRun:
     help="Keep only runs that improve the average, by --evaluate and --metric.",
 )
 @click.option("--metric", default="loss", show_default=True, help="The metric of --greedy.")
-@click.option(
-    "--mode",
-    type=click.Choice(["min", "max"]),
-    help="min if less is better, else max. Default for a loss: min.",
-)
+@mode_option
 @launch_option("nproc")
 @launch_option("plan")
 @launch_option("share_devices")
@@ -93,13 +90,7 @@ class _AveragedRun:
         " each."
     ),
 )
-@click.option(
-    "--model",
-    "module",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Which model, if a session prepared several.",
-)
+@model_option
 @json_option
 @click.argument("sources", nargs=-1, required=True, metavar="RUN...")
 def command(
@@ -150,15 +141,8 @@ def command(
 def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list[float]:
     """Return the part of each run; they add up to 1. Raises `LaunchError`, `CheckpointError`."""
     given = context.params
-    needs = {
-        "greedy": "line",
-        "nproc": "line",
-        "plan": "line",
-        "share_devices": "line",
-        "set": "line",
-        "metric": "greedy",
-        "mode": "greedy",
-    }
+    needs = dict.fromkeys(("greedy", "nproc", "plan", "share_devices", "set"), "line")
+    needs |= dict.fromkeys(("metric", "mode"), "greedy")
     for name, needed in needs.items():
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and not given[needed]:
             flag = "--evaluate SCRIPT" if needed == "line" else "--greedy"
@@ -235,14 +219,13 @@ def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Pat
         return *saved_model(at, module), None
     found = final_model(at, module)
     if found is None:
-        has = (
-            f"give its newest checkpoint, {at.run / 'checkpoints' / str(at.names[-1])}"
-            if at.names
-            else "leave it out"
-        )
+        remedy = "leave it out"
+        if at.names:
+            newest = at.run / "checkpoints" / str(at.names[-1])
+            remedy = f"give its newest checkpoint, {newest}"
         raise CheckpointError(
-            f"{source} has no final model, which ls.train writes at its end; only trained models "
-            f"are averaged; {has}"
+            f"{source} has no final model, which ls.train writes at its end; only trained models"
+            f" are averaged; {remedy}"
         )
     return *found, at.run / MODEL
 
@@ -252,20 +235,16 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
     try:
         check_alike(first.member, other.member)
     except CheckpointError as error:
-        names = [
-            name
-            for name in first.parameters | other.parameters
-            if first.parameters.get(name) != other.parameters.get(name)
-        ]
+        one, two = first.parameters, other.parameters
+        names = [name for name in one | two if one.get(name) != two.get(name)]
         if not names:
             raise
-        one, two = (
-            ", ".join(f"{name}={run.parameters.get(name)}" for name in names)
+        started = [
+            f"{run.name} was started with "
+            + ", ".join(f"{name}={run.parameters.get(name)}" for name in names)
             for run in (first, other)
-        )
-        raise CheckpointError(
-            f"{error} ({first.name} was started with {one}, {other.name} with {two})"
-        ) from None
+        ]
+        raise CheckpointError(f"{error} ({' and '.join(started)})") from None
 
 
 def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,22 +380,16 @@ def _row(run: _AveragedRun) -> dict[str, Any]:
 
 def _print_table(runs: Sequence[_AveragedRun], metrics: Metrics | None) -> None:
     names = list(metrics or {})
+
+    def texts(found: Metrics | None) -> list[str]:
+        values = [(found or {}).get(name) for name in names]
+        return ["nan" if value is None else f"{value:.6g}" for value in values]
+
     rows = [["run", "weight", *names]]
-    rows += [
-        [
-            run.name,
-            f"{run.member.weight:.4g}" if run.member.weight else "left out",
-            *_texts(run.metrics, names),
-        ]
-        for run in runs
-    ]
+    for run in runs:
+        weight = run.member.weight
+        rows.append([run.name, f"{weight:.4g}" if weight else "left out", *texts(run.metrics)])
     if metrics is not None:
-        rows.append(["average", "", *_texts(metrics, names)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        show("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _texts(metrics: Metrics | None, names: Sequence[str]) -> list[str]:
-    values = [(metrics or {}).get(name) for name in names]
-    return ["nan" if value is None else f"{value:.6g}" for value in values]
+        rows.append(["average", "", *texts(metrics)])
+    for line in aligned(rows, left=len(rows[0])):
+        show(line)

@@ -27,17 +27,12 @@ from lockstep.checkpoint.saved_model import (
 )
 from lockstep.checkpoint.storage import CheckpointName
 from lockstep.checkpoint.tensor_shards import FileLayout, TensorShard
+from lockstep.cli.arguments import model_option
 from lockstep.cli.target import Target, best_of, fingerprint, reachable
 
 
 @click.command("export")
-@click.option(
-    "--model",
-    "module",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Which model, if a session prepared several: 0 is the first.",
-)
+@model_option
 @click.option(
     "--format",
     "form",
@@ -87,13 +82,9 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
             "configuration of models that have one, such as those of transformers; leave --format "
             "out, or call ls.export_pretrained with the model"
         )
-    if folder.exists():
-        raise CheckpointError(
-            f"{folder} is there already; nothing is overwritten; name another, or remove it"
-        )
-    with tempfile.TemporaryDirectory(
-        dir=folder.absolute().parent, prefix=f".{folder.name}-"
-    ) as temporary:
+    _check_new(folder)
+    parent = folder.absolute().parent
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{folder.name}-") as temporary:
         made = Path(temporary, "made")
         made.mkdir()
         with reachable(str(run / CONFIGURATION)):
@@ -159,14 +150,18 @@ def export_pretrained(source: str, folder: str, model: Any, *, best: bool = Fals
             f"export_pretrained of a {type(built).__name__}, without save_pretrained; lockstep"
             " export writes its weights"
         )
-    if Path(folder).exists():
-        raise CheckpointError(
-            f"{folder} is there already; nothing is overwritten; name another, or remove it"
-        )
+    _check_new(Path(folder))
     with locked_folder() as temporary:
         path = temporary / MODEL
         export(source, path, best=best)
         built.save_pretrained(folder, state_dict=load_file(path))
+
+
+def _check_new(path: Path) -> None:
+    if path.exists():
+        raise CheckpointError(
+            f"{path} is there already; nothing is overwritten; name another, or remove it"
+        )
 
 
 def check_out(path: Path) -> None:
@@ -176,10 +171,7 @@ def check_out(path: Path) -> None:
             f"OUT is {str(path)!r}; models are exported as safetensors; name it "
             f"{path.stem or 'model'}.safetensors"
         )
-    if path.exists():
-        raise CheckpointError(
-            f"{path} is there already; nothing is overwritten; name another, or remove it"
-        )
+    _check_new(path)
     if not path.absolute().parent.is_dir():
         raise CheckpointError(f"{path}: its folder does not exist; name a file in an existing one")
 
@@ -214,18 +206,14 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
     if at.run is None or result is None or "fingerprint" not in result:
         return None
     _choose([0], module)
-    path = at.run / MODEL
     try:
         model = read_final_model(at.run)
-        why = (
-            ""
-            if fingerprint(model) == result["fingerprint"]
-            else "its fingerprint is not that of result.json"
-        )
+        if fingerprint(model) != result["fingerprint"]:
+            raise DamagedError("its fingerprint differs from the one in result.json")
     except DamagedError as error:
-        why = str(error)
-    if why:
-        raise CheckpointError(f"{path} is damaged: {why}; export a checkpoint of the run by name")
+        raise CheckpointError(
+            f"{at.run / MODEL} is damaged: {error}; export a checkpoint of the run by name"
+        ) from None
     return model, f"step {result.get('steps')}, the end of the run"
 
 

@@ -12,8 +12,8 @@ import click
 
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.files import write_atomically
-from lockstep.base.foreign_files import open_named
 from lockstep.base.foreign_text import show
+from lockstep.cli.arguments import check_output, unwritable
 from lockstep.logging.run_files import is_there
 from lockstep.report.page import GENERATOR, report_page
 from lockstep.report.reader import read_runs
@@ -64,17 +64,12 @@ def command(
         raise LaunchError(
             f"{searches[0]} is the folder of a search, which has its own report; give it alone"
         )
-    path = Path(
-        output
-        if output is not None
-        else "report.html"
-        if len(run_dirs) > 1
-        else Path(run_dirs[0]) / "report.html"
-    )
+    path = Path("report.html" if len(run_dirs) > 1 else Path(run_dirs[0]) / "report.html")
+    path = path if output is None else Path(output)
     makes_page = output is not None or not as_json
     data, lines, make = _of_search(Path(searches[0]), storage) if searches else _of_runs(run_dirs)
     if makes_page:
-        _check(path)
+        check_output(path, "report", lambda old: GENERATOR.encode() in old)
     show(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
     if makes_page:
         # names of folders may be any bytes
@@ -82,7 +77,7 @@ def command(
         try:
             write_atomically(path, text)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable("-o", path, error) from error
         (say if as_json else show)(f"{path} ({len(text) / 1000:,.0f} kB)")
     return 0
 
@@ -107,33 +102,4 @@ def _of_search(folder: Path, storage: str | None) -> Report:
         {**results.as_json(), "importance": importance},
         lines,
         lambda made: search_page(results, importance, made),
-    )
-
-
-def _check(path: Path) -> None:
-    """Raise `LaunchError` if the page cannot be written, or would overwrite another file."""
-    try:
-        if path.is_dir():
-            raise LaunchError(f"-o {path} is a directory; a report is one file; name a file in it")
-        if not path.absolute().parent.is_dir():
-            raise LaunchError(
-                f"-o {path}; its directory does not exist; name a file in an existing one"
-            )
-        with open(open_named(path), "rb") as file:
-            is_a_report = GENERATOR.encode() in file.read(300)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    if not is_a_report:
-        raise LaunchError(
-            f"-o {path} exists and is no report; only a report is overwritten; name another file, "
-            "or remove it"
-        )
-
-
-def _unwritable(path: Path, error: OSError) -> LaunchError:
-    return LaunchError(
-        f"-o {path} cannot be written ({error.strerror}); it takes a new file or an old report; "
-        "name another file"
     )

@@ -16,11 +16,11 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.system import shell_words
 from lockstep.base.units import seconds
 from lockstep.cli import run as run_command
-from lockstep.cli.arguments import count_option
+from lockstep.cli.arguments import check_output, count_option, write_file
 from lockstep.launch.slurm import BatchScript, follow, submit
 from lockstep.scripts.line import check_script
 
-_BEGINS = "#!/bin/bash\n#SBATCH "
+_BEGINS = b"#!/bin/bash\n#SBATCH "
 """The beginning of every batch script."""
 
 
@@ -118,7 +118,8 @@ def command(
     name = Path(script).stem if name is None else name
     text = _job(name=name, script=script, arguments=arguments, run=given, **job).text()
     if output is not None:
-        _write(Path(output), text)
+        check_output(Path(output), "batch script", lambda old: old.startswith(_BEGINS))
+        write_file("-o", Path(output), text)
     elif not is_sent:
         click.echo(text, nl=False)
     return _send(text, name) if is_sent else 0
@@ -156,23 +157,6 @@ def _job(*, name: str, signal_before: str, sbatch: Sequence[str], **given: Any) 
         sbatch=sbatch,
         **given,
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the batch script. Raises `LaunchError` if that fails, or would overwrite another kind
-    of file."""
-    try:
-        if path.exists() and not path.read_bytes().startswith(_BEGINS.encode()):
-            raise LaunchError(
-                f"-o {path} exists and is no batch script; only a batch script is overwritten; "
-                "name another file, or remove it"
-            )
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(
-            f"-o {path} cannot be written ({error.strerror}); it takes the path of a file; name "
-            "another one"
-        ) from error
 
 
 def _send(text: str, name: str) -> int:

@@ -167,7 +167,7 @@ class Spare:
 
 
 @dataclass(slots=True)
-class _Worker:
+class LaunchedWorker:
     files: WorkerFiles
     process: WorkerProcess
     returncode: int | None = None
@@ -209,7 +209,7 @@ class WorkerProcesses:
         self.folder = folder
         self._name = name
         self._signals = signals
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, LaunchedWorker] = {}
         self._is_shutting_down = False
 
     def add(self, rank: int, start: Start, environment: Mapping[str, str], **told: bool) -> int:
@@ -218,7 +218,7 @@ class WorkerProcesses:
         files = self._files_of(rank)
         with self.connections.opened(rank) as channel:
             process = start({**environment, **_variables(files, channel=channel, **told)})
-        self._workers[rank] = _Worker(files, process)
+        self._workers[rank] = LaunchedWorker(files, process)
         return process.pid
 
     def replace(
@@ -232,7 +232,7 @@ class WorkerProcesses:
         if spare is None:
             self.add(rank, start, environment, is_replacement=True)
         else:
-            self._workers[rank] = _Worker(files, spare.process)
+            self._workers[rank] = LaunchedWorker(files, spare.process)
             self.connections.use(rank, spare.channel)
             spare.become({**environment, **_variables(files, is_replacement=True)})
         self.connections.note_replacement(rank)
@@ -427,7 +427,7 @@ class WorkerProcesses:
             if worker.failure is None and not (worker.is_stopped or worker.is_preempted):
                 worker.failure = _failure(rank, worker)
 
-    def _note_end(self, worker: _Worker, returncode: int) -> None:
+    def _note_end(self, worker: LaunchedWorker, returncode: int) -> None:
         """Note whether a worker that has just ended was preempted or stopped. Kills its group now,
         because the group's id may later be another process's."""
         if returncode != 0 or worker.is_stopped:
@@ -464,7 +464,7 @@ def _variables(files: WorkerFiles, **told: Any) -> dict[str, str]:
     return {**start.variables(), STARTED_BY: str(files.stem), **torch_error}
 
 
-def _failure(rank: int, worker: _Worker) -> WorkerFailure | None:
+def _failure(rank: int, worker: LaunchedWorker) -> WorkerFailure | None:
     files, returncode = worker.files, worker.returncode
     record = FailureRecord.read(files.failure)
     if record is None and not returncode:
