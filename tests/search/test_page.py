@@ -14,8 +14,7 @@ from search.made_up import PARAMETERS, random_search, search, trial
 
 from lockstep.recipe.parameters import Parameter
 from lockstep.report.page import GENERATOR
-from lockstep.search.axes import end_scale, metric_scale, parameter_axes
-from lockstep.search.figures import shades
+from lockstep.search.figures import end_scale, metric_scale, parameter_axes, shades
 from lockstep.search.page import search_page
 from lockstep.search.results import SearchResults
 

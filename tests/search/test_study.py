@@ -440,8 +440,8 @@ def test_a_folder_whose_storage_has_lost_the_search_is_refused(
         with pytest.raises(
             LaunchError,
             match=(
-                r"^--run-dir .*search has the trials of a search, and .*search\.db has lost it; .*"
-                r" bring the"
+                r"^--run-dir .*search has the trials of a search, but the study is missing from"
+                r" .*search\.db; restore that storage"
             ),
         ):
             storage()
@@ -452,7 +452,7 @@ def test_the_folder_of_a_run_is_refused(storage: Open, tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").touch()
     with pytest.raises(
         LaunchError,
-        match=r"^--run-dir .*run holds a run; a search has a folder of its own; give another one$",
+        match=r"^--run-dir .*run holds a run; a search needs its own folder; give another one$",
     ):
         storage("run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]

@@ -3,6 +3,7 @@ ends."""
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import shutil
@@ -60,13 +61,8 @@ class Search:
         on_end: Callable[[int], None],
     ) -> None:
         """`processes`: of each trial. `on_end`: called with each ended trial's number."""
-        self._request, self._storage, self._server, self._processes, self._on_end = (
-            request,
-            storage,
-            server,
-            processes,
-            on_end,
-        )
+        self._request, self._storage, self._server = request, storage, server
+        self._processes, self._on_end = processes, on_end
         self.proposals = Proposals(request, storage)
         self._free = list(slots)
         self._running: dict[int, RunningTrial] = {}
@@ -77,9 +73,8 @@ class Search:
         self._ended_by: str | None = None
         self._signals = 0
         self._looked = self._claims_from = 0.0
-        self._until = (
-            None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
-        )
+        limit = math.inf if request.timeout_seconds is None else request.timeout_seconds
+        self._until = time.monotonic() + limit
         self._ends_early = False
 
     def run(self) -> str | None:
@@ -95,9 +90,9 @@ class Search:
                 for key, _ in self._selector.select(POLL_SECONDS):
                     if key.fileobj is self._server.channel:
                         self._on_ended()
-                    elif (
-                        running := self._running.get(key.data)
-                    ) is not None and running.channel is key.fileobj:
+                        continue
+                    running = self._running.get(key.data)
+                    if running is not None and running.channel is key.fileobj:
                         self._on_message(running)
                 self._end_in_time()
         if self._error is not None:
@@ -129,32 +124,36 @@ class Search:
         if done is not None:
             self._finish(claimed, done)
             return
-        is_probe = not self.proposals.are_known and (
-            claimed.number > 0 or self.proposals.need_probe
-        )
+        needs_values = claimed.number > 0 or self.proposals.need_probe
+        is_probe = needs_values and not self.proposals.are_known
         self._start(claimed, self._free.pop(0), is_probe=is_probe)
 
     def _start(self, claimed: ClaimedTrial, slot: TrialSlot, *, is_probe: bool) -> None:
         folder = self._storage.run_dir(claimed.number)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ENDING).unlink(missing_ok=True)
+        is_member = self._request.sampler == "pbt" and not is_probe
         request = TrialRequest(
             calls="train" if is_probe else "install",
             metric=self._request.metric,
             can_be_pruned=self._request.pruner != "none",
-            until=(
-                self.proposals.population.until(claimed.number)
-                if self._is_member(is_probe)
-                else None
-            ),
+            until=self.proposals.population.until(claimed.number) if is_member else None,
         )
+        options = self._options(claimed, is_probe=is_probe)
+        if is_member:
+            self._go_on_from_parent(claimed)
+            options = replace(
+                options,
+                save_every=str(self.proposals.population.segment),
+                allow_change=options.allow_change | CHANGEABLE,
+            )
         launch = LaunchRequest(
             number=claimed.number,
             folder=str(folder.absolute()),
             line=self._request.line.words,
             processes=1 if is_probe else self._processes,
             max_restarts=0 if is_probe else self._request.launch.max_restarts,
-            options=self._options(claimed, is_probe=is_probe).to_environment(),
+            options=options.to_environment(),
             request=request.as_json(),
             environment=slot.variables(os.environ),
         )
@@ -167,21 +166,7 @@ class Search:
         values = {} if is_probe else self.proposals.values(claimed)
         assignments = (*given.set, *(f"{name}={value}" for name, value in values.items()))
         folder = str(self._storage.run_dir(claimed.number).absolute())
-        options = replace(
-            given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments
-        )
-        if not self._is_member(is_probe):
-            return options
-        self._go_on_from_parent(claimed)
-        return replace(
-            options,
-            save_every=str(self.proposals.population.segment),
-            allow_change=options.allow_change | CHANGEABLE,
-        )
-
-    def _is_member(self, is_probe: bool) -> bool:
-        """True for a population's trial with known parameters."""
-        return self._request.sampler == "pbt" and not is_probe
+        return replace(given, run_dir=folder, default_run_dir=None, resume="auto", set=assignments)
 
     def _go_on_from_parent(self, claimed: ClaimedTrial) -> None:
         """Copy the parent's checkpoint, unless the trial has one."""
@@ -292,7 +277,7 @@ class Search:
         self._server.signal(signal.SIGTERM)
 
     def _end_in_time(self) -> None:
-        if self._until is not None and time.monotonic() >= self._until and not self._ends_early:
+        if time.monotonic() >= self._until and not self._ends_early:
             say("lockstep: the time of the search is over; its trials save and end")
             self._ends_early = True
             self._ended_by = "--timeout"

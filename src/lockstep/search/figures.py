@@ -1,12 +1,15 @@
 """Figures of a search: the best value so far, the metric of each trial by step, parallel
-coordinates. Pure."""
+coordinates, and their axes. Pure."""
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any, TypeGuard
 
 from lockstep.pages.chart import (
     GRAIN,
@@ -23,18 +26,8 @@ from lockstep.pages.chart import (
 )
 from lockstep.pages.heatmap import RAMP
 from lockstep.pages.markup import Content, Html, element, joined, legend_key
-from lockstep.pages.scale import Scale, format_number, step_scale, time_scale
-from lockstep.search.axes import (
-    ParameterAxis,
-    beyond,
-    end_scale,
-    format_value,
-    is_number,
-    metric_scale,
-    parameter_axes,
-    place_on,
-    shorten,
-)
+from lockstep.pages.scale import Scale, format_number, nice_step, scale_of, step_scale, time_scale
+from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults, State, TrialResult
 
 _SHADES = len(RAMP) - 2
@@ -48,6 +41,19 @@ _NARROWEST_REM = 7.5
 """Smallest distance between two parallel axes."""
 _LONGEST_NAME = 24
 _STATE_COLOURS: dict[State, str] = {"pruned": "faint", "failed": "bad", "running": "live"}
+_LARGEST = 1e290
+_MOST_TICKS, _MOST_CHOICES = 6, 12
+_LONGEST_LABEL = 16
+_WITH_VALUE: tuple[State, ...] = ("complete", "pruned")
+_ENOUGH = 10
+"""Number of values from which on the worst ones may lie beyond the axis."""
+_USUAL = 0.9
+"""Share of the values that are always on the axis."""
+_FEWEST = 3
+"""Number of complete trials from which on their values alone decide what is on the axis."""
+_FAR = 5.0
+"""The axis ends before the worst value if that is this many times further from the best one than
+the usual ones."""
 
 
 def best_so_far(results: SearchResults) -> Html | None:
@@ -57,37 +63,40 @@ def best_so_far(results: SearchResults) -> Html | None:
     if not ended:
         return None
     began = min(
-        [moment for _, moment in ended]
-        + [trial.started for trial, _ in ended if is_number(trial.started)]
+        moment
+        for trial, ended_at in ended
+        for moment in (ended_at, trial.started)
+        if is_number(moment)
     )
     x_scale = time_scale(max(moment for _, moment in ended) - began)
     y_scale, values = end_scale(results)
-    placed = [
-        (trial, _mark_place(trial, moment - began, x_scale, y_scale, results.sign))
-        for trial, moment in ended
-    ]
+    worse = 1.0 if results.sign > 0 else 0.0
+    marks: list[Html] = []
+    for trial, moment in ended:
+        # a trial without a value is at the worse edge
+        height = _end_height(trial, y_scale)
+        path = polyline([(place_on(x_scale, moment - began), worse if height is None else height)])
+        has_value = trial.state == "failed" or is_number(trial.value)
+        kind = "trial mark" if has_value else "trial mark nan"
+        marks.append(trial_path(trial, kind, path, {}, results.best))
+        if trial.state == "pruned":
+            marks.append(element("path", kind="hole", d=path))
+    improved = results.best_over_time()
     steps = [
         (place_on(x_scale, moment - began), place_on(y_scale, value))
-        for moment, value, _ in results.best_over_time()
+        for moment, value, _ in improved
     ]
     line = element("path", kind="line", d=polyline(_stairs(steps)))
-    best = results.best
-    latest = None
+    told = [f"{format_number(value)} of trial {number}" for _, value, number in improved[-20:]]
+    latest, best = None, results.best
     if best is not None and best.value is not None:
         latest = element("span", format_number(best.value), kind="latest")
-    found = results.best_over_time()
-    told = "; ".join(
-        f"{format_number(value)} of trial {number}" for _, value, number in found[-20:]
-    )
     return _trial_figure(
         f"best {results.metric} so far, over time",
         [*_mark_legend(results), *_scale_notes(y_scale, values)],
-        [
-            drawing([grid(y_scale), *_trial_marks(placed, results.best), line]),
-            axis_labels(x_scale, "", y_scale),
-        ],
+        [drawing([grid(y_scale), *marks, line]), axis_labels(x_scale, "", y_scale)],
         kind="best-so-far",
-        spoken=f"best {results.metric} over time. {told or 'No trial is complete.'}",
+        spoken=f"best {results.metric} over time. {'; '.join(told) or 'No trial is complete.'}",
         lines=1,
         latest=latest,
     )
@@ -143,16 +152,8 @@ def parallel_coordinates(results: SearchResults) -> Html | None:
         f"M{coordinates((place / len(axes), 0.0))}v{-GRAIN}" for place in range(len(axes) + 1)
     )
     labels = [
-        _axis_head(
-            place / len(axes),
-            axis.name,
-            axis.ticks,
-            "logarithmic" if axis.scale is not None and axis.scale.logarithmic else "",
-        )
+        _axis_head(place / len(axes), axis.name, axis.ticks, axis.remark)
         for place, axis in enumerate(axes)
-    ]
-    ticks = [
-        (scale.position(tick), label) for tick, label in zip(scale.ticks, scale.labels, strict=True)
     ]
     better = "smaller is better" if results.sign > 0 else "larger is better"
     names = ", ".join(axis.name for axis in axes)
@@ -160,7 +161,7 @@ def parallel_coordinates(results: SearchResults) -> Html | None:
         "div",
         drawing([*layers, element("path", kind="axis", d=bars)]),
         labels,
-        _axis_head(1.0, results.metric, ticks, better),
+        _axis_head(1.0, results.metric, _ticks_of(scale), better),
         kind="axes",
         style=f"min-width:{_NARROWEST_REM * len(axes)}rem",
     )
@@ -280,39 +281,18 @@ def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
     ]
 
 
-def _mark_place(
-    trial: TrialResult, seconds: float, x_scale: Scale, y_scale: Scale, sign: float
-) -> Point:
-    """Return the place of a trial's mark: at the worse edge if it has no value."""
-    worse = 1.0 if sign > 0 else 0.0
+def _end_height(trial: TrialResult, scale: Scale) -> float | None:
+    """Return the height of a trial's value at its end; None without one."""
     has_value = trial.state != "failed" and is_number(trial.value)
-    return place_on(x_scale, seconds), place_on(y_scale, trial.value) if has_value and is_number(
-        trial.value
-    ) else worse
-
-
-def _trial_marks(
-    placed: Sequence[tuple[TrialResult, Point]], best: TrialResult | None
-) -> list[Html]:
-    found = []
-    for trial, place in placed:
-        kind = (
-            "trial mark" if trial.state == "failed" or is_number(trial.value) else "trial mark nan"
-        )
-        found.append(trial_path(trial, kind, polyline([place]), {}, best))
-        if trial.state == "pruned":
-            found.append(element("path", kind="hole", d=polyline([place])))
-    return found
+    return place_on(scale, trial.value) if has_value and is_number(trial.value) else None
 
 
 def _stairs(steps: Sequence[Point]) -> list[Point]:
     """Return the corners of a line that keeps each value until the next one."""
-    ends = [x for x, _ in steps[1:]] + [1.0]
-    return (
-        [corner for (x, y), end in zip(steps, ends, strict=True) for corner in ((x, y), (end, y))]
-        if steps
-        else []
-    )
+    ends = [x for x, _ in steps[1:]] + [1.0] * bool(steps)
+    return [
+        corner for (x, y), end in zip(steps, ends, strict=True) for corner in ((x, y), (end, y))
+    ]
 
 
 def _mark_legend(results: SearchResults) -> list[Html]:
@@ -355,12 +335,9 @@ def _axis_places(
     trial: TrialResult, axes: Sequence[ParameterAxis], scale: Scale
 ) -> list[Point | None]:
     """Return the trial's places on all axes. None: it has no such parameter, or no value."""
-    heights = [
-        axis.position(trial.parameters[axis.name]) if axis.name in trial.parameters else None
-        for axis in axes
-    ]
-    has_value = trial.state != "failed" and is_number(trial.value)
-    heights.append(place_on(scale, trial.value) if has_value and is_number(trial.value) else None)
+    given = trial.parameters
+    heights = [axis.position(given[axis.name]) if axis.name in given else None for axis in axes]
+    heights.append(_end_height(trial, scale))
     return [
         None if height is None else (place / len(axes), height)
         for place, height in enumerate(heights)
@@ -380,3 +357,153 @@ def _axis_head(
         for height, label in ticks
     ]
     return [head, *marks]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterAxis:
+    """An axis of parallel coordinates."""
+
+    name: str
+    ticks: tuple[tuple[float, str], ...]
+    """Position, from 0 to 1, and label of each."""
+    scale: Scale | None = None
+    """None: its values are choices."""
+    choices: tuple[Value, ...] = ()
+
+    @property
+    def remark(self) -> str:
+        return "logarithmic" if self.scale is not None and self.scale.logarithmic else ""
+
+    def position(self, value: Value) -> float | None:
+        """Return the value's position, from 0 to 1. None if it has none."""
+        if self.scale is not None:
+            is_inside = is_number(value) and self.scale.low <= value <= self.scale.high
+            return self.scale.position(float(value)) if is_inside else None  # type: ignore[arg-type]
+        places = [place for place, each in enumerate(self.choices) if _same(each, value)]
+        return (places[0] + 0.5) / len(self.choices) if places else None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """True for a number that can be drawn: finite, and not so large that differences overflow."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def metric_scale(values: Sequence[float], sign: float) -> Scale:
+    """Return the axis of the metric. A few values that are far worse than the others are beyond it.
+    `sign`: -1 if a larger value is better."""
+    ordered = sorted(values, key=lambda value: sign * value)
+    if len(ordered) >= _ENOUGH:
+        best, usual = ordered[0], ordered[int(_USUAL * (len(ordered) - 1))]
+        span = abs(usual - best)
+        if abs(ordered[-1] - best) > _FAR * span > 0:
+            ordered = [value for value in ordered if abs(value - best) <= 1.5 * span]
+    return scale_of(ordered)
+
+
+def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
+    """Return the axis of the values at the end of trials, and these values. Those of pruned trials
+    may be beyond it."""
+    values = {
+        state: [
+            each.value for each in results.trials if each.state == state and is_number(each.value)
+        ]
+        for state in _WITH_VALUE
+    }
+    everything = [value for each in values.values() for value in each]
+    complete = values["complete"]
+    shown = complete if len(complete) >= _FEWEST else everything
+    return metric_scale(shown, results.sign), everything
+
+
+def place_on(scale: Scale, value: float) -> float:
+    """Return a value's position, from 0 to 1: the end of the axis for those beyond it."""
+    return min(1.0, max(0.0, scale.position(min(scale.high, max(scale.low, value)))))
+
+
+def beyond(scale: Scale, values: Sequence[float]) -> int:
+    """Return the number of values that are not on the axis."""
+    return sum(not scale.low <= value <= scale.high for value in values)
+
+
+def parameter_axes(results: SearchResults) -> list[ParameterAxis]:
+    """Return an axis for each parameter that differs between trials, or could."""
+    declared = {parameter.name: parameter for parameter in results.parameters}
+    found = []
+    for name in results.varied:
+        values = [trial.parameters[name] for trial in results.trials if name in trial.parameters]
+        found.append(_axis(name, declared.get(name), values))
+    return found
+
+
+def _axis(name: str, parameter: Parameter | None, values: Sequence[Value]) -> ParameterAxis:
+    choices = parameter.choices if parameter is not None else ()
+    bounds = [] if parameter is None else [parameter.low, parameter.high]
+    bounds = [] if None in bounds else bounds
+    numbers = [value for value in (*bounds, *values) if is_number(value)]
+    if choices or not numbers or (not bounds and len(numbers) < len(values)):
+        return _axis_of_choices(name, choices, values)
+    low, high = min(numbers), max(numbers)
+    logarithmic = parameter is not None and parameter.log and low > 0
+    if logarithmic:
+        ticks = _powers(low, high)
+        low, high = (low / 2, high * 2) if low == high else (low, high)
+    else:
+        ticks = _multiples(low, high, whole=all(isinstance(value, int) for value in numbers))
+        apart = abs(low) or 1.0
+        low, high = (low - apart, high + apart) if low == high else (low, high)
+    scale = Scale(low, high, logarithmic, tuple(ticks), tuple(map(format_number, ticks)))
+    return ParameterAxis(name, _ticks_of(scale), scale)
+
+
+def _ticks_of(scale: Scale) -> tuple[tuple[float, str], ...]:
+    """Return the position and the label of each tick."""
+    return tuple(zip(map(scale.position, scale.ticks), scale.labels, strict=True))
+
+
+def _axis_of_choices(name: str, choices: Sequence[Value], values: Sequence[Value]) -> ParameterAxis:
+    known = list(choices)
+    for value in values:
+        if not any(_same(each, value) for each in known):
+            known.append(value)
+    apart = -(-len(known) // _MOST_CHOICES)
+    ticks = [
+        ((place + 0.5) / len(known), shorten(format_value(known[place])))
+        for place in range(0, len(known), apart)
+    ]
+    return ParameterAxis(name, tuple(ticks), choices=tuple(known))
+
+
+def _powers(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    apart = -(-(last - first) // _MOST_TICKS) or 1
+    powers = [factor * 10.0**power for power in range(first, last + 1, apart) for factor in factors]
+    return [power for power in powers if low * (1 - 1e-9) <= power <= high * (1 + 1e-9)] or [low]
+
+
+def _multiples(low: float, high: float, *, whole: bool) -> list[float]:
+    if low == high:
+        return [low]
+    step = nice_step(high - low, _MOST_TICKS - 1)
+    if whole:
+        step = max(1.0, step)
+    multiples = [
+        step * number
+        for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
+    return [min(high, max(low, multiple)) for multiple in multiples] or [low]
+
+
+def format_value(value: Value) -> str:
+    """Return a parameter's value as text: four digits of a float."""
+    return format_number(value) if isinstance(value, float) else str(value)
+
+
+def shorten(text: str, longest: int = _LONGEST_LABEL) -> str:
+    """Return the text without its middle if it is longer."""
+    half = (longest - 1) // 2
+    return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
+
+
+def _same(first: Value, second: Value) -> bool:
+    return type(first) is type(second) and first == second

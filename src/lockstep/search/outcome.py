@@ -60,18 +60,14 @@ def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
     """Return a trial's outcome from its launcher's status: minus a signal that killed it."""
     ending = LaunchEnding.read(folder)
     if status == 0:
+        untrained = "the script ended and did not train"
         done = finished_outcome(folder, metric)
-        return done or TrialOutcome(
-            state="failed", reason="the script ended and did not train", alike="did not train"
-        )
+        return done or TrialOutcome(state="failed", reason=untrained, alike=untrained)
     if status == PREEMPTED_STATUS:
         return TrialOutcome(state="running")
     if ending is None:
-        return TrialOutcome(
-            state="failed",
-            reason=f"its launcher was killed by signal {-status}",
-            alike=f"signal {-status}",
-        )
+        killed = f"its launcher was killed by signal {-status}"
+        return TrialOutcome(state="failed", reason=killed, alike=killed)
     name = ending.kind.rpartition(":")[2]
     first = ending.message.partition("\n")[0]
     reason = f"{name}: {first}" if name else ending.report.partition("\n")[0].rstrip(":")
@@ -90,13 +86,10 @@ def _reason_of_pruning(folder: Path) -> str | None:
         lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    for line in lines:
-        if (
-            '"stopped"' in line
-            and (event := json.loads(line)).get("event") == "stopped"
-            and event["reason"].startswith(PRUNED)
-        ):
-            return str(event["reason"]).removeprefix(PRUNED)
+    for event in (json.loads(line) for line in lines if '"stopped"' in line):
+        reason = str(event.get("reason")) if event.get("event") == "stopped" else ""
+        if reason.startswith(PRUNED):
+            return reason.removeprefix(PRUNED)
     return None
 
 

@@ -20,8 +20,15 @@ from lockstep.pages.markup import (
     tiles,
 )
 from lockstep.pages.scale import format_count, format_duration, format_number
-from lockstep.search.axes import format_value, is_number, shorten
-from lockstep.search.figures import best_so_far, parallel_coordinates, trial_curves, trial_tip
+from lockstep.search.figures import (
+    best_so_far,
+    format_value,
+    is_number,
+    parallel_coordinates,
+    shorten,
+    trial_curves,
+    trial_tip,
+)
 from lockstep.search.results import SearchResults, TrialResult
 from lockstep.search.summary import STATES, failures, numbers, train_command
 

@@ -84,11 +84,8 @@ class Proposals:
         """Trials of the whole search."""
         self._look()
         is_grid = self._request.sampler == "grid" and bool(self._parameters)
-        limits = (
-            self._request.trials,
-            len(self._request.combinations),
-            len(grid_of(self.searched)) if is_grid else None,
-        )
+        grid = len(grid_of(self.searched)) if is_grid else None
+        limits = (self._request.trials, len(self._request.combinations), grid)
         return min(filter(None, limits), default=1)
 
     @property
@@ -112,13 +109,11 @@ class Proposals:
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
         """Return a trial's values; none for the first, with the defaults, while parameters are
         unknown."""
-        if self._request.sweep:
-            distributions: dict[str, BaseDistribution] = {
-                name: CategoricalDistribution(texts) for name, texts in self._request.sweep
-            }
-        else:
-            distributions = {each.name: distribution_of(each) for each in self.searched}
-        return self._storage.suggest(claimed, distributions)
+        distributions = {each.name: distribution_of(each) for each in self.searched}
+        for name, texts in self._request.sweep:
+            distributions[name] = CategoricalDistribution(texts)
+        trial = claimed.trial
+        return {name: trial._suggest(name, each) for name, each in distributions.items()}
 
     def _given(self, number: int) -> Mapping[str, Value] | None:
         """Return the values of a trial that is not sampled; else None."""
@@ -127,12 +122,8 @@ class Proposals:
         if self._request.sampler == "grid":
             return grid_of(self.searched)[number]
         if self._request.sampler == "pbt" and (parent := self.parent(number)) is not None:
-            given: Sequence[Mapping[str, Value]] = [
-                trial.parameters for trial in self._storage.results().trials
-            ]
-            return self.population.values(
-                number, parent, given[parent], self.searched, self._request.seed
-            )
+            given = self._storage.results().trials[parent].parameters
+            return self.population.values(number, parent, given, self.searched, self._request.seed)
         return {each.name: each.default for each in self.searched} if number == 0 else None
 
 
@@ -227,17 +218,14 @@ def first_rung(every: int | None, steps: int | None) -> int | None:
 def distribution_of(parameter: Parameter) -> BaseDistribution:
     if parameter.choices:
         return CategoricalDistribution(parameter.choices)
-    assert parameter.low is not None, "it is searched"
-    assert parameter.high is not None, "it is searched"
-    values = parameter.values
-    high = parameter.high if values is None else float(values[-1] or 0)  # a step from low
+    low, high, log, step = parameter.low, parameter.high, parameter.log, parameter.step
+    assert low is not None, "it is searched"
+    assert high is not None, "it is searched"
+    if (values := parameter.values) is not None:
+        high = float(values[-1] or 0)  # whole steps from low
     if parameter.is_int:
-        return IntDistribution(
-            int(parameter.low), int(high), log=parameter.log, step=int(parameter.step or 1)
-        )
-    return FloatDistribution(
-        float(parameter.low), float(high), log=parameter.log, step=parameter.step
-    )
+        return IntDistribution(int(low), int(high), log=log, step=int(step or 1))
+    return FloatDistribution(float(low), float(high), log=log, step=step)
 
 
 def grid_of(parameters: Sequence[Parameter]) -> list[dict[str, Value]]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from lockstep.base.errors import LaunchError, RecipeError
@@ -74,18 +73,29 @@ class TrialStorage:
         self._parameters: list[Parameter] | None = None
         self._wanted: int | None = None
         self._told = {"storage": request.storage, "name": request.name}
-        self._check_folder()
+        self._read_folder()
         with alone(self.url, request.name), reachable(self.url):
             self.study = opened_study(self.url, request.name, request.direction)
-            self._check_not_lost()
+            identity = self._read_folder().get("identity")
+            if identity is not None and "search" not in self.study.user_attrs:
+                where = self.folder / DATABASE if request.storage is None else shown(self.url)
+                raise LaunchError(
+                    f"--run-dir {self.folder} has the trials of a search, but the study is missing"
+                    f" from {where}; restore that storage, or give another folder"
+                )
             self._check_search()
-            self._identity = self._identify()
+            if identity is None:
+                identity = secrets.token_hex(8)
+                told = json.dumps({**self._told, "identity": identity})
+                with replace_atomically(self.folder / SEARCH) as temporary:
+                    temporary.write_text(told, encoding="utf-8")
+            self._identity = str(identity)
 
     def _make_folder(self) -> None:
         if (self.folder / "run.json").exists():
             raise LaunchError(
-                f"--run-dir {self.folder} holds a run; a search has a folder of its own; give"
-                " another one"
+                f"--run-dir {self.folder} holds a run; a search needs its own folder; give another"
+                " one"
             )
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
@@ -95,71 +105,45 @@ class TrialStorage:
                 " give a folder that can be"
             ) from error
 
-    def _check_folder(self) -> dict[str, Any]:
+    def _read_folder(self) -> dict[str, Any]:
         """Return the folder's `search.json`; empty if it is new. Raises `LaunchError` for another
         search."""
-        with suppress(OSError, ValueError):
+        try:
             found = read_object(self.folder, SEARCH)
-            if {key: found[key] for key in self._told} != self._told:
-                raise LaunchError(
-                    f"--run-dir {self.folder} holds the search {found['name']!r} in"
-                    f" {shown(found['storage'])}; a folder holds one search; give its --name and"
-                    " --storage, or another folder"
-                )
-            return dict(found)
-        return {}
-
-    def _identify(self) -> str:
-        """Return the folder's identity, made once."""
-        identity = self._check_folder().get("identity")
-        if identity is None:
-            identity = secrets.token_hex(8)
-            with replace_atomically(self.folder / SEARCH) as temporary:
-                temporary.write_text(
-                    json.dumps({**self._told, "identity": identity}), encoding="utf-8"
-                )
-        return str(identity)
-
-    def _check_not_lost(self) -> None:
-        """Raise `LaunchError` if the storage lacks the folder's search."""
-        if "identity" in self._check_folder() and "search" not in self.study.user_attrs:
-            where = self.folder / DATABASE if self._request.storage is None else shown(self.url)
+        except (OSError, ValueError):
+            return {}
+        if {key: found[key] for key in self._told} != self._told:
             raise LaunchError(
-                f"--run-dir {self.folder} has the trials of a search, and {where} has lost it; a"
-                " folder's trials are those of one search; bring the storage back, or give another"
-                " folder"
+                f"--run-dir {self.folder} holds the search {found['name']!r} in"
+                f" {shown(found['storage'])}; a folder holds one search; give its --name and"
+                " --storage, or another folder"
             )
+        return found
 
     def _check_search(self) -> None:
         """Raise `RecipeError` for another search's study. Until a trial tells its parameters, the
         metric can be corrected."""
         identity, before = self._request.identity(), self.study.user_attrs.get("search")
         is_same_way = self.study.direction.name.lower() == self._request.direction
-        if before is None or (
-            before != identity and "parameters" not in self.study.user_attrs and is_same_way
-        ):
+        is_open = "parameters" not in self.study.user_attrs and is_same_way
+        if before is None or (before != identity and is_open):
             self.study.set_user_attr("search", identity)
             return
-        found = [
-            f"{key}: {before[key]!r}, now {identity[key]!r}"
-            for key in identity
-            if before[key] != identity[key]
-        ]
-        if found:
+        changed = [key for key in identity if before[key] != identity[key]]
+        if changed:
+            found = "; ".join(f"{key}: {before[key]!r}, now {identity[key]!r}" for key in changed)
             raise RecipeError(
                 f"the search {self.study.study_name!r} in {shown(self.url)} is another one:"
-                f" {'; '.join(found)}; the trials of a search are compared with each other; give"
-                " what it was begun with, or begin another (--run-dir, or --name)"
+                f" {found}; the trials of a search are compared with each other; give what it was"
+                " begun with, or begin another (--run-dir, or --name)"
             )
 
     @property
     def parameters(self) -> list[Parameter] | None:
         """The script's parameters; None before a trial tells them. Raises `RecipeError` for another
         search's."""
-        if (
-            self._parameters is None
-            and (found := self.study.user_attrs.get("parameters")) is not None
-        ):
+        found = self.study.user_attrs.get("parameters") if self._parameters is None else None
+        if found is not None:
             self._check_search()  # another one that was begun at the same time may have told them
             self._parameters = [Parameter.of(each) for each in found]
         return self._parameters
@@ -176,11 +160,9 @@ class TrialStorage:
         """Raise `RecipeError` if the script has changed since a trial with a value; before that it
         can be corrected."""
         with alone(self.url, self._request.name):
-            before = self.study.user_attrs.get("programs")
-            if before is None or not any(
-                trial.intermediate_values or trial.value is not None
-                for trial in self.study.get_trials(deepcopy=False)
-            ):
+            before, trials = self.study.user_attrs.get("programs"), self._trials()
+            has_values = any(each.intermediate_values or each.value is not None for each in trials)
+            if before is None or not has_values:
                 self.study.set_user_attr("programs", dict(programs))
             elif changed := other_sources(before, programs):
                 names = ", ".join(
@@ -206,29 +188,26 @@ class TrialStorage:
         """Return a trial to run of the first `wanted`: an interrupted one, else a new one, or
         None."""
         with alone(self.url, self._request.name):
-            trials = self.study.get_trials(deepcopy=False)
+            trials, storage = self._trials(), self.study._storage
             for trial in trials:
                 if trial.state == TrialState.RUNNING and self._is_interrupted(trial):
                     return ClaimedTrial(Trial(self.study, trial._trial_id), is_resumed=True)
             for trial in trials:
-                if (
-                    trial.state == TrialState.WAITING
-                    and trial.number < wanted
-                    and self._begin(trial.number, trial._trial_id)
-                ):
+                is_next = trial.state == TrialState.WAITING and trial.number < wanted
+                if is_next and self._begin(trial.number, trial._trial_id):
                     return ClaimedTrial(Trial(self.study, trial._trial_id), is_resumed=False)
             while len(trials) < wanted:
-                waiting = create_trial(
-                    state=TrialState.WAITING, user_attrs=self._attributes(len(trials))
-                )
-                trial_id = self.study._storage.create_new_trial(
-                    self.study._study_id, template_trial=waiting
-                )
-                number = self.study._storage.get_trial(trial_id).number
+                attributes = self._attributes(len(trials))
+                waiting = create_trial(state=TrialState.WAITING, user_attrs=attributes)
+                trial_id = storage.create_new_trial(self.study._study_id, template_trial=waiting)
+                number = storage.get_trial(trial_id).number
                 if number < wanted and self._begin(number, trial_id):
                     return ClaimedTrial(Trial(self.study, trial_id), is_resumed=False)
-                trials = self.study.get_trials(deepcopy=False)
+                trials = self._trials()
         return None
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
 
     def _attributes(self, number: int) -> dict[str, Any]:
         return {"folder": self._identity, "run_dir": str(self.run_dir(number).absolute())}
@@ -261,15 +240,6 @@ class TrialStorage:
     def run_dir(self, number: int) -> Path:
         return self.folder / f"trial-{number:04d}"
 
-    def suggest(
-        self, claimed: ClaimedTrial, distributions: Mapping[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """Return a trial's values: those that it has, or new ones."""
-        return {
-            name: claimed.trial._suggest(name, distribution)
-            for name, distribution in distributions.items()
-        }
-
     def report(self, claimed: ClaimedTrial, step: int, value: float) -> bool:
         """Note the metric after a step. Returns True if the trial is to be pruned."""
         self._note_value(claimed, step, value)
@@ -293,15 +263,11 @@ class TrialStorage:
     def has_unfinished(self, wanted: int) -> bool:
         """Return True if trials are left for a search of this folder: they wait, or were begun
         here."""
-        trials = [trial for trial in self.study.get_trials(deepcopy=False) if trial.number < wanted]
-        return len(trials) < wanted or any(
-            trial.state == TrialState.WAITING
-            or (
-                trial.state == TrialState.RUNNING
-                and trial.user_attrs.get("folder") == self._identity
-            )
-            for trial in trials
-        )
+        trials = [trial for trial in self._trials() if trial.number < wanted]
+        if len(trials) < wanted or any(each.state == TrialState.WAITING for each in trials):
+            return True
+        running = [trial for trial in trials if trial.state == TrialState.RUNNING]
+        return any(trial.user_attrs.get("folder") == self._identity for trial in running)
 
     def note(self, name: str, value: Any) -> None:
         """Keep a fact of the search, unless it is known, or None."""
@@ -335,18 +301,16 @@ class TrialStorage:
 
 def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) -> None:
     """Raise `RecipeError` unless the script has the parameters of the search that is continued."""
-    before, after = {each.name: each for each in searched}, {each.name: each for each in now}
+    before = {each.name: each.describe() for each in searched}
+    after = {each.name: each.describe() for each in now}
     found = [f"{name} is new" for name in after if name not in before]
-    for name, parameter in before.items():
-        if name not in after:
+    for name, old in before.items():
+        new = after.get(name)
+        if new is None:
             found.append(f"{name} is gone")
             continue
-        old, new = parameter.describe(), after[name].describe()
-        found += [
-            f"{name} has {key}={new[key]!r}, and had {old[key]!r}"
-            for key in old
-            if old[key] != new[key]
-        ]
+        changed = [key for key in old if old[key] != new[key]]
+        found += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in changed]
     if found:
         raise RecipeError(
             f"the parameters of the script are not those of the search: {'; '.join(found)}; all"
@@ -358,40 +322,40 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
 def results_of(study: optuna.Study) -> SearchResults:
     """Return the trials of a study: as many as it is to have, and those beyond that were begun."""
     attributes = study.user_attrs
-    wanted = attributes.get("wanted", 0)
-    parameters = [Parameter.of(each) for each in attributes.get("parameters", [])]
-    found = study.get_trials(deepcopy=False)
+    identity, wanted = attributes["search"], attributes.get("wanted", 0)
     trials = [
         _result(trial)
-        for trial in found
+        for trial in study.get_trials(deepcopy=False)
         if trial.number < wanted or trial.state != TrialState.WAITING
     ]
-    identity = attributes["search"]
     return SearchResults(
         name=study.study_name,
         script=shlex.join(identity["script"]),
         metric=identity["metric"],
         direction=identity["direction"],
         wanted=max(wanted, len(trials)),
-        parameters=parameters,
+        parameters=[Parameter.of(each) for each in attributes.get("parameters", [])],
         trials=trials,
     )
 
 
 def _result(trial: FrozenTrial) -> TrialResult:
-    last = trial.intermediate_values.get(trial.last_step) if trial.last_step is not None else None
+    told, began, ended = trial.user_attrs, trial.datetime_start, trial.datetime_complete
+    value = trial.value
+    if value is None and trial.last_step is not None:
+        value = trial.intermediate_values.get(trial.last_step)
     return TrialResult(
         number=trial.number,
         state=_STATES[trial.state],
-        parameters={**trial.params, **trial.user_attrs.get("values", {})},
-        value=trial.value if trial.value is not None else last,
+        parameters={**trial.params, **told.get("values", {})},
+        value=value,
         values=dict(trial.intermediate_values),
-        started=None if trial.datetime_start is None else trial.datetime_start.timestamp(),
-        ended=None if trial.datetime_complete is None else trial.datetime_complete.timestamp(),
-        reason=trial.user_attrs.get("reason"),
-        run_dir=trial.user_attrs.get("run_dir", ""),
-        parent=trial.user_attrs.get("parent"),
-        ran=trial.user_attrs.get("seconds"),
+        started=None if began is None else began.timestamp(),
+        ended=None if ended is None else ended.timestamp(),
+        reason=told.get("reason"),
+        run_dir=told.get("run_dir", ""),
+        parent=told.get("parent"),
+        ran=told.get("seconds"),
     )
 
 
