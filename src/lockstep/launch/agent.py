@@ -221,19 +221,16 @@ class Agent(SimpleElasticAgent):
                 if machines is None:
                     raise
                 self._elsewhere = rendezvous_error(error, machines)
-        new_run_dir = _new_run_dir(self._given)
         return replace(
             self._workers.ending(),
             signal=self._signals.received,
             elsewhere=self._elsewhere,
-            new_run_dir=new_run_dir,
+            new_run_dir=_new_run_dir(self._given),
         )
 
     def _tell_of_interrupt(self) -> None:
-        if self._workers.ending().options_read:
-            tell(INTERRUPTED)
-        else:
-            tell("interrupted: the workers are asked to end; Ctrl-C again ends them at once")
+        at_once = "interrupted: the workers are asked to end; Ctrl-C again ends them at once"
+        tell(INTERRUPTED if self._workers.ending().options_read else at_once)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other machines, and agree on the number of restarts, the reason of this one, and
@@ -259,23 +256,15 @@ class Agent(SimpleElasticAgent):
         group: Any = worker_group  # torch types its fields as None
         self._shared = StartStore(group.store)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
-        mine = [
-            restarts,
-            self._machines,
-            self._why,
-            self._goes_on,
-            self._not_in_place,
-            self.in_place.lost_at,
-        ]
+        mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place]
+        mine.append(self.in_place.lost_at)
         return self._shared.exchange(group.group_rank, group.group_world_size, mine)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._new_workers()
+        variables = self._variables(worker_group).items()
         with self._signals.deferred():
-            pids = [
-                self._workers.add(rank, self._start, variables)
-                for rank, variables in self._variables(worker_group).items()
-            ]
+            pids = [self._workers.add(rank, self._start, own) for rank, own in variables]
         return dict(enumerate(pids))
 
     def _new_workers(self) -> None:
@@ -294,15 +283,11 @@ class Agent(SimpleElasticAgent):
             worker_group.spec.local_world_size = self._count_asked
             super()._initialize_workers(worker_group)
             return
-        say(
-            "lockstep: the run is under way; the workers of this machine are started, and join it"
-            " then"
-        )
+        say("lockstep: the run is under way; this machine's workers are started, and join it then")
         self._new_workers()
+        variables = self._variables(worker_group, _after(size, self._count_asked))
         with self._signals.deferred():
-            self.in_place.put(
-                self._workers, self._variables(worker_group, _after(size, self._count_asked))
-            )
+            self.in_place.put(self._workers, variables)
         self._goes_on = self.is_joining = True
         self._recover(worker_group)
         worker_group.state = WorkerState.HEALTHY
@@ -314,20 +299,17 @@ class Agent(SimpleElasticAgent):
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
         # LOST, JOINS, or JSON: the ranks that hang on another machine, and the record of it.
-        why = (
-            self._elastic.announced()
-            if self._elastic is not None and self._never_in_place is None
-            else None
-        )
-        if self._workers.running and why is not None:
-            if why == JOINS:
-                self._remaining_restarts += 1  # torch's loop subtracts it
-                return RunResult(state=WorkerState.FAILED)
+        why = None
+        if self._elastic is not None and self._never_in_place is None:
+            why = self._elastic.announced()
+        if self._workers.running and why is not None and why != JOINS:
             if why != LOST:
                 self._workers.kill(*json.loads(why))
             return self._failed()
-        if self._workers.running and self._is_able and self.in_place.newcomers_are_ready():
-            self._remaining_restarts += 1
+        if self._workers.running and (
+            why == JOINS or (self._is_able and self.in_place.newcomers_are_ready())
+        ):
+            self._remaining_restarts += 1  # torch's loop subtracts it
             return RunResult(state=WorkerState.FAILED)
         if self._workers.running:
             continues = True
@@ -347,15 +329,16 @@ class Agent(SimpleElasticAgent):
 
     def _prepare_to_recover(self) -> None:
         """Keep a spare process, and tell the other machines, once all workers train."""
-        if (
-            self._never_in_place is None
-            and self._workers.connections.why_not(self._workers.ranks) is None
-        ):
-            if not self._is_able and self._elastic is not None:
-                self._elastic.note_able()
-            self._is_able = True
-            if self._remaining_restarts:
-                self.in_place.keep_spare(self._given)
+        workers = self._workers
+        if self._never_in_place is not None:
+            return
+        if workers.connections.why_not(workers.ranks) is not None:
+            return
+        if not self._is_able and self._elastic is not None:
+            self._elastic.note_able()
+        self._is_able = True
+        if self._remaining_restarts:
+            self.in_place.keep_spare(self._given)
 
     def _failed(self) -> RunResult:
         self._signals.is_ending = True
@@ -389,9 +372,8 @@ class Agent(SimpleElasticAgent):
         if self._elastic is not None and not self._elastic.all_are_able():
             return "the training had not begun on all machines, or cannot recover in place there"
         healthy = self._workers.healthy
-        return self._workers.connections.why_not(
-            healthy, [rank for rank in self._workers.ranks if rank not in healthy]
-        )
+        others = [rank for rank in self._workers.ranks if rank not in healthy]
+        return self._workers.connections.why_not(healthy, others)
 
     def _count_failure(self) -> None:
         """Announce a restart, or set the remaining restarts to 0 if these failures must not cause
@@ -399,14 +381,10 @@ class Agent(SimpleElasticAgent):
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
-        stopped = (
-            self._signals.received is not None
-            or bool(ending.preempted)
-            or (bool(ending.unkillable) and not waiting)
-        )
-        again = waiting and self.in_place.note_losses(
-            self._workers.lost_in_training, self._workers.connections.steps_done()
-        )
+        stopped = self._signals.received is not None or bool(ending.preempted)
+        stopped |= bool(ending.unkillable) and not waiting
+        lost, steps = self._workers.lost_in_training, self._workers.connections.steps_done()
+        again = waiting and self.in_place.note_losses(lost, steps)
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
@@ -428,9 +406,7 @@ class Agent(SimpleElasticAgent):
     def _lost_a_machine(self) -> bool:
         """True if another machine has left, and workers here that were not asked to save may wait
         minutes for it."""
-        group = self._worker_group
-        rendezvous = group.spec.rdzv_handler
-        self._lost = rendezvous.lost_machines() if isinstance(rendezvous, ElasticRendezvous) else ()
+        self._lost = () if self._elastic is None else self._elastic.lost_machines()
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
     def _recover(self, worker_group: WorkerGroup) -> None:
@@ -488,13 +464,9 @@ class Agent(SimpleElasticAgent):
         if self._workers.running:
             self._regroup(worker_group)
         ending = self._workers.ending()
-        if (
-            not self._lost
-            and not ending.preempted
-            and len(ending.finished) == len(self._workers.ranks)
-        ):
-            return  # they are done
-        super()._restart_workers(worker_group)
+        are_done = len(ending.finished) == len(self._workers.ranks) and not ending.preempted
+        if not are_done or self._lost:
+            super()._restart_workers(worker_group)
 
     def _takes_in(self) -> bool:
         """Have the workers wait in their processes for a joining machine. Returns False if they
@@ -530,8 +502,8 @@ class Agent(SimpleElasticAgent):
         done. Torch's barrier waits five minutes for a machine whose workers have failed, and
         ignores signals.
         """
-        rendezvous = self._worker_group.spec.rdzv_handler
-        if self._workers.ending().was_preempted or not isinstance(rendezvous, ElasticRendezvous):
+        rendezvous = self._elastic
+        if rendezvous is None or self._workers.ending().was_preempted:
             return
         until = time.monotonic() + STORE_SILENCE_SECONDS
         while (

@@ -150,29 +150,22 @@ def count_processes(
     """
     sizes: list[Size] = list(plan.axis_sizes.values()) if plan is not None else ["auto"]
     if asked == "auto":
-        number = (
-            max(1, count_gpus())
-            if "auto" in sizes
-            else math.prod(size for size in sizes if size != "auto")
-        )
+        fixed = [size for size in sizes if size != "auto"]
+        number = math.prod(fixed) if len(fixed) == len(sizes) else max(1, count_gpus())
     elif asked == "gpu":
         number = count_gpus()
         if number == 0:
+            from lockstep.base import accelerator  # imports torch
+
+            why = accelerator.unseen(os.environ) or "torch sees no GPU here"
             raise LaunchError(
-                f"{name}gpu; it starts one process per GPU, and {_why_no_gpu()}; give a number, or"
-                " auto"
+                f"{name}gpu; it starts one process per GPU, and {why}; give a number, or auto"
             )
     else:
         number = _number(asked, name)
     if plan is not None:
         plan.resolve(number)
     return number
-
-
-def _why_no_gpu() -> str:
-    from lockstep.base import accelerator  # imports torch
-
-    return accelerator.unseen(os.environ) or "torch sees no GPU here"
 
 
 def _number(asked: str | int, name: str) -> int:

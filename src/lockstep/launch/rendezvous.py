@@ -139,16 +139,15 @@ def set_tcp_timeouts(address: str, port: int) -> None:
     }
     for number in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # not a connection, or closed by now
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as each:
-                    peer = (
-                        each.getpeername()
-                        if each.family in (socket.AF_INET, socket.AF_INET6)
-                        else ("", 0)
-                    )
-                    if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):
-                        for (level, option), value in options.items():
-                            each.setsockopt(level, option, value)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as each:
+                if each.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                peer = each.getpeername()
+                if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):
+                    for (level, option), value in options.items():
+                        each.setsockopt(level, option, value)
 
 
 def family(address: str) -> socket.AddressFamily:
@@ -260,11 +259,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         """Host the store if the address is this machine's, or else connect to it. Raises
         `LaunchError`."""
         address = machines.resolve()
-        own = (
-            address_on(machines.interface)
-            if machines.interface is not None
-            else address_towards(address, machines.port)
-        )
+        own = address_on(machines.interface) if machines.interface is not None else ""
+        own = own or address_towards(address, machines.port)
         timeout = _Timeout(join=timedelta(seconds=JOIN_SECONDS))
         try:
             hosted = host_store(machines, address)
@@ -318,39 +314,31 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             except DistStoreError:
                 return None
         state = self._state_holder.state
-        self._met, self._round = (
-            sorted(state.participants, key=state.participants.__getitem__),
-            state.round,
-        )
+        self._met = sorted(state.participants, key=state.participants.__getitem__)
+        self._round = state.round
         place = found.bootstrap_store_info
         assert place is not None
         own = self._this_node.addr
         number = found.rank if self.machines.node_rank is None else self.machines.node_rank
+        store, rank, size = found.store, found.rank, found.world_size
         try:
             # open until all machines have tried
             with socket.create_server((own, 0), family=family(own)) as listener:
-                found.store.set(
-                    f"{_RUN_ID}.listens-{found.rank}", json.dumps([own, listener.getsockname()[1]])
-                )
+                port = listener.getsockname()[1]
+                store.set(f"{_RUN_ID}.listens-{rank}", json.dumps([own, port]))
                 obstacle = self._obstacle(
                     place.master_addr, place.master_port, refusal_is_one=False
                 )
                 if obstacle is None:
-                    following = self._told(
-                        found.store, f"listens-{(found.rank + 1) % found.world_size}"
-                    )
+                    following = self._told(store, f"listens-{(rank + 1) % size}")
                     obstacle = self._obstacle(*following, refusal_is_one=True)
-                found.store.set(
-                    f"{_RUN_ID}.machine-{found.rank}", json.dumps([number, own, obstacle])
-                )
-                everyone = [
-                    self._told(found.store, f"machine-{each}") for each in range(found.world_size)
-                ]
+                store.set(f"{_RUN_ID}.machine-{rank}", json.dumps([number, own, obstacle]))
+                everyone = [self._told(store, f"machine-{each}") for each in range(size)]
         except _MachineLostError:
             return None
         check_machines(everyone)
         self.addresses = [address for _, address, _ in everyone]
-        return RendezvousInfo(found.store, number, found.world_size, place)
+        return RendezvousInfo(store, number, size, place)
 
     def _told(self, store: Store, what: str) -> Any:
         """The text of a machine under this name. Raises `_MachineLostError`."""
@@ -412,9 +400,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     def all_are_able(self) -> bool:
         """True if all machines that met last have called `note_able`, or are lost."""
         here = self._participants()
-        return self._are_able(
-            self._round, [number for number, node in enumerate(self._met) if node in here]
-        )
+        left = [number for number, node in enumerate(self._met) if node in here]
+        return self._are_able(self._round, left)
 
     def _are_able(self, meeting: int, machines: Sequence[int]) -> bool:
         return bool(self._store.check([f"{_RUN_ID}.able-{each}-{meeting}" for each in machines]))
@@ -426,11 +413,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def announced(self) -> str | None:
         """Why a machine of the latest meeting had the workers leave; None if none did."""
-        return (
-            bytes(self._store.get(self._key("leaves"))).decode()
-            if self._store.check([self._key("leaves")])
-            else None
-        )
+        key = self._key("leaves")
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
     def wait_for_all(self) -> None:
         """Wait until all machines of the latest meeting have called this, or are lost. So they come

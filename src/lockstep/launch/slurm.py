@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from lockstep.options import LaunchOptions, flag
 _FIRST_PORT, _PORTS = 10000, 20000
 """Ports below the range that Linux assigns to programs."""
 _PORTS_BETWEEN_STEPS = 997
-_ENDED = {
+_ENDED = [
     "COMPLETED",
     "FAILED",
     "CANCELLED",
@@ -33,7 +33,7 @@ _ENDED = {
     "DEADLINE",
     "PREEMPTED",
     "REVOKED",
-}
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +74,16 @@ class BatchScript:
                 "and ends that long before the limit; shorten --signal-before, or give the job "
                 "more time"
             )
-        setup = [
-            *([f"export PATH={shlex.quote(self.path)}:$PATH"] if self.path is not None else []),
-            *self.setup,
-        ]
+        setup = list(self.setup)
+        if self.path is not None:
+            setup.insert(0, f"export PATH={shlex.quote(self.path)}:$PATH")
         parts = [
             ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options())],
             ["# The environment of the run.", *setup] if setup else [],
             self._step(),
             [
-                (
-                    f"# {PREEMPTED_STATUS}: it was asked to end, before the time limit or for"
-                    " another job, and has saved. It will go on."
-                ),
+                f"# {PREEMPTED_STATUS}: it was asked to end, before the time limit or for another"
+                " job, and has saved. It will go on.",
                 f'if [ "$status" -eq {PREEMPTED_STATUS} ]; then',
                 '    scontrol requeue "$SLURM_JOB_ID"',
                 "fi",
@@ -95,51 +92,39 @@ class BatchScript:
         ]
         return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
-    def _options(self) -> Iterator[str]:
-        yield f"--job-name={self.name}"
-        yield f"--nodes={self.nodes}"
-        yield "--ntasks-per-node=1  # lockstep run starts the processes of its node"
-        if self.gpus_per_node is not None:
-            yield f"--gpus-per-node={self.gpus_per_node}"
-        yield (
-            f"--cpus-per-task={self.cpus_per_task}"
-            if self.cpus_per_task is not None
-            else "--exclusive"
-        )
-        yield f"--time={self.time}"
-        yield (
+    def _options(self) -> list[str]:
+        gpus, cpus = self.gpus_per_node, self.cpus_per_task
+        return [
+            f"--job-name={self.name}",
+            f"--nodes={self.nodes}",
+            "--ntasks-per-node=1  # lockstep run starts the processes of its node",
+            *([] if gpus is None else [f"--gpus-per-node={gpus}"]),
+            "--exclusive" if cpus is None else f"--cpus-per-task={cpus}",
+            f"--time={self.time}",
             f"--signal=USR1@{self.signal_seconds}  # so many seconds before that, the run saves and"
-            " ends"
-        )
-        yield "--requeue"
-        yield "--open-mode=append"
-        yield f"--output={self.name}-%j.txt"
-        yield from self.sbatch
+            " ends",
+            "--requeue",
+            "--open-mode=append",
+            f"--output={self.name}-%j.txt",
+            *self.sbatch,
+        ]
 
     def _step(self) -> list[str]:
-        cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task is not None else []
-        srun = [
-            "srun",
-            *cpus,
-            "--kill-on-bad-exit=0",
-            "--open-mode=append",
-            f"--output={self.name}-%j-%n-%N.txt",
-        ]
+        cpus = "" if self.cpus_per_task is None else f" --cpus-per-task={self.cpus_per_task}"
+        output = f"--output={self.name}-%j-%n-%N.txt"
+        srun = f"srun{cpus} --kill-on-bad-exit=0 --open-mode=append {output} \\"
         if self.command:
-            return [f"{' '.join(srun)} \\", f"    {shlex.join(self.command)}", "status=$?"]
-        has_run_dir = any(option.partition("=")[0] == flag("run_dir") for option in self.run)
-        run_dir = [] if has_run_dir else [f'{flag("run_dir")} "runs/{self.name}-$SLURM_JOB_ID"']
-        run = ["lockstep run", *run_dir, shlex.join([*self.run, self.script, *self.arguments])]
+            return [srun, f"    {shlex.join(self.command)}", "status=$?"]
+        run = ["lockstep run"]
+        if not any(option.partition("=")[0] == flag("run_dir") for option in self.run):
+            run.append(f'{flag("run_dir")} "runs/{self.name}-$SLURM_JOB_ID"')
+        run.append(shlex.join([*self.run, self.script, *self.arguments]))
         return [
-            (
-                "# The nodes meet at the first of them, at a port made of the job's number:"
-                " lockstep run sees both in what srun sets."
-            ),
-            (
-                "# Each node's output goes to a file of its own. A node that has ended does not end"
-                " the others: they may be saving."
-            ),
-            f"{' '.join(srun)} \\",
+            "# The nodes meet at the first of them, at a port made of the job's number: lockstep"
+            " run sees both in what srun sets.",
+            "# Each node's output goes to a file of its own. A node that has ended does not end the"
+            " others: they may be saving.",
+            srun,
             f"    {' '.join(run)}",
             "status=$?",
         ]
@@ -192,27 +177,24 @@ class SlurmStep:
         `LaunchError`."""
         if "SLURM_STEP_ID" not in environ:
             return None
+
+        def number(name: str) -> int:
+            return int(environ[f"SLURM_{name}"])
+
+        def optional(name: str) -> int | None:
+            return number(name) if f"SLURM_{name}" in environ else None
+
         try:
+            offset = number("JOB_ID") + _PORTS_BETWEEN_STEPS * number("STEP_ID")
             return cls(
                 nodes=expand_nodes(environ["SLURM_STEP_NODELIST"]),
                 tasks=expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"]),
-                node=int(environ["SLURM_NODEID"]),
-                task=int(environ["SLURM_PROCID"]),
-                local_task=int(environ["SLURM_LOCALID"]),
-                port=_FIRST_PORT
-                + (
-                    int(environ["SLURM_JOB_ID"])
-                    + _PORTS_BETWEEN_STEPS * int(environ["SLURM_STEP_ID"])
-                )
-                % _PORTS,
-                cpus=(
-                    int(environ["SLURM_CPUS_PER_TASK"])
-                    if "SLURM_CPUS_PER_TASK" in environ
-                    else None
-                ),
-                gpus=(
-                    int(environ["SLURM_GPUS_ON_NODE"]) if "SLURM_GPUS_ON_NODE" in environ else None
-                ),
+                node=number("NODEID"),
+                task=number("PROCID"),
+                local_task=number("LOCALID"),
+                port=_FIRST_PORT + offset % _PORTS,
+                cpus=optional("CPUS_PER_TASK"),
+                gpus=optional("GPUS_ON_NODE"),
             )
         except (KeyError, ValueError) as error:
             raise LaunchError(
@@ -344,12 +326,10 @@ def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str]
     read: dict[str, int] = {}
     before = None
     files = f"{name}-{job}"
+    pattern = glob.escape(files)
     while True:
         state = JobState.read(_ask(["scontrol", "show", "job", "--oneliner", str(job)]))
-        for path in [
-            *glob.glob(f"{glob.escape(files)}.txt"),
-            *sorted(glob.glob(f"{glob.escape(files)}-*.txt")),
-        ]:
+        for path in (*glob.glob(f"{pattern}.txt"), *sorted(glob.glob(f"{pattern}-*.txt"))):
             node = path.removeprefix(files).removeprefix("-").removesuffix(".txt")
             read[path] = _show_new(path, read.get(path, 0), node, show, to_the_end=state.has_ended)
         if state != before:
@@ -381,24 +361,16 @@ def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
     count = len(step.nodes)
     if count == 1:
         return Machines.parse(options)
-    host = address_of(step.nodes[0])
-    return Machines(
-        count,
-        count,
-        host,
-        step.port,
-        step.node,
-        options.interface,
-        "the first node of the Slurm job,",
-    )
+    host, source = address_of(step.nodes[0]), "the first node of the Slurm job,"
+    return Machines(count, count, host, step.port, step.node, options.interface, source)
 
 
 def set_task_variables(environ: MutableMapping[str, str]) -> None:
     """Set the variables that a launcher would set, if srun itself started this process as one of
     several."""
-    step = (
-        SlurmStep.read(environ) if "RANK" not in environ and "WORLD_SIZE" not in environ else None
-    )
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return
+    step = SlurmStep.read(environ)
     if step is not None and sum(step.tasks) > 1:
         for name, value in step.variables(address_of(step.nodes[0])).items():
             environ.setdefault(name, value)
@@ -412,9 +384,8 @@ def address_of(node: str) -> str:
     if found is not None and not ipaddress.ip_address(found).is_loopback:
         return node
     with suppress(LaunchError):
-        listed = re.search(
-            r"\bNodeAddr=(\S+)", _ask(["scontrol", "show", "node", "--oneliner", node])
-        )
+        told = _ask(["scontrol", "show", "node", "--oneliner", node])
+        listed = re.search(r"\bNodeAddr=(\S+)", told)
         if listed is not None and _resolved(listed[1]) is not None:
             return listed[1]
     if found is None:

@@ -97,24 +97,28 @@ class Connections:
     def _read(self, rank: int) -> None:
         connection = self.by_rank[rank]
         while (message := connection.channel.receive(0.0)) is not None:
-            if message["kind"] == "able":
-                connection.why_not, connection.sizes = message["why_not"], message["sizes"]
-                connection.script_seconds = message["script_seconds"]
-                connection.was_able = connection.why_not is None or (
-                    connection.was_able and connection.why_not != ENDED
-                )
-            elif message["kind"] == "hangs":
-                self.hanging.append((message["ranks"], message["record"]))
-            elif message["kind"] == "refuses":
-                connection.refusal = message["why_not"]
-            elif message["kind"] == "ready":
-                connection.step, connection.at = message["step"], message["at"]
-                connection.why_not, connection.is_starting = None, False
-            elif message["kind"] == "images":
-                self.images[-1][rank] = message["descriptors"]
-            elif message["kind"] == "all-offered":
-                self.all_offered = True
-        self._drop_old_images()
+            match message["kind"]:
+                case "able":
+                    connection.why_not, connection.sizes = message["why_not"], message["sizes"]
+                    connection.script_seconds = message["script_seconds"]
+                    connection.was_able = connection.why_not is None or (
+                        connection.was_able and connection.why_not != ENDED
+                    )
+                case "hangs":
+                    self.hanging.append((message["ranks"], message["record"]))
+                case "refuses":
+                    connection.refusal = message["why_not"]
+                case "ready":
+                    connection.step, connection.at = message["step"], message["at"]
+                    connection.why_not, connection.is_starting = None, False
+                case "images":
+                    self.images[-1][rank] = message["descriptors"]
+                case "all-offered":
+                    self.all_offered = True
+        # earlier starts' images, once this start's are kept on all machines
+        if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
+            _close(self.images[:-1])
+            del self.images[:-1]
 
     def why_not(self, ranks: Collection[int], lost: Collection[int] = ()) -> str | None:
         """Why the workers of these ranks cannot recover in place, without those that are `lost`;
@@ -135,14 +139,8 @@ class Connections:
     def refusal(self) -> str | None:
         """Why a worker that was asked to recover in place will end instead; None if all try."""
         self.look()
-        return next(
-            (
-                f"rank {rank}: {each.refusal}"
-                for rank, each in self.by_rank.items()
-                if each.refusal is not None
-            ),
-            None,
-        )
+        refusals = {rank: each.refusal for rank, each in self.by_rank.items() if each.refusal}
+        return next((f"rank {rank}: {why}" for rank, why in refusals.items()), None)
 
     def largest_size(self, ranks: Sequence[int]) -> int:
         """The largest number of these workers that fits the run's plan; 0 if none does."""
@@ -166,26 +164,13 @@ class Connections:
         """The ranks among these that have to leave their step before they can wait for a new
         rank."""
         self.look()
-        return [
-            rank
-            for rank in ranks
-            if self.by_rank[rank].step is None and not self.by_rank[rank].is_starting
-        ]
+        connections = ((rank, self.by_rank[rank]) for rank in ranks)
+        return [rank for rank, each in connections if each.step is None and not each.is_starting]
 
     def send(self, ranks: Collection[int], kind: str) -> None:
         for rank in ranks:
             if rank in self.by_rank:
                 self.by_rank[rank].channel.send(kind)
-
-    def _drop_old_images(self) -> None:
-        """Drop the images of earlier starts once this start's are kept on all machines."""
-        if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
-            self._close_images(self.images[:-1])
-            del self.images[:-1]
-
-    def _close_images(self, several: Sequence[Mapping[int, Sequence[int]]]) -> None:
-        for descriptor in _descriptors(several):
-            os.close(descriptor)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
         """Send each waiting worker the variables of its rank, the images, and when the loss was
@@ -209,9 +194,14 @@ class Connections:
 
     def close(self) -> None:
         self.drop(list(self.by_rank))
-        self._close_images(self.images)
+        _close(self.images)
         self.images, self.all_offered = [{}], False
 
 
 def _descriptors(several: Sequence[Mapping[int, Sequence[int]]]) -> list[int]:
     return [descriptor for images in several for held in images.values() for descriptor in held]
+
+
+def _close(several: Sequence[Mapping[int, Sequence[int]]]) -> None:
+    for descriptor in _descriptors(several):
+        os.close(descriptor)

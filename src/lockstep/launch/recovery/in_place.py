@@ -66,25 +66,24 @@ class InPlace:
         """Replace each worker that has ended by a new process; or, if that takes long, leave it
         out, and start a newcomer that joins later. `variables`: of a rank. `newcomers`: the set for
         newcomers, and their variables by rank."""
-        self._script_seconds = max(
-            self._script_seconds,
-            *(each.script_seconds for each in workers.connections.by_rank.values()),
-            0.0,
-        )
+        took = [each.script_seconds for each in workers.connections.by_rank.values()]
+        self._script_seconds = max(self._script_seconds, *took, 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():
             workers.adopt(self._newcomers)
             self._newcomers = None
         if self._shrinks:
             if self._go_on_with_fewer(workers):
                 return
-        elif (
-            self._newcomers is None
-            and not self._is_quick(workers)
-            and (fewer := self._go_on_with_fewer(workers))
-        ):
-            self._newcomers, theirs = newcomers(fewer)
-            self.put(self._newcomers, theirs)
-            return
+        elif self._newcomers is None:
+            spare = self._spare
+            imports = spare.import_seconds() if spare is not None and spare.is_alive() else None
+            quick = is_quick(
+                len(workers.lost), script_seconds=self._script_seconds, import_seconds=imports
+            )
+            if not quick and (fewer := self._go_on_with_fewer(workers)):
+                self._newcomers, theirs = newcomers(fewer)
+                self.put(self._newcomers, theirs)
+                return
         self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
@@ -107,16 +106,6 @@ class InPlace:
         if self._newcomers is not None:
             self._newcomers.drop(self._newcomers.ranks)
             self._newcomers = None
-
-    def _is_quick(self, workers: WorkerProcesses) -> bool:
-        imports = (
-            self._spare.import_seconds()
-            if self._spare is not None and self._spare.is_alive()
-            else None
-        )
-        return is_quick(
-            len(workers.lost), script_seconds=self._script_seconds, import_seconds=imports
-        )
 
     def _take_spare(self) -> Spare | None:
         spare, self._spare = self._spare, None
