@@ -383,8 +383,9 @@ class Agent(SimpleElasticAgent):
         by_mistake = first is not None and first.record is not None and first.record.user_error
         stopped = self._signals.received is not None or bool(ending.preempted)
         stopped |= bool(ending.unkillable) and not waiting
-        lost, steps = self._workers.lost_in_training, self._workers.connections.steps_done()
-        again = waiting and self.in_place.note_losses(lost, steps)
+        again = waiting and self.in_place.note_losses(
+            self._workers.lost_in_training, self._workers.connections.steps_done()
+        )
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():

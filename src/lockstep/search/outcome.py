@@ -60,14 +60,14 @@ def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
     """Return a trial's outcome from its launcher's status: minus a signal that killed it."""
     ending = LaunchEnding.read(folder)
     if status == 0:
-        untrained = "the script ended and did not train"
+        reason, alike = "the script ended and did not train", "did not train"
         done = finished_outcome(folder, metric)
-        return done or TrialOutcome(state="failed", reason=untrained, alike=untrained)
+        return done or TrialOutcome(state="failed", reason=reason, alike=alike)
     if status == PREEMPTED_STATUS:
         return TrialOutcome(state="running")
     if ending is None:
-        killed = f"its launcher was killed by signal {-status}"
-        return TrialOutcome(state="failed", reason=killed, alike=killed)
+        by = f"signal {-status}"
+        return TrialOutcome(state="failed", reason=f"its launcher was killed by {by}", alike=by)
     name = ending.kind.rpartition(":")[2]
     first = ending.message.partition("\n")[0]
     reason = f"{name}: {first}" if name else ending.report.partition("\n")[0].rstrip(":")
