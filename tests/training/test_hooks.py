@@ -281,10 +281,8 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
         ),
         (
             [ls.Hook],
-            (
-                "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass"
-                " of ls.Hook; make it one"
-            ),
+            "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass"
+            " of ls.Hook; make it one",
         ),
         (3, "hooks has 3; a hook is an object"),
         (ls.EarlyStopping(), "hooks=<lockstep.hooks.early_stopping.EarlyStopping object at "),

@@ -388,10 +388,8 @@ def test_no_sample_is_skipped_or_fetched_twice_when_the_assignment_changes(
         ),
         (
             {"model": "synchronized"},
-            (
-                "assignment=measured with SyncBatchNorm; all ranks compute slices of each"
-                " microbatch together"
-            ),
+            "assignment=measured with SyncBatchNorm; all ranks compute slices of each"
+            " microbatch together",
         ),
     ],
 )

@@ -135,10 +135,8 @@ Factory = Callable[[Any], Any]
 REFUSED: dict[str, tuple[Factory, str]] = {
     "nothing": (
         lambda model: None,
-        (
-            "the optimizer factory returned None (a NoneType); it must return a"
-            " torch.optim.Optimizer, or a list of them"
-        ),
+        "the optimizer factory returned None (a NoneType); it must return a"
+        " torch.optim.Optimizer, or a list of them",
     ),
     "a class": (
         lambda model: torch.optim.SGD,
@@ -146,10 +144,8 @@ REFUSED: dict[str, tuple[Factory, str]] = {
     ),
     "a list with something else": (
         lambda model: [torch.optim.SGD(model.parameters()), "more"],
-        (
-            "the optimizer factory returned 'more' (a str); it must return a torch.optim.Optimizer,"
-            " or a list of them"
-        ),
+        "the optimizer factory returned 'more' (a str); it must return a torch.optim.Optimizer,"
+        " or a list of them",
     ),
     "an empty list": (
         lambda model: [],
@@ -157,27 +153,21 @@ REFUSED: dict[str, tuple[Factory, str]] = {
     ),
     "parameters left out": (
         lambda model: torch.optim.SGD([model["a"].weight]),
-        (
-            "the optimizer leaves out a.bias, b.weight, b.bias; every trainable parameter must be"
-            " in exactly one optimizer: add them, or freeze them with requires_grad_(False)"
-        ),
+        "the optimizer leaves out a.bias, b.weight, b.bias; every trainable parameter must be"
+        " in exactly one optimizer: add them, or freeze them with requires_grad_(False)",
     ),
     "parameters twice": (
         lambda model: [
             torch.optim.SGD(model.parameters()),
             torch.optim.SGD(model["a"].parameters()),
         ],
-        (
-            "a.weight, a.bias are in two optimizers; each would update them; give every parameter"
-            " to exactly one"
-        ),
+        "a.weight, a.bias are in two optimizers; each would update them; give every parameter"
+        " to exactly one",
     ),
     "parameters of another model": (
         lambda model: torch.optim.SGD([*model.parameters(), STRANGER]),
-        (
-            "the optimizer holds 1 parameters that are not the model's; build it from the model it"
-            " is given"
-        ),
+        "the optimizer holds 1 parameters that are not the model's; build it from the model it"
+        " is given",
     ),
 }
 
@@ -225,18 +215,14 @@ def test_a_frozen_parameter_may_be_held_or_left_out() -> None:
         (nn.Tanh(), "the model (Tanh) has no trainable parameter; training needs at least one"),
         (
             nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1)),
-            (
-                "the model has lazy parameters without a shape (0.weight, 0.bias); the optimizer"
-                " needs them before the first batch; run"
-            ),
+            "the model has lazy parameters without a shape (0.weight, 0.bias); the optimizer"
+            " needs them before the first batch; run",
         ),
         ("model", "the model factory returned 'model' (a str); it must return a torch.nn.Module"),
         (
             nn.Linear,
-            (
-                "the model factory returned <class 'torch.nn.modules.linear.Linear'> (a type); it"
-                " must return a torch.nn.Module"
-            ),
+            "the model factory returned <class 'torch.nn.modules.linear.Linear'> (a type); it"
+            " must return a torch.nn.Module",
         ),
     ],
 )
@@ -498,10 +484,8 @@ def failing_schedule(step: int) -> float:
     [
         (
             lambda step: "fast",
-            (
-                "schedule(0) returned 'fast' (a str); a schedule is step -> multiplier of the"
-                " learning rate, a number; or"
-            ),
+            "schedule(0) returned 'fast' (a str); a schedule is step -> multiplier of the"
+            " learning rate, a number; or",
         ),
         (
             lambda step: None,
@@ -510,10 +494,8 @@ def failing_schedule(step: int) -> float:
         (lambda step: True, "schedule(0) returned True (a bool); a schedule is step -> multiplier"),
         (
             failing_schedule,
-            (
-                "schedule is neither step -> multiplier (schedule(0) raised ValueError: no rate"
-                " today) nor optimizer -> torch LRScheduler (that raised ValueError: no rate today)"
-            ),
+            "schedule is neither step -> multiplier (schedule(0) raised ValueError: no rate"
+            " today) nor optimizer -> torch LRScheduler (that raised ValueError: no rate today)",
         ),
         (lambda optimizer: optimizer.param_groups, "schedule(optimizer) returned [{"),
     ],

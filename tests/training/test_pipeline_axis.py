@@ -428,18 +428,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more stages than parts": (
         "pipeline=3",
         {"model": narrow, "stages": None},
-        (
-            "RecipeError: pipeline=3 makes 3 stages, and the model has trainable parameters for 2"
-            " (from 0, 2)"
-        ),
+        "RecipeError: pipeline=3 makes 3 stages, and the model has trainable parameters for 2"
+        " (from 0, 2)",
     ),
     "fewer microbatches than stages": (
         "pipeline=3",
         {"microbatch": 16},
-        (
-            "RecipeError: 2 microbatches a step in a pipeline of 3 stages; with fewer microbatches"
-            " than stages some stages always wait"
-        ),
+        "RecipeError: 2 microbatches a step in a pipeline of 3 stages; with fewer microbatches"
+        " than stages some stages always wait",
     ),
     "a boundary of something other than tensors": (
         "pipeline=3",
@@ -451,98 +447,74 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "loss": infinite,
             "weight": None,
         },
-        (
-            "RecipeError: the part '0' of the model returns a list, and the next one is on another"
-            " rank; a stage of a pipeline hands on"
-        ),
+        "RecipeError: the part '0' of the model returns a list, and the next one is on another"
+        " rank; a stage of a pipeline hands on",
     ),
     "a pattern that matches nothing": (
         "pipeline=3",
         {"stages": ["embedding", "layers.*", "head"]},
-        (
-            "RecipeError: the recipe's stages have 'layers.*', which matches no module of the"
-            " model; modules are embedding, "
-        ),
+        "RecipeError: the recipe's stages have 'layers.*', which matches no module of the"
+        " model; modules are embedding, ",
     ),
     "a model whose parts nobody names": (
         "pipeline=3",
         {"stages": None},
-        (
-            "RecipeError: pipeline=3 and a model (Staged) that is no nn.Sequential; a pipeline must"
-            " know the model's parts in the order"
-        ),
+        "RecipeError: pipeline=3 and a model (Staged) that is no nn.Sequential; a pipeline must"
+        " know the model's parts in the order",
     ),
     "parameters outside of the parts": (
         "pipeline=3",
         {"stages": ["embedding", "blocks.*"]},
-        (
-            "RecipeError: the recipe's stages leave out head.never.weight, head.never.bias;"
-            " a pipeline calls only the stages, so they must hold"
-        ),
+        "RecipeError: the recipe's stages leave out head.never.weight, head.never.bias;"
+        " a pipeline calls only the stages, so they must hold",
     ),
     "a forward that computes something between the parts": (
         "pipeline=3",
         {"model": ReluBetween},
-        (
-            "RecipeError: the model's forward has code of its own after 'blocks.0' (TypeError: "
-            "relu(): argument 'input'"
-        ),
+        "RecipeError: the model's forward has code of its own after 'blocks.0' (TypeError: "
+        "relu(): argument 'input'",
     ),
     "a forward that takes apart what a part returns": (
         "pipeline=3",
         {"model": TakesApart},
-        (
-            "RecipeError: the model's forward takes the output of 'blocks.0' apart; a pipeline"
-            " calls only the recipe's stages"
-        ),
+        "RecipeError: the model's forward takes the output of 'blocks.0' apart; a pipeline"
+        " calls only the recipe's stages",
     ),
     "a forward that leaves out a part": (
         "pipeline=3",
         {"model": SkipsABlock},
-        (
-            "RecipeError: the model's forward calls another part instead of 'blocks.0', which "
-            "comes after 'embedding'; a"
-        ),
+        "RecipeError: the model's forward calls another part instead of 'blocks.0', which "
+        "comes after 'embedding'; a",
     ),
     "a forward that goes past a part": (
         "pipeline=3",
         {"model": Skips},
-        (
-            "RecipeError: the model's forward must call 'blocks.1' with exactly one argument, the "
-            "output of 'blocks.0'; a pipeline"
-        ),
+        "RecipeError: the model's forward must call 'blocks.1' with exactly one argument, the "
+        "output of 'blocks.0'; a pipeline",
     ),
     "a forward that returns more than its last part": (
         "pipeline=3",
         {"model": InADict},
-        (
-            "RecipeError: the model's forward returns something other than the output of 'head'; a"
-            " pipeline calls only the recipe's stages"
-        ),
+        "RecipeError: the model's forward returns something other than the output of 'head'; a"
+        " pipeline calls only the recipe's stages",
     ),
     "a BatchNorm in two stages": (
         "pipeline=3",
         {"model": ABatchNormTwice, "stages": None},
-        (
-            "RecipeError: the stages '1' and '3' share a BatchNorm1d; its running statistics follow"
-            " from all of its calls in their order, but"
-        ),
+        "RecipeError: the stages '1' and '3' share a BatchNorm1d; its running statistics follow"
+        " from all of its calls in their order, but",
     ),
     "an optimizer without the parameters of one stage": (
         "pipeline=3",
         {"optimizer": of_all_but_the_head},
-        (
-            "RecipeError: the optimizer leaves out head.never.weight, head.never.bias; every"
-            " trainable parameter must be in exactly one"
-        ),
+        "RecipeError: the optimizer leaves out head.never.weight, head.never.bias; every"
+        " trainable parameter must be in exactly one",
     ),
     "a buffer of one stage that no file can hold": (
         "pipeline=3",
         {"model": WithAWideTable},
-        (
-            "RecipeError: state dict entry 'head.table' is a tensor of layout torch.strided, type"
-            " torch.complex128, on device cpu; model"
-        ),
+        "RecipeError: state dict entry 'head.table' is a tensor of layout torch.strided, type"
+        " torch.complex128, on device cpu; model",
     ),
     "a metric that is no number": (
         "pipeline=3",
@@ -561,18 +533,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a loss that calls backward": (
         "pipeline=3",
         {"loss": with_a_backward, "weight": None},
-        (
-            "LossError: after step 0: the forward or the loss has called backward, and so changed"
-            " the model's gradients; they are sums over"
-        ),
+        "LossError: after step 0: the forward or the loss has called backward, and so changed"
+        " the model's gradients; they are sums over",
     ),
     "a loss that is not finite": (
         "pipeline=3",
         {"loss": infinite, "weight": None},
-        (
-            "LossError: after step 0: the loss is nan in microbatch 0, computed by data rank 0 from"
-            " samples"
-        ),
+        "LossError: after step 0: the loss is nan in microbatch 0, computed by data rank 0 from"
+        " samples",
     ),
 }
 

@@ -410,18 +410,14 @@ OWN = {
     "gradient_compression": (
         {"gradient_compression": "bf16"},
         {"gradient_compression": "int8"},
-        (
-            "RecipeError: gradient_compression is bf16 on rank 0 and int8 on rank 1; all processes"
-            " of a run"
-        ),
+        "RecipeError: gradient_compression is bf16 on rank 0 and int8 on rank 1; all processes"
+        " of a run",
     ),
     "batch": (
         {},
         {"global_batch": 8},
-        (
-            "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run"
-            " have one"
-        ),
+        "RecipeError: global_batch is 12 on rank 0 and 8 on rank 1; all processes of a run"
+        " have one",
     ),
     "saving": ({"saving": ls.Saving(every=1)}, {}, "RecipeError: saving is Saving(every=1, last=2"),
 }

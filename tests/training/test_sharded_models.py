@@ -343,17 +343,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "complex beside real": ({"model": waves}, DTYPES),
     "MAML": (
         {"loss": adapted},
-        (
-            r"PlanError: .*not have been used in the graph; parameters are sharded \(DTensors\)"
-            r" outside of their module's forward.* use replicate$"
-        ),
+        r"PlanError: .*not have been used in the graph; parameters are sharded \(DTensors\)"
+        r" outside of their module's forward.* use replicate$",
     ),
     "other weights": (
         {"loss": shifted},
-        (
-            r"PlanError: the shard axis, and '0\.weight' is another tensor in this forward, .* use"
-            r" replicate"
-        ),
+        r"PlanError: the shard axis, and '0\.weight' is another tensor in this forward, .* use"
+        r" replicate",
     ),
     "weights elsewhere": (
         {"loss": outside},
@@ -361,10 +357,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an input that is changed": (
         {"model": partial(AfterALayer, in_place=True)},
-        (
-            r"PlanError: .*shard=2.*: a block changes its input in place, as with nn\.ReLU.*; leave"
-            r" inplace out, or use replicate$"
-        ),
+        r"PlanError: .*shard=2.*: a block changes its input in place, as with nn\.ReLU.*; leave"
+        r" inplace out, or use replicate$",
     ),
     "a gradient penalty": (
         {"loss": penalised},
@@ -372,17 +366,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a layer outside of autocast": (
         {"model": partial(routed, nn.Linear), "precision": "bf16"},
-        (
-            r"PlanError: .*shard=2.*: (expected|self).* the same dtype, but got.* been called"
-            r" without it; .* with a forward of its own"
-        ),
+        r"PlanError: .*shard=2.*: (expected|self).* the same dtype, but got.* been called"
+        r" without it; .* with a forward of its own",
     ),
     "a weight outside of products": (
         {"model": partial(normalised, nn.Linear), "precision": "bf16"},
-        (
-            r"PlanError: under shard the weight 'blocks\.\d\.layer\.weight' is gathered .* and"
-            r" ToCopy uses it too, .* with a forward of its"
-        ),
+        r"PlanError: under shard the weight 'blocks\.\d\.layer\.weight' is gathered .* and"
+        r" ToCopy uses it too, .* with a forward of its",
     ),
 }
 MENDED: dict[str, dict[str, Any]] = {

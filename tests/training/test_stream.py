@@ -471,18 +471,14 @@ def test_a_trace_with_other_microbatches_is_refused(pool: WorkerPool, tmp_path: 
     [
         (
             {"data": ls.Stream(numbered, shards=4)},
-            (
-                "an ls.Stream of shards=4 with 3 microbatches in a global batch (global_batch=12,"
-                " microbatch=4); each microbatch reads from equally many shards, so shards must be"
-                " a multiple of 3; write shards=6"
-            ),
+            "an ls.Stream of shards=4 with 3 microbatches in a global batch (global_batch=12,"
+            " microbatch=4); each microbatch reads from equally many shards, so shards must be"
+            " a multiple of 3; write shards=6",
         ),
         (
             {"steps": None, "epochs": 2},
-            (
-                "epochs=2 with an ls.Stream; a stream has no length, so epochs cannot be counted;"
-                " give steps="
-            ),
+            "epochs=2 with an ls.Stream; a stream has no length, so epochs cannot be counted;"
+            " give steps=",
         ),
         (
             {"microbatch": None},

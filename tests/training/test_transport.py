@@ -219,10 +219,8 @@ def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path)
             "[(row,) for row in x]",
             "48k",
             2,
-            (
-                "DataError: after step 0, microbatch 0: no room in /dev/shm, through which loader"
-                " workers "
-            ),
+            "DataError: after step 0, microbatch 0: no room in /dev/shm, through which loader"
+            " workers ",
         ),
         (
             "[(row,) for row in x]",

@@ -123,34 +123,26 @@ def checked(run_dir: str, plan: str, kind: str) -> str:
         (
             "name",
             "replicate=2",
-            (
-                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step;"
-                " rank 1 broadcast of float32 (3,), root_rank 0"
-            ),
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step;"
+            " rank 1 broadcast of float32 (3,), root_rank 0",
         ),
         (
             "size",
             "shard=2",
-            (
-                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
-                "rank 1 allreduce of float32 (4,), reduce_op sum at {here}"
-            ),
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
+            "rank 1 allreduce of float32 (4,), reduce_op sum at {here}",
         ),
         (
             "operation",
             "replicate=2",
-            (
-                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
-                "rank 1 allreduce of float32 (3,), reduce_op max at {here}"
-            ),
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step; "
+            "rank 1 allreduce of float32 (3,), reduce_op max at {here}",
         ),
         (
             "left out",
             "replicate=2",
-            (
-                "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step;"
-                " rank 1 all"
-            ),
+            "rank 0 allreduce of float32 (3,), reduce_op sum at {here} in Between.after_step;"
+            " rank 1 all",
         ),
     ],
 )

@@ -187,18 +187,14 @@ def refused(folder: Path, weights: Any) -> str:
         (
             {"fc.weight": torch.ones(2, 4), "fc.bias": torch.ones(2), "seen": torch.ones(2)},
             {},
-            (
-                "different: fc.weight float32(2, 3), in the file float32(2, 4), seen int64(2,), in"
-                " the file float32(2,); map names with"
-            ),
+            "different: fc.weight float32(2, 3), in the file float32(2, 4), seen int64(2,), in"
+            " the file float32(2,); map names with",
         ),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
             {"missing": "keep"},
-            (
-                "only in the file: bias, weight; the names would fit with ls.Weights(path,"
-                " names={'*': 'fc.*'})"
-            ),
+            "only in the file: bias, weight; the names would fit with ls.Weights(path,"
+            " names={'*': 'fc.*'})",
         ),
         (
             {"weight": torch.ones(2, 3), "bias": torch.ones(2)},
@@ -272,10 +268,8 @@ def damaged(folder: Path, kind: str) -> str:
         ("missing.pt", "does not exist; weights are a .safetensors file"),
         (
             "old.pt",
-            (
-                "is not a torch.save file, or has the format from before torch 1.6, which cannot be"
-                " memory-mapped; save it again: torch.save("
-            ),
+            "is not a torch.save file, or has the format from before torch 1.6, which cannot be"
+            " memory-mapped; save it again: torch.save(",
         ),
         (
             "short.safetensors",
