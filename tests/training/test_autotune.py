@@ -19,7 +19,16 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from training.kept import Asked, recipe as kept_recipe
-from training.subjects import FEATURES, OUTPUTS, recipe, rows, same, squared_error, state_of
+from training.subjects import (
+    FEATURES,
+    OUTPUTS,
+    each_of,
+    recipe,
+    rows,
+    same,
+    squared_error,
+    state_of,
+)
 
 import lockstep as ls
 from lockstep.autotune import timing
@@ -238,9 +247,13 @@ def of_any_kind(folder: str, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["ls.Loss", "ls.Sum of a GPT with tied weights, in stages"])
-def test_losses_of_any_kind_are_timed(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
-    pool.run(2, of_any_kind, str(tmp_path), kind)
+def of_each_kind(folder: str) -> None:
+    for kind in ("ls.Loss", "ls.Sum of a GPT with tied weights, in stages"):
+        of_any_kind(f"{folder}/{kind}", kind)
+
+
+def test_losses_of_any_kind_are_timed(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, of_each_kind, str(tmp_path))
 
 
 def given_numbers(folder: str) -> None:
@@ -537,30 +550,22 @@ def test_a_loss_that_takes_one_size_only_is_told_that_others_are_timed(
         )
 
 
-def refused(run_dir: str, plan: str | None, changes: dict[str, Any]) -> str:
-    try:
-        ls.train(recipe(**changes), run_dir=run_dir, plan=plan)
-    except LockstepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "it trained"
+def refused(run_dir: str, plan: str | None, changes: dict[str, Any]) -> None:
+    ls.train(recipe(**changes), run_dir=run_dir, plan=plan)
 
 
 REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "bitwise": (
         "numerics=bitwise",
         {"microbatch": "auto"},
-        (
-            "RecipeError: numerics=bitwise with microbatch='auto'; another machine or number of"
-            " processes may choose another microbatch; give"
-        ),
+        "RecipeError: numerics=bitwise with microbatch='auto'; another machine or number of"
+        " processes may choose another microbatch; give",
     ),
     "BatchNorm": (
         None,
         {"microbatch": "auto", "model": with_batchnorm},
-        (
-            "RecipeError: microbatch='auto' with BatchNorm ('1'); it takes its statistics over one"
-            " microbatch, so the size changes what is"
-        ),
+        "RecipeError: microbatch='auto' with BatchNorm ('1'); it takes its statistics over one"
+        " microbatch, so the size changes what is",
     ),
     "a stream": (
         None,
@@ -570,88 +575,63 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "a model that is cut": (
         "shard=2,workers=auto",
         {"microbatch": "auto"},
-        (
-            "PlanError: microbatch=auto with shard=2; it can be measured only if each process holds"
-            " the whole model (replicate); give"
-        ),
+        "PlanError: microbatch=auto with shard=2; it can be measured only if each process holds"
+        " the whole model (replicate); give",
     ),
     "threads that change bits": (
         "numerics=bitwise,threads=2",
         {},
-        (
-            "PlanError: threads=2 with numerics=bitwise; on a CPU the number of threads changes"
-            " bits, so it is 1; leave threads out"
-        ),
+        "PlanError: threads=2 with numerics=bitwise; on a CPU the number of threads changes"
+        " bits, so it is 1; leave threads out",
     ),
     "a word": (
         None,
         {"microbatch": "some"},
-        (
-            "RecipeError: Recipe.microbatch='some'; give a number of samples, 'auto' to have it"
-            " measured"
-        ),
+        "RecipeError: Recipe.microbatch='some'; give a number of samples, 'auto' to have it"
+        " measured",
     ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_cannot_be_measured_are_refused(
-    pool: WorkerPool, tmp_path: Path, case: str
-) -> None:
-    plan, changes, message = REFUSED[case]
-    for text in (
-        pool.run(2, refused, str(tmp_path / "run"), plan, changes)
-        if case not in ("a stream", "a word")
-        else [in_words(changes)]
-    ):
-        assert text.startswith(message), text
+IN_WORDS = ("a stream", "a word")
+"""What the recipe itself refuses."""
 
 
-def in_words(changes: dict[str, Any]) -> str:
-    with pytest.raises(LockstepError) as caught:
-        recipe(**changes)
-    return f"{type(caught.value).__name__}: {caught.value}"
+def refused_each(run_dir: str) -> list[Any]:
+    return each_of(
+        refused,
+        run_dir,
+        [row[:2] for name, row in REFUSED.items() if name not in IN_WORDS],
+    )
 
 
-def of_ones_own(run_dir: str, plan: str, microbatch: Any) -> str:
+def test_settings_that_cannot_be_measured_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    messages = [row[2] for name, row in REFUSED.items() if name not in IN_WORDS]
+    for everyone in pool.run(2, refused_each, str(tmp_path / "run")):
+        for message, said in zip(messages, everyone, strict=True):
+            assert said.startswith(message), said
+    for name in IN_WORDS:
+        _, changes, message = REFUSED[name]
+        with pytest.raises(LockstepError) as caught:
+            recipe(**changes)
+        assert f"{type(caught.value).__name__}: {caught.value}".startswith(message), name
+
+
+def of_ones_own(run_dir: str, plan: str, microbatch: Any) -> None:
     given = recipe()
-    try:
-        with ls.Session(run_dir=run_dir, plan=plan) as session:
-            session.prepare(given.model, given.optimizer)
-            session.steps(given.data, global_batch=16, microbatch=microbatch, steps=2)
-    except LockstepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "it trained"
+    with ls.Session(run_dir=run_dir, plan=plan) as session:
+        session.prepare(given.model, given.optimizer)
+        session.steps(given.data, global_batch=16, microbatch=microbatch, steps=2)
 
 
-@pytest.mark.parametrize(
-    ("plan", "microbatch", "message"),
-    [
-        (
-            "workers=auto",
-            4,
-            (
-                "PlanError: workers=auto in a loop of your own; only ls.train has a loss to measure"
-                " with; give a number: workers=2"
-            ),
-        ),
-        (
-            "",
-            "auto",
-            (
-                "RecipeError: microbatch='auto' in a loop of your own; only ls.train has a loss to"
-                " measure with; give a number of"
-            ),
-        ),
-    ],
-)
-def test_a_custom_loop_cannot_measure(
-    pool: WorkerPool, tmp_path: Path, plan: str, microbatch: Any, message: str
-) -> None:
-    (text,) = pool.run(1, of_ones_own, str(tmp_path), plan, microbatch)
-    assert text.startswith(message)
-    with pytest.raises(LockstepError, match="precision='auto' in a loop of your own"):
+def test_a_custom_loop_cannot_measure(tmp_path: Path) -> None:
+    only = "in a loop of your own; only ls.train has a loss to measure with; give a number"
+    one, other = each_of(of_ones_own, str(tmp_path), [("workers=auto", 4), ("", "auto")])
+    assert one.startswith(f"PlanError: workers=auto {only}: workers=2")
+    assert other.startswith(f"RecipeError: microbatch='auto' {only} of")
+    with pytest.raises(LockstepError) as caught:
         ls.Session(precision="auto")  # type: ignore[arg-type]
+    assert "precision='auto' in a loop of your own" in str(caught.value)
 
 
 def pinned(folder: str) -> None:
