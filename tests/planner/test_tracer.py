@@ -90,10 +90,8 @@ def operations(trace: TracedStep) -> list[Operation]:
         ("replicate=2,numerics=bitwise", PARAMETERS, TENSORS),
         ("shard=2", PARAMETERS // 2, TENSORS),
         ("shard=2,sharding=gradients", PARAMETERS // 2, TENSORS),
-        ("shard=2,numerics=bitwise", PARAMETERS // 2, TENSORS),
         ("replicate=2,shard=4", PARAMETERS // 4, TENSORS),
         ("tensor=2", PARAMETERS - SPLIT // 2, TENSORS),
-        ("shard=2,tensor=2", (PARAMETERS - SPLIT // 2) // 2, TENSORS),
         ("pipeline=2", OF_STAGE, 1 + 8 * BLOCKS // 2),
         ("pipeline=2,shard=2,tensor=2", (OF_STAGE - SPLIT // 4) // 2, 1 + 8 * BLOCKS // 2),
     ],
@@ -155,10 +153,8 @@ def test_what_a_stage_receives_is_communication(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_1f1b_a_stage_needs_no_more_memory_for_more_microbatches(rank: int) -> None:
-    few, many = (
-        traced("pipeline=2", recipe(global_batch=count * MICROBATCH), rank=rank)
-        for count in (4, 12)
-    )
+    few = plain("pipeline=2", rank)
+    many = traced("pipeline=2", recipe(global_batch=8 * MICROBATCH), rank=rank)
     for cause in ("communication", "activations"):
         assert held(many, cause) == pytest.approx(held(few, cause), abs=MESSAGE // 2), (
             "no more than the sums of the loss"
@@ -227,7 +223,7 @@ def test_in_bf16_activations_take_about_half() -> None:
 
 
 def test_in_bf16_a_shard_gathers_half_the_bytes_and_keeps_no_cast_weights() -> None:
-    full, short = (traced("shard=2", recipe(precision=name)) for name in ("fp32", "bf16"))
+    full, short = plain("shard=2"), traced("shard=2", recipe(precision="bf16"))
     gathered = [
         sum(each.bytes for each in trace.collectives() if each.kind == "all_gather")
         for trace in (full, short)
@@ -292,8 +288,7 @@ def test_no_memory_is_freed_twice(plan: str) -> None:
 
 
 def test_replicas_send_their_gradients_once_a_step() -> None:
-    for batch in (8, 16):
-        trace = traced("replicate=2", recipe(global_batch=batch))
+    for trace in (plain("replicate=2"), traced("replicate=2", recipe(global_batch=4))):
         (summed,) = [each for each in trace.collectives() if each.kind == "all_reduce"]
         assert PARAMETERS <= summed.bytes <= PARAMETERS + 500, "and the sums of the loss"
         assert (summed.ranks, summed.axis) == (2, "replicate")
@@ -336,7 +331,7 @@ def test_a_split_layer_is_summed_in_the_forward_and_in_the_backward() -> None:
     }
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
 def test_what_a_stage_sends_the_next_one_receives(schedule: str) -> None:
     traces = [plain(f"pipeline=2,schedule={schedule}", rank) for rank in range(2)]
     boundaries = 3 if schedule == "interleaved" else 1
@@ -363,7 +358,6 @@ def messages(trace: TracedStep, peer: int, *, receives: bool) -> list[int]:
     [
         "replicate=2",
         "shard=2",
-        "replicate=2,shard=2",
         "pipeline=2,schedule=interleaved",
         "tensor=2",
     ],
@@ -380,7 +374,7 @@ def test_all_ranks_compute_as_much_together_as_one_alone(plan: str) -> None:
 
 
 def marks(plan: str, name: str) -> int:
-    return sum(item == Mark(name) for item in traced(plan, recipe()).items)
+    return sum(item == Mark(name) for item in plain(plan).items)
 
 
 def test_the_host_s_work_beside_kernels_is_marked() -> None:
@@ -469,5 +463,5 @@ def test_a_rank_of_16384_is_as_cheap_as_one_of_16(plan: str) -> None:
 
 
 def test_the_output_of_the_model_and_the_loss_are_logits() -> None:
-    by_cause = memory_peak(traced("replicate=1", recipe())).by_cause
+    by_cause = memory_peak(plain("replicate=1")).by_cause
     assert by_cause["logits"] > 0

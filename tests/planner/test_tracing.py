@@ -58,6 +58,16 @@ class Masking(Transformer):
         return scores + scores[words > 3].mean()  # a shape
 
 
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.embedding(words)
+        return scores
+
+
 def listing_loss(scores: Tensor, batch: Any) -> Tensor:
     factor = scores.mean().tolist()  # a list
     return (scores * factor).mean()
@@ -80,26 +90,16 @@ NEEDY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("what", "plan"),
-    [
-        ("a value", "shard=2"),
-        ("a value", "replicate=1"),
-        ("a shape", "replicate=2"),
-        ("a list", "shard=2"),
-    ],
-)
-def test_a_script_that_needs_values_is_told_where(what: str, plan: str) -> None:
-    with pytest.raises(
-        ValueNeeded, match=rf"{HERE.name}:{line_of(what)}: .* asks for values of a tensor"
-    ):
-        traced(plan, recipe(**NEEDY[what], tensor=None))
-
-
-@pytest.mark.parametrize(
-    ("what", "plan"),
     [("a value", "shard=2"), ("a shape", "replicate=2"), ("a list", "replicate=1")],
 )
-def test_a_script_that_needs_values_is_traced_with_them(what: str, plan: str) -> None:
-    trace = traced(plan, recipe(**NEEDY[what], tensor=None), is_fake=False)
+def test_a_script_that_needs_values_is_told_where_and_is_traced_with_them(
+    what: str, plan: str
+) -> None:
+    given = recipe(**NEEDY[what], tensor=None)
+    where = rf"{HERE.name}:{line_of(what)}: .* asks for values of a tensor"
+    with pytest.raises(ValueNeeded, match=where):
+        traced(plan, given)
+    trace = traced(plan, given, is_fake=False)
     assert memory_peak(trace).bytes > 0
     assert trace.collectives() or plan == "replicate=1"
 
@@ -241,10 +241,8 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plan", "changes", "error"),
     [
-        ("replicate=2", {}, None),
-        ("shard=2,checkpointing=full", {"precision": "bf16"}, None),
-        ("pipeline=2,shard=2,tensor=2", {}, None),
-        ("shard=2,numerics=bitwise", {}, None),
+        ("replicate=2,numerics=bitwise", {}, None),
+        ("pipeline=2,shard=2,tensor=2,checkpointing=full", {"precision": "bf16"}, None),
         ("shard=2", {"loss": fails}, ZeroDivisionError),
         ("replicate=2", {"loss": fails_in_the_traced_step}, ZeroDivisionError),
         ("replicate=2", {"model": Branching}, ValueNeeded),
@@ -255,7 +253,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_is_afterwards_as_it_was(
     plan: str, changes: dict[str, Any], error: type[Exception] | None
 ) -> None:
-    plain("shard=2,tensor=2")  # imports, and torch's own caches
+    plain("shard=2")  # imports, and torch's own caches
     before = state_of_torch()
     with nullcontext() if error is None else pytest.raises(error) as kept:  # with its frames
         traced(plan, recipe(**changes))
@@ -277,8 +275,10 @@ def test_a_run_after_a_trace_in_the_same_process_has_its_own_constants() -> None
 def test_on_a_gpu_the_clipping_norm_is_not_computed_in_pieces_for_a_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    small = recipe(model=Small, global_batch=MICROBATCH, stages=None, tensor=None)
+
     def kernels(*, is_gpu: bool) -> int:
-        trace = traced("numerics=bitwise", is_gpu=is_gpu)
+        trace = traced("numerics=bitwise", small, is_gpu=is_gpu)
         return sum(isinstance(item, Compute) for item in trace.items)
 
     whole = {is_gpu: kernels(is_gpu=is_gpu) for is_gpu in (True, False)}
