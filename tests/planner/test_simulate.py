@@ -415,15 +415,15 @@ def times(traces: Sequence[TracedStep]) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_a_repeated_microbatch_takes_the_time_of_a_traced_one(plan: str) -> None:
-    two, three = (traced(plan, recipe(global_batch=2 * MICROBATCH * count)) for count in (2, 3))
-    longer = repeated(two, 3)
+    three, four = (traced(plan, recipe(global_batch=2 * MICROBATCH * count)) for count in (3, 4))
+    longer = repeated(three, 4)
     assert Counter(each.kind for each in longer.collectives()) == Counter(
-        each.kind for each in three.collectives()
+        each.kind for each in four.collectives()
     )
     assert sum(isinstance(item, Mark) for item in longer.items) == sum(
-        isinstance(item, Mark) for item in three.items
+        isinstance(item, Mark) for item in four.items
     )
-    short, found, expected = times([two, longer, three])
+    short, found, expected = times([three, longer, four])
     assert found == pytest.approx(expected, rel=1e-4)
     assert expected > short
 
