@@ -41,6 +41,7 @@ def bad(ended: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
     }
 
 
+@pytest.mark.forks
 def test_a_machine_that_is_well(tmp_path: Path) -> None:
     ended = doctor("--nproc", "2", "--json", cwd=tmp_path)
     found: dict[str, Any] = json.loads(ended.stdout)
@@ -82,6 +83,7 @@ def test_sub_groups_of_four_ranks_exchange_at_the_same_time(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.forks
 def test_the_table_fits_and_says_what_to_do(tmp_path: Path, width: int) -> None:
     ended = doctor("--nproc", "1", cwd=tmp_path, COLUMNS=str(width), NCCL_DEBUG="INFO")
     assert ended.returncode == 1
@@ -159,6 +161,7 @@ def test_mistakes_are_told_before_anything_starts(
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
+@pytest.mark.forks
 def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
     line = [LOCKSTEP, "doctor", "--nproc", "2"]
     with started(

@@ -147,6 +147,7 @@ def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -
     ],
     ids=lambda more: more[0],
 )
+@pytest.mark.forks
 def test_a_machine_that_is_given_other_options_is_told_at_once(
     tmp_path: Path, port: int, more: list[str]
 ) -> None:
@@ -316,6 +317,7 @@ def test_containers_whose_address_only_their_own_host_reaches_are_told_the_remed
         )
 
 
+@pytest.mark.forks
 def test_an_interface_that_is_not_there_is_told(tmp_path: Path, port: int) -> None:
     ((status, _, told),) = ended([numbered(0, port, 1, "--interface", "nosuch0", RANKS)], tmp_path)
     assert status == 2

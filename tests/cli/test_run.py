@@ -124,6 +124,7 @@ def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(
     ],
     ids=["user error", "exit status"],
 )
+@pytest.mark.forks
 def test_the_status_of_the_script_is_that_of_the_command(
     tmp_path: Path, end: str, status: int, printed: str
 ) -> None:

@@ -85,6 +85,7 @@ PEER = (
         "KILL to rank 1",
     ],
 )
+@pytest.mark.forks
 def test_a_run_that_is_ended_saves_and_says_so_and_gives_its_directory_up(
     tmp_path: Path,
     number: signal.Signals,
