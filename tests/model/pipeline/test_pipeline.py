@@ -167,65 +167,40 @@ def test_an_evaluation_has_the_output_on_the_last_rank(pool: WorkerPool, schedul
         torch.testing.assert_close(output["logits"], logits)
 
 
-@pytest.mark.parametrize(
-    ("where", "schedule", "expected"),
-    [
-        (
-            "inputs",
-            "gpipe",
-            [
-                ("ValueError", "spoilt"),
-                ("StageFailed", "rank 0 of the pipeline failed: ValueError"),
-            ],
-        ),
-        ("score", "1f1b", [("LossError", "spoilt")] * 2),
-        (
-            "part",
-            "1f1b",
-            [
-                ("StageFailed", "rank 1 of the pipeline failed: ArithmeticError"),
-                ("ArithmeticError", "spoilt"),
-            ],
-        ),
-        (
-            "part",
-            "zero-bubble",
-            [("StageFailed", "ArithmeticError"), ("ArithmeticError", "spoilt")],
-        ),
-        (
-            "boundary",
-            "interleaved",
-            [
-                (
-                    "RecipeError",
-                    "the part '0' of the model returns a dict, and the next one is on another rank",
-                )
-            ]
-            * 2,
-        ),
-        (
-            "shape",
-            "1f1b",
-            [
-                (
-                    "RecipeError",
-                    "returns float32 [1, 8], and returned float32 [2, 8] for another microbatch",
-                )
-            ]
-            * 2,
-        ),
+OTHER_SHAPE = "returns float32 [1, 8], and returned float32 [2, 8] for another microbatch"
+OTHER_KIND = "the part '0' of the model returns a dict, and the next one is on another rank"
+FAILURES: dict[tuple[str, Schedule], list[tuple[str, str]]] = {
+    ("inputs", "gpipe"): [
+        ("ValueError", "spoilt"),
+        ("StageFailed", "rank 0 of the pipeline failed: ValueError"),
     ],
-)
-def test_a_failure_is_raised_on_every_rank_and_the_next_step_is_right(
-    pool: WorkerPool, where: str, schedule: str, expected: list[tuple[str, str]]
-) -> None:
+    ("score", "1f1b"): [("LossError", "spoilt")] * 2,
+    ("part", "1f1b"): [
+        ("StageFailed", "rank 1 of the pipeline failed: ArithmeticError"),
+        ("ArithmeticError", "spoilt"),
+    ],
+    ("part", "zero-bubble"): [
+        ("StageFailed", "ArithmeticError"),
+        ("ArithmeticError", "spoilt"),
+    ],
+    ("boundary", "interleaved"): [("RecipeError", OTHER_KIND)] * 2,
+    ("shape", "1f1b"): [("RecipeError", OTHER_SHAPE)] * 2,
+}
+"""Where a microbatch fails, and the schedule -> the error on each rank."""
+
+
+def failing_in_turn() -> list[tuple[str, str, list[list[float]]]]:
+    return [failing("mlp", schedule, where) for where, schedule in FAILURES]
+
+
+def test_a_failure_is_raised_on_every_rank_and_the_next_step_is_right(pool: WorkerPool) -> None:
     _, records = one_process("mlp", (2, 2, 2, 2), torch.float32)
-    for (kind, text, after), (name, message) in zip(
-        pool.run(2, failing, "mlp", schedule, where), expected, strict=True
-    ):
-        assert kind == name
-        assert message in text
-        assert close(after, records)
+    for rank, found in enumerate(pool.run(2, failing_in_turn)):
+        for (case, expected), (kind, text, after) in zip(FAILURES.items(), found, strict=True):
+            name, message = expected[rank]
+            assert kind == name, (case, rank, text)
+            assert message in text, (case, rank)
+            assert close(after, records), (case, rank)
 
 
 def only(name: str, schedule: Schedule) -> str:
@@ -234,31 +209,27 @@ def only(name: str, schedule: Schedule) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "text"),
-    [
-        (
-            "detached",
-            "1f1b",
-            (
-                "the part '0' of the model hands on float32 [3, 8] without gradient, so no"
-                " gradient reaches the trainable parameters up to it"
-            ),
-        ),
-        (
-            "ignoring",
-            "1f1b",
-            "from '2' on does not depend on the input of '2', so no gradient reaches the",
-        ),
-        ("ignoring", "zero-bubble", "from '2' on does not depend on the input of '2'"),
-    ],
-)
-def test_stages_that_no_gradient_would_reach_are_refused_on_every_rank(
-    pool: WorkerPool, name: str, schedule: Schedule, text: str
-) -> None:
+UNREACHED: dict[tuple[str, Schedule], str] = {
+    ("detached", "1f1b"): (
+        "the part '0' of the model hands on float32 [3, 8] without gradient, so no gradient"
+        " reaches the trainable parameters up to it"
+    ),
+    ("ignoring", "1f1b"): (
+        "from '2' on does not depend on the input of '2', so no gradient reaches the"
+    ),
+    ("ignoring", "zero-bubble"): "from '2' on does not depend on the input of '2'",
+}
+
+
+def refused_in_turn() -> list[str]:
+    return [only(*case) for case in UNREACHED]
+
+
+def test_stages_that_no_gradient_would_reach_are_refused_on_every_rank(pool: WorkerPool) -> None:
     """Torch's schedules would wait for that gradient, train without a word, or take zeros for
     it."""
-    one, other = pool.run(2, only, name, schedule)
+    one, other = pool.run(2, refused_in_turn)
     assert one == other
-    assert text in one
-    assert "freeze them (requires_grad_(False)), or" in one
+    for (case, text), said in zip(UNREACHED.items(), one, strict=True):
+        assert text in said, case
+        assert "freeze them (requires_grad_(False)), or" in said, case
