@@ -268,11 +268,13 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 def all_under(plan: str, run_dir: str) -> dict[str, Any]:
     """What is trained under a plan: with every plan, and, if it is the axis alone, the rest."""
     found: dict[str, Any] = {"plain": train(plan, f"{run_dir}/plain")}
-    if "checkpointing" not in plan and plan != "tensor=3":
-        found["fp32"] = speak(plan, f"{run_dir}/speak", "fp32")
+    if plan in ("replicate=1", *AXES):
         found["overflow"] = overflow(plan, f"{run_dir}/overflow")
-    if plan in ("replicate=1", "tensor=2"):
+    if plan in ("replicate=1", "tensor=2", "replicate=2,tensor=2"):
+        found["fp32"] = speak(plan, f"{run_dir}/speak", "fp32")
+    if plan in ("replicate=1", "replicate=2,tensor=2"):
         found["bf16"] = speak(plan, f"{run_dir}/bf16", "bf16")
+    if plan in ("replicate=1", "tensor=2"):
         found["transposed"] = train_transposed(plan, f"{run_dir}/transposed")
     if plan == "tensor=2":
         found["stopped"] = stop_on_one_rank(f"{run_dir}/stopped")
