@@ -189,6 +189,13 @@ def test_a_slow_rank_has_fewer_microbatches_and_the_model_the_same_bits(
     for step in range(STEPS):
         together = [index for _, mine in everyone for index in mine[step]]
         assert together == list(range(len(together)))
+    if (size, more) == (2, ""):  # evaluations follow the same speeds
+        fast, slow = (
+            json.loads((tmp_path / "run" / f"evaluated-{rank}.json").read_text())
+            for rank in range(2)
+        )
+        assert [one + other for one, other in zip(fast, slow, strict=True)] == [12] * len(fast)
+        assert slow[-1] < 6
     changes_of = events(tmp_path / "run")
     assert 0 < changes_of[0]["first_step"] < STEPS - 4
     assert changes_of[0]["milliseconds"][-1] > 1.5 * max(changes_of[0]["milliseconds"][:-1])
@@ -303,15 +310,6 @@ def test_a_later_loop_of_steps_begins_with_the_assignment_of_the_one_before(
     assert slow[1][0] == slow[0][-1] < 4
 
 
-def test_evaluations_follow_the_same_speeds(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(2, trained, str(tmp_path / "run"), PLAN.format(2), 1)
-    fast, slow = (
-        json.loads((tmp_path / "run" / f"evaluated-{rank}.json").read_text()) for rank in range(2)
-    )
-    assert [one + other for one, other in zip(fast, slow, strict=True)] == [12] * len(fast)
-    assert slow[-1] < 6
-
-
 CPU = torch.device("cpu")
 
 
@@ -329,7 +327,7 @@ class Asked(torch.utils.data.Dataset[int]):
         return index
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     ranks=st.integers(1, 4),
     length=st.integers(8, 60),
