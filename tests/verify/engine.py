@@ -20,7 +20,7 @@ from lockstep.evidence.trace import Trace, read_traces
 from lockstep.evidence.tracer import Tracer
 from lockstep.keys import key
 from lockstep.verify.jobs import TraceRequest
-from lockstep.verify.perturb import change_model
+from lockstep.verify.probe import change_model
 
 SAMPLES = 64
 FEATURES = 6

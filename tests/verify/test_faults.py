@@ -18,8 +18,8 @@ from verify.engine import Engine, Network
 from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace
 from lockstep.verify.causes.evidence import Evidence
-from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import BEFORE_FIRST_STEP, Comparison, compare_traces
+from lockstep.verify.verification import likely_cause
 
 EPS_RATIO = 2.0**-52 / 2.0**-23
 

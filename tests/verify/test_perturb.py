@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.evidence.noise import add_noise
 from lockstep.verify.jobs import TraceRequest
-from lockstep.verify.perturb import ShortDtypeOperations, change_model, to_float64
+from lockstep.verify.probe import ShortDtypeOperations, change_model, to_float64
 
 
 def model(seed: int = 0) -> nn.Sequential:

@@ -21,10 +21,10 @@ from lockstep.evidence.trace import Trace, read_traces
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.context import Overrides
 from lockstep.verify.causes.evidence import Evidence
-from lockstep.verify.causes.likely_cause import likely_cause
 from lockstep.verify.compare import compare_traces
 from lockstep.verify.jobs import TraceRequest
 from lockstep.verify.probe import TraceHook
+from lockstep.verify.verification import likely_cause
 
 
 class Seen(ls.Hook):

@@ -1,5 +1,4 @@
-"""The tolerance of a comparison: `TOLERANCE` times the rounding of
-this model. Pure.
+"""The tolerance of a comparison: `TOLERANCE` times the rounding of this model. Pure.
 
 Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last
 place. The rounding of a tensor at a step is the largest distance between any two of these runs. Two
@@ -18,7 +17,7 @@ together, nor than a part of one element's update.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations, pairwise
 from statistics import median
@@ -97,51 +96,47 @@ class MeasuredRounding:
         reference = _microbatch_gradients(self.reference, step, index)
         largest = dict.fromkeys(reference, 0.0)
         for group in self._groups:
-            for one, other in combinations(
-                [_microbatch_gradients(trace, step, index) for trace in group.traces], 2
-            ):
-                for name in reference:
-                    if name in one and name in other:
-                        largest[name] = max(
-                            largest[name], group.scale * _finite(distance(one[name], other[name]))
-                        )
+            gradients = [_microbatch_gradients(trace, step, index) for trace in group.traces]
+            for one, other in combinations(gradients, 2):
+                for name in reference.keys() & one.keys() & other.keys():
+                    away = group.scale * _finite(distance(one[name], other[name]))
+                    largest[name] = max(largest[name], away)
         return self._at_least_minimum(largest, reference)
 
     def of_scalar(self, step: int, attribute: str) -> float:
         """Return the rounding of the step's `loss` or `norm`."""
-        largest = 0.0
-        for group in self._groups:
-            for earlier in range(step + 1):
-                values = [
-                    value
-                    for trace in group.traces
-                    if (value := _scalar(trace, earlier, attribute)) is not None
-                ]
-                largest = max(
-                    [largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))]
-                )
-        size = abs(_scalar(self.reference, step, attribute) or 0.0)
+
+        def value(trace: Trace, step: int) -> float | None:
+            found: float | None = getattr(trace.rank_0.steps[step], attribute)
+            return found
+
+        largest = self._largest_of_numbers(step, value)
+        size = abs(value(self.reference, step) or 0.0)
         if attribute == "norm":
             gradients = self.reference.rank_0.steps[step].tensors["gradients"]
             largest = max(largest, _typical(self._largest(step, "gradients"), gradients) * size)
-        return max(largest, MINIMUM_ULPS * self._eps() * size, self._minimum * size, 1e-30)
+        return self._of_number(largest, size)
 
     def of_logged(self, step: int, name: str) -> float:
         """Return the rounding of a number that the script has logged; infinite if perturbed runs do
         not repeat it."""
-        size, largest = abs(self.reference.logged[step][name]), 0.0
+        size = abs(self.reference.logged[step][name])
+        largest = self._largest_of_numbers(
+            step, lambda trace, at: trace.logged.get(at, {}).get(name)
+        )
+        return math.inf if largest > NOT_REPEATED * size else self._of_number(largest, size)
+
+    def _largest_of_numbers(self, step: int, value: Callable[[Trace, int], float | None]) -> float:
+        """The largest difference of a number between two runs, up to a step."""
+        largest = 0.0
         for group in self._groups:
-            for earlier in range(step + 1):
-                values = [
-                    value
-                    for trace in group.traces
-                    if (value := trace.logged.get(earlier, {}).get(name)) is not None
-                ]
-                largest = max(
-                    [largest, *(group.scale * abs(a - b) for a, b in combinations(values, 2))]
-                )
-        if largest > NOT_REPEATED * size:
-            return math.inf
+            for at in range(step + 1):
+                found = [x for trace in group.traces if (x := value(trace, at)) is not None]
+                away = (group.scale * abs(a - b) for a, b in combinations(found, 2))
+                largest = max([largest, *away])
+        return largest
+
+    def _of_number(self, largest: float, size: float) -> float:
         return max(largest, MINIMUM_ULPS * self._eps() * size, self._minimum * size, 1e-30)
 
     @property
@@ -169,9 +164,7 @@ class MeasuredRounding:
 
     def _eps(self) -> float:
         summaries = self.reference.rank_0.steps[0].tensors["parameters"].values()
-        return max(
-            (summary.eps for summary in summaries if summary is not None), default=EPS["float32"]
-        )
+        return max((each.eps for each in summaries if each is not None), default=EPS["float32"])
 
     def _rounding(self, step: int, kind: str) -> dict[str, float]:
         summaries = self.reference.rank_0.steps[step].tensors[kind]
@@ -193,15 +186,10 @@ class MeasuredRounding:
             rank.initial["parameters"],
             *(each.tensors["parameters"] for each in rank.steps[: step + 1]),
         ]
-        moved = {
-            name: math.sqrt(
-                sum(
-                    _finite(distance(before.get(name), after.get(name))) ** 2
-                    for before, after in pairwise(states)
-                )
-            )
-            for name in states[-1]
-        }
+        moved = {}
+        for name in states[-1]:
+            values = [state.get(name) for state in states]
+            moved[name] = math.hypot(*(_finite(distance(a, b)) for a, b in pairwise(values)))
         total = sum(value**2 for value in moved.values())
         relative = math.sqrt(sum(largest[name] ** 2 for name in moved) / total) if total else 0.0
         return {
@@ -215,10 +203,8 @@ class MeasuredRounding:
         for group in self._groups:
             for one, other in combinations(group.traces, 2):
                 for name in largest:
-                    largest[name] = max(
-                        largest[name],
-                        group.scale * _finite(tensor_distance(one, other, step, kind, name)),
-                    )
+                    away = group.scale * _finite(tensor_distance(one, other, step, kind, name))
+                    largest[name] = max(largest[name], away)
         return largest
 
     def _at_least_minimum(
@@ -227,17 +213,15 @@ class MeasuredRounding:
         typical = _typical(largest, summaries)
         present = [summary for summary in summaries.values() if summary is not None]
         squares, count = (
-            sum(summary.norm**2 for summary in present),
-            sum(summary.elements for summary in present),
+            sum(each.norm**2 for each in present),
+            sum(each.elements for each in present),
         )
         element = math.sqrt(squares / count) if count and math.isfinite(squares) else 0.0
         rounding = {}
         for name, summary in summaries.items():
-            norm, size, eps = (
-                (summary.norm, summary.elements, summary.eps)
-                if summary is not None
-                else (0.0, 1, EPS["float64"])
-            )
+            norm, size, eps = 0.0, 1, EPS["float64"]
+            if summary is not None:
+                norm, size, eps = summary.norm, summary.elements, summary.eps
             rounding[name] = max(
                 largest.get(name, 0.0),
                 typical * norm,
@@ -250,30 +234,20 @@ class MeasuredRounding:
 
 
 def _typical(distances: dict[str, float], summaries: Summaries) -> float:
-    present = {
-        name: summary.norm
+    """The median of the relative distances."""
+    found = [
+        distances[name] / summary.norm
         for name, summary in summaries.items()
-        if summary is not None and summary.norm > 0
-    }
-    return median(
-        [distances[name] / norm for name, norm in present.items() if name in distances] or [0.0]
-    )
+        if summary is not None and summary.norm > 0 and name in distances
+    ]
+    return median(found or [0.0])
 
 
 def _microbatch_gradients(trace: Trace, step: int, index: int) -> Summaries:
-    return next(
-        (
-            m.gradients
-            for m in trace.microbatches_of(step)
-            if m.index == index and m.gradients is not None
-        ),
-        {},
-    )
-
-
-def _scalar(trace: Trace, step: int, attribute: str) -> float | None:
-    value: float | None = getattr(trace.rank_0.steps[step], attribute)
-    return value
+    for m in trace.microbatches_of(step):
+        if m.index == index and m.gradients is not None:
+            return m.gradients
+    return {}
 
 
 def _finite(value: float) -> float:

@@ -75,7 +75,7 @@ class Trace:
     world_size: int
     metadata: Mapping[str, Any]
     module_index: int
-    """Position of the train module in its session."""
+    """Index of the train module in its session."""
     ranks: dict[int, RankTrace]
     microbatches: list[MicrobatchTrace]
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -146,15 +146,7 @@ def _trace(
         if row.get("module") != module_index:
             continue
         if row["kind"] == "microbatch":
-            fields = {
-                name: row[name] for name in ("step", "index", "batch", "rng_before", "rng_after")
-            }
-            gradients = _summaries(row["gradients"]) if "gradients" in row else None
-            trace.microbatches.append(
-                MicrobatchTrace(
-                    rank=rank, samples=tuple(row["samples"]), gradients=gradients, **fields
-                )
-            )
+            trace.microbatches.append(_microbatch(rank, row))
             continue
         if row["kind"] == "logged":
             trace.logged[row["step"]] = {name: _or_nan(x) for name, x in row["values"].items()}
@@ -164,15 +156,23 @@ def _trace(
             entry.initial = {kind: _summaries(row[kind]) for kind in ("parameters", "buffers")}
         elif row["kind"] == "step":
             entry.gradient_order = entry.gradient_order or row["gradient_order"]
-            tensors = {
-                kind: _summaries(row[kind])
-                for kind in ("gradients", "states", "parameters", "buffers")
-            }
+            kinds = ("gradients", "states", "parameters", "buffers")
+            tensors = {kind: _summaries(row[kind]) for kind in kinds}
             scalars = {name: row[name] for name in ("weight", "norm", "lr", "gain")}
             entry.steps.append(StepTrace(loss=_or_nan(row["loss"]), tensors=tensors, **scalars))
     if not start["replicated"]:
         trace.ranks = {0: _merged([trace.ranks[rank] for rank in sorted(trace.ranks)])}
     return trace
+
+
+def _microbatch(rank: int, row: Mapping[str, Any]) -> MicrobatchTrace:
+    names = ("step", "index", "batch", "rng_before", "rng_after")
+    return MicrobatchTrace(
+        rank=rank,
+        samples=tuple(row["samples"]),
+        gradients=_summaries(row["gradients"]) if "gradients" in row else None,
+        **{name: row[name] for name in names},
+    )
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:

@@ -60,23 +60,17 @@ class Job(TraceRequest):
     @property
     def text(self) -> str:
         """The run in words."""
-        plan = (
-            str(self.plan)
-            .removesuffix(",numerics=fast")
-            .replace("replicate=1", "one process", 1 if self.processes == 1 else 0)
-        )
+        plan = str(self.plan).removesuffix(",numerics=fast")
+        if self.processes == 1:
+            plan = plan.replace("replicate=1", "one process", 1)
         parts = (
+            (True, plan.replace("one process,", "one process, ")),
             (self.noise_seed is not None, "with noise"),
             (self.float64, "in float64"),
             (self.eval_mode and self.microbatch is not None, f"microbatch={self.microbatch}"),
             (self.name.endswith("-compressed"), "with gradient_compression"),
         )
-        return ", ".join(
-            [
-                plan.replace("one process,", "one process, "),
-                *(words for holds, words in parts if holds),
-            ]
-        )
+        return ", ".join(words for holds, words in parts if holds)
 
 
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
@@ -160,9 +154,8 @@ def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RU
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
     """Return the run that is compared with the reference. It does not compress gradients:
     `compressed` does."""
-    name = "plan-" + str(plan).replace(",", "-").replace("=", "")
     return Job(
-        name=name,
+        name="plan-" + str(plan).replace(",", "-").replace("=", ""),
         plan=plan,
         processes=processes,
         steps=steps,

@@ -12,22 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base.torch_private import BatchNormBase
+from lockstep.base.torch_private import BatchNormBase, TorchDispatchMode
 from lockstep.comm.mesh import full_tensor
 from lockstep.data.digests import digest_parts
 from lockstep.data.loader import Microbatch
-from lockstep.evidence.noise import perturb_parameters
+from lockstep.evidence.noise import add_noise, perturb_parameters
 from lockstep.evidence.tracer import NamedTensors, Tracer
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 from lockstep.verify.jobs import TraceRequest
-from lockstep.verify.perturb import (
-    ShortDtypeOperations,
-    change_model,
-    to_float64,
-)
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
@@ -180,9 +175,7 @@ class TraceHook(ControlHook):
         self.tracer.microbatch(module, self._steps[module], index, samples, batch, gradients)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        number = next(
-            number for number, each in enumerate(run.training.modules) if each.model is model
-        )
+        number = [each.model for each in run.training.modules].index(model)
         module = run.training.modules[number]
         gradients = _full(_unscaled(module, (parameter.grad for parameter in module.parameters)))
         self.tracer.gradients(number, self._steps[number], gradients, gain=float(module.gain))
@@ -190,9 +183,8 @@ class TraceHook(ControlHook):
     def after_step(self, run: Run) -> None:
         weights = None if run.training.source is None else run.training.source.weights
         weight = sum(weights.values()) if weights else None
-        ended = [
-            self._note(number, module, weight) for number, module in enumerate(run.training.modules)
-        ]
+        modules = enumerate(run.training.modules)
+        ended = [self._note(number, module, weight) for number, module in modules]
         self._has_ended = all(ended)
         if self._request.float64:  # an evaluation, whose data is not float64, would fail
             self._end_if_last(run)
@@ -200,11 +192,8 @@ class TraceHook(ControlHook):
     def between_steps(self, run: Run) -> None:
         """Write what the script and its hooks have logged, and end the process after the last
         requested step."""
-        now = {
-            name: value
-            for name, value in run.metrics.items()
-            if run.metrics_at.get(name) == run.step
-        }
+        at = run.metrics_at
+        now = {name: value for name, value in run.metrics.items() if at.get(name) == run.step}
         self.tracer.logged(self._logged_steps, {**self._results, **now, **run.training.logged})
         self._results = {}
         self._logged_steps += 1
@@ -262,3 +251,52 @@ def _full(tensors: NamedTensors) -> NamedTensors:
     """Yield each full tensor, one at a time. Every rank iterates over them."""
     for name, tensor in tensors:
         yield name, tensor if tensor is None else full_tensor(tensor)
+
+
+def change_model(model: nn.Module, request: TraceRequest) -> None:
+    """Change a model that has just been built, in place. In float64 it keeps the initial values of
+    its own dtype."""
+    if request.float64:
+        model.to(torch.float64)
+    if request.eval_mode:
+        model.eval()
+        model.train = lambda mode=True: model  # type: ignore[method-assign]  # the script cannot leave eval mode
+    if request.noise_seed is not None:
+        add_noise(model, request.noise_seed)
+
+
+def to_float64(batch: Any) -> Any:
+    """Convert the floating-point tensors in nested lists, tuples and mappings to float64."""
+    if isinstance(batch, Tensor):
+        return batch.to(torch.float64) if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return type(batch)({name: to_float64(part) for name, part in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(to_float64, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(to_float64, batch))
+    return batch
+
+
+class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations of a float64 run that return a shorter dtype: after them the run is only
+    as exact as that."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+        self.eps = torch.finfo(torch.float64).eps
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not any(isinstance(value, Tensor) and value.dtype is torch.float64 for value in args):
+            return out
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.is_floating_point()
+                and tensor.dtype is not torch.float64
+            ):
+                self.found.add(str(func.overloadpacket))
+                self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
+        return out

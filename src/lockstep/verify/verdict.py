@@ -35,22 +35,12 @@ class Mismatch:
         microbatches = (
             f", microbatch {', '.join(map(str, found.microbatches))}" if found.microbatches else ""
         )
-        sizes = [f"{found.relative:.2g} of its size"] if math.isfinite(found.relative) else []
-        sizes += (
-            [f"{found.times_rounding:.3g} × rounding"]
-            if math.isfinite(found.times_rounding)
-            else []
-        )
-        size = (
-            f": off by {', '.join(sizes)}"
-            if sizes
-            else ""
-            if found.check == "missing"
-            else ": different"
-        )
-        return f"{when}: {what}{where}{microbatches}{size}" + (
-            " (in float64)" if self.float64 else ""
-        )
+        relative = f"{found.relative:.2g} of its size" if math.isfinite(found.relative) else ""
+        sizes = ", ".join(filter(None, (relative, _times_rounding(found))))
+        different = "" if found.check == "missing" else ": different"
+        size = f": off by {sizes}" if sizes else different
+        precision = " (in float64)" if self.float64 else ""
+        return f"{when}: {what}{where}{microbatches}{size}{precision}"
 
     def why(self) -> str:
         unknown = "no known pattern; compare the gradients of the first step (--keep DIR)"
@@ -125,23 +115,13 @@ class Verdict:
         verdict = "passes" if self.passed else "fails" if self.ran else "did not run"
         allowed = "same bits" if self.bitwise else f"{tolerance:g} × rounding"
         found = self.largest if self.mismatch is None else self.mismatch.difference
+        cells = (self.plan, str(self.processes), verdict, allowed)
         if found is None:
-            return (
-                self.plan,
-                str(self.processes),
-                verdict,
-                allowed,
-                "same bits" if self.ran else "",
-                "",
-            )
-        size = (
-            f"{found.times_rounding:.3g} × rounding" if math.isfinite(found.times_rounding) else ""
-        )
-        where = f"{DESCRIPTIONS[found.check]} {found.name}".rstrip() + (
-            f", step {found.step}" if found.step >= 0 else ""
-        )
+            return *cells, "same bits" if self.ran else "", ""
+        where = f"{DESCRIPTIONS[found.check]} {found.name}".rstrip()
+        where += f", step {found.step}" if found.step >= 0 else ""
         where += " (float64)" if self.mismatch is not None and self.mismatch.float64 else ""
-        return self.plan, str(self.processes), verdict, allowed, size, where
+        return *cells, _times_rounding(found), where
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -185,9 +165,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return self.microbatch_size_mismatch is None and all(
-            verdict.passed for verdict in self.verdicts
-        )
+        return self.microbatch_size_mismatch is None and all(each.passed for each in self.verdicts)
 
     def summary(self) -> str:
         failed = sum(not verdict.passed for verdict in self.verdicts)
@@ -197,11 +175,9 @@ class Report:
                 " model as one process"
             )
         text = "every plan trains the same model as one process"
-        return (
-            text
-            if self.microbatch_size_mismatch is None
-            else f"{text}, but the loss depends on how a batch is split into microbatches"
-        )
+        if self.microbatch_size_mismatch is not None:
+            text += ", but the loss depends on how a batch is split into microbatches"
+        return text
 
     def as_json(self) -> dict[str, Any]:
         mismatch = self.microbatch_size_mismatch
@@ -223,15 +199,13 @@ class Report:
         }
 
 
+def _times_rounding(found: Difference) -> str:
+    times = found.times_rounding
+    return f"{times:.3g} × rounding" if math.isfinite(times) else ""
+
+
 def _difference_json(difference: Difference) -> dict[str, Any]:
-    return {
-        "step": difference.step,
-        "check": difference.check,
-        "name": difference.name or None,
-        "rank": difference.rank,
-        "times_rounding": (
-            difference.times_rounding if math.isfinite(difference.times_rounding) else None
-        ),
-        "relative": difference.relative if math.isfinite(difference.relative) else None,
-        "microbatches": list(difference.microbatches),
-    }
+    row = asdict(difference)
+    for name in ("times_rounding", "relative"):
+        row[name] = row[name] if math.isfinite(row[name]) else None
+    return row | {"name": difference.name or None, "microbatches": list(difference.microbatches)}

@@ -3,7 +3,7 @@ plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,11 +15,11 @@ from lockstep.evidence.trace import Trace
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify import jobs
+from lockstep.verify.causes import gradients, microbatches, updates
 from lockstep.verify.causes.evidence import Evidence
-from lockstep.verify.causes.likely_cause import likely_cause
-from lockstep.verify.causes.microbatches import OTHER_DATA
 from lockstep.verify.compare import (
     DESCRIPTIONS,
+    Check,
     Comparison,
     compare_compressed,
     compare_traces,
@@ -41,6 +41,39 @@ MICROBATCH_SIZE_ULPS = 100.0
 """Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter
 dtype in the model."""
 
+_CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
+    "initial": (microbatches.initial_weights,),
+    "samples": (microbatches.samples,),
+    "batch": (microbatches.other_data,),
+    "microbatch": (
+        updates.earlier_update,
+        microbatches.random_state,
+        microbatches.scaled_microbatches,
+        microbatches.kept_state,
+        microbatches.batchnorm_of_microbatch,
+        microbatches.other_input,
+    ),
+    "missing": (gradients.missing_gradient,),
+    "gradients": (
+        updates.earlier_update,
+        gradients.wrong_sum,
+        microbatches.random_state,
+        gradients.short_dtype,
+        gradients.few_elements,
+    ),
+    "sum": (gradients.wrong_sum,),
+    "norm": (updates.clipping,),
+    "lr": (updates.learning_rate,),
+    "states": (updates.optimizer_state,),
+    "parameters": (updates.parameter_update,),
+    "buffers": (updates.buffer,),
+    "ranks": (updates.ranks_disagree,),
+    "loss": (updates.logged_loss,),
+    "weight": (updates.loss_weight,),
+    "logged": (updates.logged_value,),
+}
+"""Causes that are tried for each check, in their order. Each returns the cause in words with the
+numbers that show it; None if the evidence does not fit."""
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain"
     " scalar, so that every microbatch counts the same: return ls.Sum(total), and give"
@@ -84,14 +117,12 @@ class Verification:
         with self._runner.queueing_the_rest():
             started = self._start(next(iter(references.values()))[0].metadata)
         rounding = {
-            plan: [MeasuredRounding(trace, []) for trace in traces]
+            plan: [MeasuredRounding(each, []) for each in traces]
             for plan, traces in references.items()
         }
         if self._fast:
-            perturbed = [
-                _traces(future.result(), "a perturbed run", self._line)
-                for future in started.perturbed
-            ]
+            results = [future.result() for future in started.perturbed]
+            perturbed = [_traces(each, "a perturbed run", self._line) for each in results]
             self._check_data(references[FAST_REFERENCE], perturbed)
             rounding[FAST_REFERENCE] = [
                 MeasuredRounding(trace, [run[module] for run in perturbed])
@@ -100,26 +131,23 @@ class Verification:
             self._note_spread(rounding[FAST_REFERENCE][0])
             self._check_spread()
         rounding_in_float64 = self._rounding_in_float64(started, rounding.get(FAST_REFERENCE, []))
-        runs = zip(
-            self._options.plans,
-            started.plans,
-            started.float64_plans,
-            started.compressed,
-            strict=True,
-        )
-        for (plan, processes), run, float64_run, compressed_run in runs:
+        runs = (started.plans, started.float64_plans, started.compressed)
+        for (plan, processes), run, float64_run, compressed_run in zip(
+            self._options.plans, *runs, strict=True
+        ):
+            result = run.result()
             verdict = Verdict(
                 plan=str(plan),
                 processes=processes,
                 bitwise=plan.numerics == "bitwise",
-                seconds=run.result().seconds,
+                seconds=result.seconds,
             )
-            if _ran(verdict, run.result()):
-                _judge(verdict, run.result(), rounding[jobs.reference_plan(plan)])
+            if _ran(verdict, result):
+                _judge(verdict, result, rounding[jobs.reference_plan(plan)])
             if verdict.ran and float64_run is not None and rounding_in_float64:
                 _judge(verdict, float64_run.result(), rounding_in_float64, float64=True)
             if verdict.ran and compressed_run is not None:
-                self._judge_compressed(verdict, run.result().traces, compressed_run.result())
+                _judge_compressed(verdict, result.traces, compressed_run.result())
             self._report.verdicts.append(verdict)
         self._check_microbatch_size(started)
         return self._report
@@ -164,10 +192,8 @@ class Verification:
                 start(job) for job in jobs.perturbed_jobs(options.steps, self._microbatch)
             ]
         if float64 := options.float64 and self._fast:
-            reference = jobs.reference_jobs(options.plans, options.steps, self._microbatch)[
-                FAST_REFERENCE
-            ]
-            started.float64_reference = start(jobs.in_float64(reference))
+            references = jobs.reference_jobs(options.plans, options.steps, self._microbatch)
+            started.float64_reference = start(jobs.in_float64(references[FAST_REFERENCE]))
             perturbed = jobs.perturbed_jobs(1, self._microbatch, FLOAT64_PERTURBED_RUNS)
             started.float64_perturbed = [start(jobs.in_float64(job)) for job in perturbed]
         started.float64_plans = [
@@ -215,26 +241,6 @@ class Verification:
             for rounding, trace, *runs in modules
         ]
 
-    def _judge_compressed(
-        self, verdict: Verdict, exact: Sequence[Trace], result: JobResult
-    ) -> None:
-        """Note the effect of compression. It fails no plan; a disagreement between ranks does."""
-        if not _ran(verdict, result):
-            return
-        for without, trace in zip(exact, result.traces, strict=True):
-            comparison = compare_compressed(without, trace)
-            divergence = comparison.divergence
-            verdict.compression.append(
-                CompressionEffect(
-                    gradient_compression=trace.metadata["gradient_compression"],
-                    steps=comparison.steps,
-                    gradient=divergence["gradients"][0],
-                    parameters=divergence["parameters"][-1],
-                    loss=divergence["loss"][-1],
-                )
-            )
-            _note_mismatch(verdict, comparison, without, trace, float64=False)
-
     def _check_data(self, reference: Sequence[Trace], perturbed: Sequence[Sequence[Trace]]) -> None:
         for run in perturbed:
             for ours, theirs in zip(reference, run, strict=True):
@@ -242,7 +248,7 @@ class Verification:
                     raise DataError(
                         f"two runs of {self._line.script} on one process have other data:"
                         f" {DESCRIPTIONS[found.check]} of microbatch {found.microbatches[0]} after"
-                        f" step {found.step}; {OTHER_DATA}"
+                        f" step {found.step}; {microbatches.OTHER_DATA}"
                     )
 
     def _check_spread(self) -> None:
@@ -270,23 +276,17 @@ class Verification:
         results = [future.result() for future in started.microbatch_sizes]
         if len(results) < 2:
             return
-        if not all(result.traces for result in results):
-            failed = next(result for result in results if not result.traces)
-            self._report.notes.append(
-                f"the loss was not tried with another microbatch size: {_last_line(failed.error)}"
-            )
+        failed = [_last_line(result.error) for result in results if not result.traces]
+        if not failed and any(m.drew_random_numbers for m in results[0].traces[0].microbatches):
+            failed = ["the forward draws random numbers even in eval mode"]
+        if failed:
+            text = f"the loss was not tried with another microbatch size: {failed[0]}"
+            self._report.notes.append(text)
             return
         ours, theirs = (result.traces[0] for result in results)
-        if any(microbatch.drew_random_numbers for microbatch in ours.microbatches):
-            self._report.notes.append(
-                "the loss was not tried with another microbatch size: the forward draws random"
-                " numbers even in eval mode"
-            )
-            return
+        size = results[1].job.microbatch or 0
         self._report.microbatch_size_checked = True
-        self._report.microbatch_size_mismatch = compare_microbatch_sizes(
-            ours, theirs, results[1].job.microbatch or 0
-        )
+        self._report.microbatch_size_mismatch = compare_microbatch_sizes(ours, theirs, size)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -307,17 +307,10 @@ def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Misma
         MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
     )
     rounding = MeasuredRounding(reference, [], minimum=minimum)
-    comparison = compare_traces(
-        replace(reference, microbatches=[]),
-        replace(other, microbatches=[]),
-        rounding,
-        bitwise=False,
-    )
-    wrong = [
-        difference
-        for difference in comparison.differences
-        if difference.check in ("gradients", "missing", "loss")
-    ]
+    ours, theirs = (replace(each, microbatches=[]) for each in (reference, other))
+    comparison = compare_traces(ours, theirs, rounding, bitwise=False)
+    checks = ("gradients", "missing", "loss")
+    wrong = [each for each in comparison.differences if each.check in checks]
     if not wrong:
         return None
     cause = (
@@ -334,9 +327,8 @@ def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Misma
 def _ran(verdict: Verdict, result: JobResult) -> bool:
     if not result.traces:
         verdict.ran, verdict.exit_status = False, result.status or 1
-        verdict.error = ("the run timed out; " if result.timed_out else "") + (
-            result.error or "it ended without a step"
-        )
+        timed_out = "the run timed out; " if result.timed_out else ""
+        verdict.error = timed_out + (result.error or "it ended without a step")
     return verdict.ran
 
 
@@ -352,13 +344,31 @@ def _judge(
         verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
         return
     for rounding, trace in zip(modules, result.traces, strict=True):
-        comparison = compare_traces(
-            rounding.reference, trace, rounding, bitwise=verdict.bitwise and not float64
-        )
+        bitwise = verdict.bitwise and not float64
+        comparison = compare_traces(rounding.reference, trace, rounding, bitwise=bitwise)
         (verdict.float64 if float64 else verdict.comparisons).append(comparison)
         if not float64:
             verdict.notes += comparison.notes
         _note_mismatch(verdict, comparison, rounding.reference, trace, float64=float64)
+
+
+def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
+    """Note the effect of compression. It fails no plan; a disagreement between ranks does."""
+    if not _ran(verdict, result):
+        return
+    for without, trace in zip(exact, result.traces, strict=True):
+        comparison = compare_compressed(without, trace)
+        divergence = comparison.divergence
+        verdict.compression.append(
+            CompressionEffect(
+                gradient_compression=trace.metadata["gradient_compression"],
+                steps=comparison.steps,
+                gradient=divergence["gradients"][0],
+                parameters=divergence["parameters"][-1],
+                loss=divergence["loss"][-1],
+            )
+        )
+        _note_mismatch(verdict, comparison, without, trace, float64=False)
 
 
 def _note_mismatch(
@@ -366,24 +376,29 @@ def _note_mismatch(
 ) -> None:
     """Record the comparison's first difference, unless the verdict has one at the same step or
     before."""
+    if not comparison.differences:
+        return
+    first, known = comparison.differences[0], verdict.mismatch
     # The float64 run's one step may show what the recipe's precision hides until a later step.
-    if comparison.differences and (
-        verdict.mismatch is None
-        or comparison.differences[0].step < verdict.mismatch.difference.step
-    ):
+    if known is None or first.step < known.difference.step:
         cause = likely_cause(Evidence(reference, trace, comparison.differences))
-        verdict.mismatch = Mismatch(
-            difference=comparison.differences[0], float64=float64, cause=cause
-        )
+        verdict.mismatch = Mismatch(difference=first, float64=float64, cause=cause)
+
+
+def likely_cause(evidence: Evidence) -> str | None:
+    """Return the likely cause in words; None if no known fault leaves this evidence."""
+    for cause in _CAUSES[evidence.first.check]:
+        if found := cause(evidence):
+            return found
+    return None
 
 
 def _traces(result: JobResult, under: str, line: ScriptLine) -> list[Trace]:
     if not result.traces:
+        many = f"its last of {result.job.steps} training steps"
         raise result.nothing_done(
             line,
-            before=f"its last of {result.job.steps} training steps under {under}"
-            if result.timed_out
-            else f"a training step under {under}",
+            before=f"{many if result.timed_out else 'a training step'} under {under}",
             needs="verify compares the steps of ls.train or ls.Session",
             works=f"lockstep run --nproc 1 {line}",
         )
@@ -391,7 +406,5 @@ def _traces(result: JobResult, under: str, line: ScriptLine) -> list[Trace]:
 
 
 def _last_line(text: str) -> str:
-    lines = [
-        line for line in text.splitlines() if line.strip() and not line.startswith("The others:")
-    ]
-    return lines[-1].strip()[:200] if lines else "it ended without a step"
+    lines = [line.strip() for line in text.splitlines() if not line.startswith("The others:")]
+    return next((line[:200] for line in reversed(lines) if line), "it ended without a step")

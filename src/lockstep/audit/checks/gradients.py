@@ -13,9 +13,8 @@ import numpy as np
 from lockstep.audit.finding import Area, AreaResult, Cause
 from lockstep.audit.records import Records
 from lockstep.base.errors import first_few
-from lockstep.evidence.fit import fit
 from lockstep.evidence.rows import Row
-from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, sketch_difference
+from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, fit, sketch_difference
 
 FIT = 0.02
 """Largest part of a gradient that the ranks' own gradients may leave unexplained."""

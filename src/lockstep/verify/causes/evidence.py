@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.evidence.fit import EXACT
-from lockstep.evidence.tensors import PROJECTIONS, Summaries, Vector
+from lockstep.evidence.tensors import EXACT, PROJECTIONS, Summaries, Vector
 from lockstep.evidence.trace import MicrobatchTrace, RankTrace, Trace
 from lockstep.verify.compare import Difference
 

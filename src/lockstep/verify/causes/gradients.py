@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.evidence.fit import EXACT, exact_factors, exact_ratio
-from lockstep.evidence.tensors import Vector
+from lockstep.evidence.tensors import EXACT, Vector, exact_factors, exact_ratio
 from lockstep.evidence.trace import MicrobatchTrace, RankTrace
 from lockstep.verify.causes.evidence import Evidence, enumerated, stacked, wrong_factor
 

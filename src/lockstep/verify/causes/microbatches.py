@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from lockstep.evidence.fit import EXACT, exact_ratio
+from lockstep.evidence.tensors import EXACT, exact_ratio
 from lockstep.evidence.trace import MicrobatchTrace
 from lockstep.verify.causes.evidence import Evidence, enumerated, stacked, wrong_factor
 

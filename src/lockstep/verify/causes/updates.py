@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 
-from lockstep.evidence.fit import EXACT, exact_ratio
-from lockstep.evidence.tensors import PROJECTIONS, Vector
+from lockstep.evidence.tensors import EXACT, PROJECTIONS, Vector, exact_ratio
 from lockstep.verify.causes.evidence import Evidence, stacked, update
 from lockstep.verify.causes.gradients import sums_by_rank
 
