@@ -143,10 +143,8 @@ class Tracer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._reduced[module] = {
-            "gain": gain,
-            "gradients": self._saved(module, step, "gradients", gradients),
-        }
+        saved = self._saved(module, step, "gradients", gradients)
+        self._reduced[module] = {"gain": gain, "gradients": saved}
 
     def step(
         self,
@@ -177,21 +175,15 @@ class Tracer:
     def logged(self, step: int, values: Mapping[str, float]) -> None:
         """Write the script's numbers of a step."""
         if self._rank == 0:
-            self._rows.write(
-                "logged",
-                module=0,
-                step=step,
-                values=dict(values),
-            )
+            self._rows.write("logged", module=0, step=step, values=dict(values))
 
     def close(self) -> None:
         """May be called again."""
         self._rows.close()
 
     def _rng_state(self) -> str:
-        return hashlib.sha256(
-            b"".join(state().numpy().tobytes() for state in self._generators)
-        ).hexdigest()[:16]
+        states = b"".join(state().numpy().tobytes() for state in self._generators)
+        return hashlib.sha256(states).hexdigest()[:16]
 
     def _is_last(self, step: int) -> bool:
         return self._steps is not None and step + 1 >= self._steps
@@ -201,9 +193,8 @@ class Tracer:
         step."""
         if not (self._writes_tensors and (step == 0 or self._is_last(step))):
             return self._summaries(tensors)
-        with tensor_file(
-            self._folder / f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"
-        ) as add:
+        name = f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"
+        with tensor_file(self._folder / name) as add:
             return self._summaries(tensors, add)
 
     def _summaries(

@@ -106,7 +106,7 @@ class DownsampledPoint:
     last: int
     count: int
     mean: float
-    """Mean of the finite values; NaN if there are none. The same holds for `low` and `high`."""
+    """Mean of the finite values. Without any, this, `low` and `high` are NaN."""
     low: float
     high: float
     not_finite: int
@@ -131,13 +131,8 @@ def render_chart(chart: Chart, *, index: int, last_step: int, columns: int) -> R
     axis = "step" if chart.microseconds is None else "time"
     end = chart.microseconds or last_step
     points = [_points(line, end, columns) for line in chart.lines]
-    numbers = [
-        value
-        for each in points
-        for point in each
-        for value in (point.low, point.high)
-        if math.isfinite(value)
-    ]
+    ends = [value for each in points for point in each for value in (point.low, point.high)]
+    numbers = list(filter(math.isfinite, ends))
     x_scale = step_scale(end) if chart.microseconds is None else short_time_scale(end)
     if chart.logarithmic:
         y_scale = logarithmic_scale([value for value in numbers if value > 0], chart.unit)
@@ -188,16 +183,13 @@ def figure(
     scrolls: bool = False,
     **attributes: Any,
 ) -> Html:
-    """Return a figure. `caption`: what follows its title. `inside`: a drawing, and what lies over
-    it. `spoken`: its content for readers who cannot see it. `kind`: a class of the plot, beside
-    `plot`."""
-    plot = element(
-        "div", inside, kind=f"plot {kind}".strip(), role="img", aria_label=spoken, **attributes
-    )
+    """Return a figure. `caption`: follows its title. `inside`: a drawing, and labels over it.
+    `spoken`: its content for readers who cannot see it. `kind`: a further class of the plot."""
+    kinds = f"plot {kind}".strip()
+    plot = element("div", inside, kind=kinds, role="img", aria_label=spoken, **attributes)
     head = element("figcaption", element("span", title, kind="title"), caption)
-    return element(
-        "figure", head, element("div", plot, kind="wide") if scrolls else plot, kind="chart"
-    )
+    box = element("div", plot, kind="wide") if scrolls else plot
+    return element("figure", head, box, kind="chart")
 
 
 def drawing(layers: Iterable[Content]) -> Html:
@@ -221,10 +213,8 @@ def legend_note(text: str) -> Html:
 
 def grid(y_scale: Scale) -> Html:
     """Return the lines at the ticks of the vertical axis."""
-    lines = "".join(
-        f"M{coordinates((0.0, y_scale.position(tick)))}h{GRAIN}" for tick in y_scale.ticks
-    )
-    return element("path", kind="grid", d=lines)
+    starts = (coordinates((0.0, y_scale.position(tick))) for tick in y_scale.ticks)
+    return element("path", kind="grid", d="".join(f"M{start}h{GRAIN}" for start in starts))
 
 
 def coordinates(point: Point) -> str:
@@ -267,21 +257,17 @@ def _points(line: Curve, last: int, columns: int) -> list[DownsampledPoint]:
 
 def _point(pairs: list[tuple[int, float]]) -> DownsampledPoint:
     finite = [value for _, value in pairs if math.isfinite(value)]
-    mean, low, high = (
-        (math.fsum(finite) / len(finite), min(finite), max(finite)) if finite else (math.nan,) * 3
-    )
-    return DownsampledPoint(
-        pairs[0][0], pairs[-1][0], len(pairs), mean, low, high, len(pairs) - len(finite)
-    )
+    mean = low = high = math.nan
+    if finite:
+        mean, low, high = math.fsum(finite) / len(finite), min(finite), max(finite)
+    count, (first, _), (last, _) = len(pairs), pairs[0], pairs[-1]
+    return DownsampledPoint(first, last, count, mean, low, high, count - len(finite))
 
 
 def statistics_of(series: Series) -> dict[str, Any]:
-    """Return statistics of a series. Those of its values are None if no value is finite."""
-    finite = [
-        (value, step)
-        for step, value in zip(series.steps, series.values, strict=True)
-        if math.isfinite(value)
-    ]
+    """Return statistics of a series. Without a finite value, mean, minimum and maximum are None."""
+    pairs = zip(series.values, series.steps, strict=True)
+    finite = [(value, step) for value, step in pairs if math.isfinite(value)]
     lowest, highest = min(finite, default=(None, None)), max(finite, default=(None, None))
     last = series.values[-1] if series.values else math.nan
     return {
@@ -359,12 +345,8 @@ def _path(points: Sequence[tuple[int, int]]) -> str:
 
 
 def _legend(chart: Chart, y_scale: Scale) -> Html:
-    named = len({line.name for line in chart.lines}) > 1
-    items = [
-        legend_key(line.name, line.kind, line.css_colour, data_run=line.run)
-        for line in chart.lines
-        if named
-    ]
+    lines = chart.lines if len({line.name for line in chart.lines}) > 1 else ()
+    items = [legend_key(each.name, each.kind, each.css_colour, data_run=each.run) for each in lines]
     items += [legend_note("logarithmic")] if y_scale.logarithmic and not chart.logarithmic else []
     items += [legend_note(chart.note)] if chart.note else []
     broken = sum(not math.isfinite(value) for line in chart.lines for value in line.series.values)
@@ -373,8 +355,8 @@ def _legend(chart: Chart, y_scale: Scale) -> Html:
 
 
 def _latest(chart: Chart) -> Html | None:
-    """Return the latest value of the first curve, or over time its largest. None if the chart shows
-    several runs."""
+    """Return the latest value of the first curve, or over time its largest. None for several
+    runs."""
     lines = [line for line in chart.lines if line.kind != "band"]
     if len({line.run for line in lines}) > 1 or not lines or not lines[0].series.values:
         return None

@@ -75,11 +75,8 @@ def color_limits(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
     values = sorted(value for row in rows for value in row if math.isfinite(value))
     if not values:
         return 0.0, 1.0
-    low, middle, high = (
-        values[len(values) // 100],
-        values[len(values) // 2],
-        values[-1 - len(values) // 100],
-    )
+    few = len(values) // 100
+    low, middle, high = values[few], values[len(values) // 2], values[-1 - few]
     room = max(0.0, _NARROWEST * middle - (high - low)) / 2
     return max(0.0, low - room), max(high + room, low + 1e-9)
 
@@ -94,10 +91,7 @@ def shade(value: float, low: float, high: float) -> int:
 def palette(*, dark: bool) -> bytes:
     """Return red, green and blue of each colour. The first colour, of index 0, stands for no
     value."""
-    stops = [
-        tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
-        for colour in (reversed(RAMP) if dark else RAMP)
-    ]
+    stops = [bytes.fromhex(colour[1:]) for colour in (reversed(RAMP) if dark else RAMP)]
     found = bytearray(3)
     for each in range(SHADES):
         whole, fraction = divmod(each * (len(stops) - 1) / (SHADES - 1), 1)
@@ -110,17 +104,14 @@ def png(rows: Sequence[Sequence[int]], colours: bytes) -> bytes:
     """Return a PNG file with a palette. `rows`: palette indices; 0 is transparent."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
-    header = struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0)
-    pixels = zlib.compress(b"".join(b"\0" + bytes(row) for row in rows), 9)
-    chunks = (
-        chunk(b"IHDR", header),
-        chunk(b"PLTE", colours),
-        chunk(b"tRNS", b"\0"),
-        chunk(b"IDAT", pixels),
-        chunk(b"IEND", b""),
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", len(rows[0]), len(rows), 8, 3, 0, 0, 0),
+        b"PLTE": colours,
+        b"tRNS": b"\0",
+        b"IDAT": zlib.compress(b"".join(b"\0" + bytes(row) for row in rows), 9),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks.items())

@@ -133,25 +133,15 @@ def swatch(colour: str) -> Html:
 
 def tiles(values: Iterable[tuple[str, Content]]) -> Html:
     """Return named values, large."""
-    return element(
-        "dl",
-        [element("div", element("dt", name), element("dd", value)) for name, value in values],
-        kind="tiles",
-    )
+    items = [element("div", element("dt", name), element("dd", value)) for name, value in values]
+    return element("dl", items, kind="tiles")
 
 
 def bar(parts: Iterable[tuple[str, float, str]], longest: float) -> Html:
     """Return a bar of parts side by side. Each has its colour, a variable in page.css; its value;
     its tooltip. `longest`: the value of a whole bar."""
-    return element(
-        "div",
-        [
-            element(
-                "b",
-                style=f"--colour:var(--{colour});width:{100 * value / longest:.2f}%",
-                title=tip or None,
-            )
-            for colour, value, tip in parts
-        ],
-        kind="bar",
-    )
+    inside = []
+    for colour, value, tip in parts:
+        style = f"--colour:var(--{colour});width:{100 * value / longest:.2f}%"
+        inside.append(element("b", style=style, title=tip or None))
+    return element("div", inside, kind="bar")

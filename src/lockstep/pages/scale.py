@@ -62,13 +62,8 @@ def scale_of(
     step = nice_step(high - low, most)
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     ticks = tuple(low + step * number for number in range(round((high - low) / step) + 1))
-    return Scale(
-        low,
-        high,
-        False,
-        ticks,
-        tuple(_tick(tick, step, unit, max(abs(low), abs(high))) for tick in ticks),
-    )
+    largest = max(abs(low), abs(high))
+    return Scale(low, high, False, ticks, tuple(_tick(each, step, unit, largest) for each in ticks))
 
 
 def logarithmic_scale(values: Sequence[float], unit: Unit = "") -> Scale:
@@ -81,26 +76,22 @@ def nice_step(span: float, most: int) -> float:
     """Return 1, 2 or 5 times a power of ten, such that at most `most` of them cover `span`."""
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(
-        (factor * power for factor in (1, 2, 5) if factor * power >= rough * (1 - 1e-9)), 10 * power
-    )
+    return next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9) or f == 10)
 
 
 def step_scale(last: int) -> Scale:
     """Return the axis of steps, from 0 to `last`."""
     last = max(last, 1)
-    step = max(1, round(nice_step(last, 6)))
-    ticks = tuple(float(tick) for tick in range(0, last + 1, step))
-    return Scale(0.0, float(last), False, ticks, tuple(format_count(round(tick)) for tick in ticks))
+    ticks = range(0, last + 1, max(1, round(nice_step(last, 6))))
+    return Scale(0.0, float(last), False, tuple(map(float, ticks)), tuple(map(format_count, ticks)))
 
 
 def short_time_scale(microseconds: int) -> Scale:
     """Return the axis of a time from 0, in microseconds."""
     step = nice_step(microseconds, 6)
     ticks = tuple(step * number for number in range(math.floor(microseconds / step + 1e-9) + 1))
-    return Scale(
-        0.0, float(microseconds), False, ticks, tuple(_seconds(tick / 1e6) for tick in ticks)
-    )
+    labels = tuple(_seconds(tick / 1e6) for tick in ticks)
+    return Scale(0.0, float(microseconds), False, ticks, labels)
 
 
 def time_scale(seconds: float) -> Scale:
@@ -110,8 +101,8 @@ def time_scale(seconds: float) -> Scale:
         (duration for duration in _DURATIONS if duration * 7 >= seconds),
         math.ceil(seconds / 7 / 604800) * 604800,
     )
-    ticks = tuple(float(tick) for tick in range(0, math.floor(seconds) + 1, step))
-    return Scale(0.0, seconds, False, ticks, tuple(format_duration(tick) for tick in ticks))
+    ticks = tuple(map(float, range(0, math.floor(seconds) + 1, step)))
+    return Scale(0.0, seconds, False, ticks, tuple(map(format_duration, ticks)))
 
 
 def format_number(value: float, unit: Unit = "") -> str:
@@ -125,13 +116,9 @@ def format_number(value: float, unit: Unit = "") -> str:
     if unit == "seconds":
         return _seconds(value)
     if value == 0 or 1e-3 <= abs(value) < 1e9:
-        whole = value == round(value)
-        text = (
-            f"{value:,.0f}"
-            if whole or abs(value) >= 1e4
-            else f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
-        )
-        return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
+        if value == round(value) or abs(value) >= 1e4:
+            return f"{value:,.0f}".replace("-", "−")
+        return _trimmed(f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))))}f}")
     return _scientific(value, 3)
 
 
@@ -150,11 +137,9 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d}"
     minutes = round(seconds / 60)
-    return (
-        f"{minutes // 60} h {minutes % 60:02d} m"
-        if minutes < 2880
-        else f"{minutes // 1440} d {minutes % 1440 // 60} h"
-    )
+    if minutes < 2880:
+        return f"{minutes // 60} h {minutes % 60:02d} m"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
 def format_date(seconds: float, *, to_the_second: bool = False) -> str:
@@ -168,10 +153,8 @@ def _logarithmic(low: float, high: float, unit: Unit, most: int) -> Scale:
     apart = -(-(last - first) // most)
     factors = (1, 2, 5) if last - first <= 2 else (1,)
     ticks = [factor * 10.0**power for power in range(first, last + 1, apart) for factor in factors]
-    bottom, top = (
-        max(tick for tick in ticks if tick <= low),
-        min((tick for tick in ticks if tick >= high), default=10.0**last),
-    )
+    bottom = max(tick for tick in ticks if tick <= low)
+    top = min((tick for tick in ticks if tick >= high), default=10.0**last)
     shown = tuple(tick for tick in ticks if bottom <= tick <= top)
     return Scale(bottom, top, True, shown, tuple(_tick(tick, tick, unit, tick) for tick in shown))
 
@@ -192,9 +175,8 @@ def _tick(value: float, step: float, unit: Unit, largest: float) -> str:
             if factor <= abs(value) < 1e12:
                 return f"{value / factor:.{_decimals(step / factor)}f}{letter}".replace("-", "−")
     if largest < 1e-3 or step < 1e-5 or largest >= 1e12:
-        return _scientific(
-            value, max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(step) + 1e-9))
-        )
+        power, last = math.log10(abs(value)), math.log10(step)
+        return _scientific(value, max(0, math.floor(power) - math.floor(last + 1e-9)))
     return f"{value:.{_decimals(step)}f}".replace("-", "−")
 
 
@@ -204,8 +186,12 @@ def _decimals(step: float) -> int:
 
 def _scientific(value: float, digits: int) -> str:
     mantissa, _, power = f"{value:.{digits}e}".partition("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    return f"{mantissa}e{int(power)}".replace("-", "−")
+    return f"{_trimmed(mantissa)}e{int(power)}".replace("-", "−")
+
+
+def _trimmed(text: str) -> str:
+    """A decimal number without zeros at its end."""
+    return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
 
 
 def _bytes(value: float) -> str:
