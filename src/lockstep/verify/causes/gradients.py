@@ -31,19 +31,15 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
     gradients = entry.steps[evidence.step].tensors["gradients"]
     target = stacked(gradients, names)
     all_differ = names == [name for name, summary in gradients.items() if summary is not None]
-    what = (
-        "the gradient"
-        if all_differ or len(names) > 3
-        else f"the gradient of {enumerated([repr(name) for name in names])}"
-    )
+    what = "the gradient"
+    if not all_differ and len(names) <= 3:
+        what += f" of {enumerated([repr(name) for name in names])}"
     expected = stacked(evidence.reference.rank_0.steps[evidence.step].tensors["gradients"], names)
     factor = exact_ratio(expected, target)
     if factor is not None and abs(factor - 1) > EXACT:
         return wrong_factor(factor, evidence.plan.world_size, what)
     if evidence.step:
-        before = stacked(
-            evidence.plan.ranks[rank].steps[evidence.step - 1].tensors["gradients"], names
-        )
+        before = stacked(entry.steps[evidence.step - 1].tensors["gradients"], names)
         if (left_over := exact_ratio(before, target - expected)) is not None:
             return (
                 f"{what} still holds {left_over:.3g} times the gradient of the step before: it was"
@@ -64,10 +60,11 @@ def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: 
     if len(present) == 1:
         factor = factors[ranks.index(present[0])]
         times = "" if abs(factor - 1) < EXACT else f", times {factor:.4g}"
-        owner = (
-            "its own microbatches" if present[0] == rank else f"rank {present[0]}'s microbatches"
+        owner = "its own" if present[0] == rank else f"rank {present[0]}'s"
+        return (
+            f"{what} was not reduced: rank {rank} holds the sum over {owner} microbatches"
+            f" alone{times}"
         )
-        return f"{what} was not reduced: rank {rank} holds the sum over {owner} alone{times}"
     missing = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) <= EXACT]
     if missing:
         return (
@@ -75,9 +72,8 @@ def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: 
             f" {enumerated(missing)} are missing"
         )
     factors_text = enumerated([f"{factor:.4g}" for factor in factors])
-    if all(factor > 0 for factor in factors) and abs(
-        sum(1 / factor for factor in factors) - len(factors)
-    ) < 0.01 * len(factors):
+    inverse = sum(1 / factor for factor in factors) / len(factors)
+    if all(factor > 0 for factor in factors) and abs(inverse - 1) < 0.01:
         return (
             f"a mean of means: in {what} the ranks' sums count {factors_text} times instead of"
             " once, as if each rank divided by its own weight and the results were averaged"
@@ -99,9 +95,8 @@ def _microbatches_miscounted(
         return None
     if (factors := exact_factors(columns, target)) is None:
         return None
-    wrong = [
-        (m, factor) for m, factor in zip(parts, factors, strict=True) if abs(factor - 1) > EXACT
-    ]
+    pairs = zip(parts, factors, strict=True)
+    wrong = [(m, factor) for m, factor in pairs if abs(factor - 1) > EXACT]
     if len(wrong) > len(parts) / 2:
         return None
     texts = [f"microbatch {m.index} (rank {m.rank}) {_counted(factor)}" for m, factor in wrong]
@@ -139,18 +134,11 @@ def missing_gradient(evidence: Evidence) -> str:
             f"no microbatch used {name!r} in this step, but it has a gradient (of zeros, say): the"
             " optimizer decays the parameter, and its momentum moves it"
         )
-    users = sorted(
-        {
-            m.rank
-            for m in evidence.microbatches
-            if m.gradients is not None and m.gradients.get(name) is not None
-        }
-    )
+    users = sorted({m.rank for m in evidence.microbatches if (m.gradients or {}).get(name)})
     if users and rank not in users:
         return (
-            f"the gradient of {name!r} was not reduced: ranks {enumerated(users)} used it, "
-            f"rank {rank}"
-            " did not and got no gradient"
+            f"the gradient of {name!r} was not reduced: ranks {enumerated(users)} used it, rank"
+            f" {rank} did not and got no gradient"
         )
     return f"the gradient of {name!r} is lost: some microbatches used it"
 
@@ -193,11 +181,9 @@ def _tensors(evidence: Evidence) -> tuple[Vector, Vector] | None:
         return None
     expected = evidence.reference.tensor(first.step, first.check, first.name)
     found = evidence.plan.tensor(first.step, first.check, first.name)
-    return (
-        (expected, found)
-        if expected is not None and found is not None and expected.shape == found.shape
-        else None
-    )
+    if expected is None or found is None or expected.shape != found.shape:
+        return None
+    return expected, found
 
 
 def _is_bfloat16(x: Vector) -> bool:

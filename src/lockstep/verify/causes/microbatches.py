@@ -38,25 +38,18 @@ def initial_weights(evidence: Evidence) -> str:
 
 
 def samples(evidence: Evidence) -> str:
-    expected = Counter(
-        sample for m in evidence.expected_microbatches.values() for sample in m.samples
-    )
+    ours = evidence.expected_microbatches.values()
+    expected = Counter(sample for m in ours for sample in m.samples)
     found = Counter(sample for m in evidence.microbatches for sample in m.samples)
     extra, missing = found - expected, expected - found
-    parts = (
-        [
-            (
-                f"sample {min(extra)} is seen twice"
-                if min(extra) in expected
-                else f"sample {min(extra)} is another step's"
-            )
-        ]
-        if extra
-        else []
-    )
-    parts += [f"sample {min(missing)} is missing"] if missing else []
+    parts = []
+    if extra:
+        what = "seen twice" if min(extra) in expected else "another step's"
+        parts.append(f"sample {min(extra)} is {what}")
+    if missing:
+        parts.append(f"sample {min(missing)} is missing")
     if parts:
-        more = sum(extra.values()) + sum(missing.values()) - len(parts)
+        more = extra.total() + missing.total() - len(parts)
         return ", ".join(parts) + (f" (and {more} more)" if more > 0 else "")
     if evidence.plan.steps != evidence.reference.steps and not evidence.microbatches:
         return "the run ended after another number of steps"
@@ -64,12 +57,8 @@ def samples(evidence: Evidence) -> str:
 
 
 def other_data(evidence: Evidence) -> str:
-    microbatch = evidence.first.microbatches[0]
-    return (
-        "other data for the same samples"
-        f" ({enumerated(list(evidence.expected_microbatches[microbatch].samples[:4]))}, ...):"
-        f" {OTHER_DATA}"
-    )
+    samples = evidence.expected_microbatches[evidence.first.microbatches[0]].samples[:4]
+    return f"other data for the same samples ({enumerated(list(samples))}, ...): {OTHER_DATA}"
 
 
 def random_state(evidence: Evidence) -> str | None:
@@ -97,13 +86,10 @@ def random_state(evidence: Evidence) -> str | None:
             f" {wrong[0].rank} is not the reference's; it must depend on the seed, the step and the"
             " microbatch, never on the rank"
         )
-    for microbatch in found:
-        if (
-            microbatch.index in expected
-            and microbatch.rng_after != expected[microbatch.index].rng_after
-        ):
+    for m in found:
+        if m.index in expected and m.rng_after != expected[m.index].rng_after:
             return (
-                f"another dropout mask: microbatch {microbatch.index} on rank {microbatch.rank}"
+                f"another dropout mask: microbatch {m.index} on rank {m.rank}"
                 " starts from the right random state but ends in another state than the"
                 " reference's: the forward draws more or fewer random numbers there, or seeds a"
                 " generator itself"
@@ -114,27 +100,24 @@ def random_state(evidence: Evidence) -> str | None:
 def scaled_microbatches(evidence: Evidence) -> str | None:
     """Microbatches' gradients that are multiples of the reference's."""
     names = evidence.names("microbatch")
-    factors = [
-        _factor(evidence.expected_microbatches.get(m.index), m, names)
-        for m in evidence.microbatches
-    ]
+    expected = evidence.expected_microbatches
+    factors = [_factor(expected.get(m.index), m, names) for m in evidence.microbatches]
     values = [factor for factor in factors if factor is not None]
     if not values or len(values) < len(factors):
         return None
     if all(abs(value - 1) <= EXACT for value in values):
         return None
     if max(values) - min(values) <= EXACT * max(map(abs, values)):
-        what = "every microbatch's gradient" + (
-            f" of {enumerated([repr(name) for name in names])}" if len(names) < 4 else ""
-        )
+        what = "every microbatch's gradient"
+        what += f" of {enumerated([repr(name) for name in names])}" if len(names) < 4 else ""
         return wrong_factor(float(np.mean(values)), evidence.plan.world_size, what)
     inverse = sum(1 / value for value in values if value) / len(values)
     if all(value > 0 for value in values) and 0.5 < inverse < 2:
         return (
             "a mean of means: the microbatches' gradients are"
-            f" {enumerated([f'{value:.4g}' for value in values])} times what they should be,"
-            " as if each"
-            " was divided by its own or its rank's weight instead of the weight of the whole batch"
+            f" {enumerated([f'{value:.4g}' for value in values])} times what they should be, as if"
+            " each was divided by its own or its rank's weight instead of the weight of the whole"
+            " batch"
         )
     return None
 

@@ -25,19 +25,17 @@ def clipping(evidence: Evidence) -> str:
     first = evidence.first
     entry = evidence.plan.ranks[first.rank].steps[first.step]
     gradients = {
-        name: summary for name, summary in entry.tensors["gradients"].items() if summary is not None
+        name: each for name, each in entry.tensors["gradients"].items() if each is not None
     }
-    expected = math.sqrt(sum(summary.norm**2 for summary in gradients.values()))
+    expected = math.sqrt(sum(each.norm**2 for each in gradients.values()))
     norm = entry.norm or 0.0
     text = (
         f"rank {first.rank} clips by {norm:.6g}, but the norm of the whole gradient is"
         f" {expected:.6g}"
     )
     own = sums_by_rank(evidence, list(gradients), entry.gain).get(first.rank)
-    if (
-        own is not None
-        and abs(float(np.linalg.norm(own)) / math.sqrt(PROJECTIONS) - norm) < NORM_TOLERANCE * norm
-    ):
+    own_norm = math.inf if own is None else float(np.linalg.norm(own)) / math.sqrt(PROJECTIONS)
+    if abs(own_norm - norm) < NORM_TOLERANCE * norm:
         return (
             f"a local clipping norm: {text}; it is about the norm of the rank's own gradient,"
             " before the reduction"
@@ -123,11 +121,8 @@ def optimizer_state(evidence: Evidence) -> str:
 
 def buffer(evidence: Evidence) -> str:
     first = evidence.first
-    on_all = (
-        len({difference.rank for difference in evidence.of("buffers")})
-        == len(evidence.plan.ranks)
-        > 1
-    )
+    wrong = {difference.rank for difference in evidence.of("buffers")}
+    on_all = len(wrong) == len(evidence.plan.ranks) > 1
     where = "every rank" if on_all else f"rank {first.rank}"
     if first.name.rpartition(".")[2] in _BATCHNORM_BUFFERS:
         return (
