@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lockstep.base import accelerator
-from lockstep.hooks.carried_state import CarriedState
 from lockstep.hooks.checkpointing import Checkpointing
-from lockstep.hooks.evaluation import EvaluationHook
-from lockstep.hooks.hang.hang_hook import HangHook
-from lockstep.hooks.loss_check import LossCheck
+from lockstep.hooks.hang.watchdog import HangHook
+from lockstep.hooks.loss_check import CarriedState, LossCheck
 from lockstep.hooks.memory_images import MemoryImages
-from lockstep.hooks.metrics import Metrics
+from lockstep.hooks.metrics import EvaluationHook, Metrics
 from lockstep.hooks.out_of_memory import OutOfMemory
 from lockstep.hooks.preemption import Preemption
 from lockstep.hooks.profiling.profiler import Profiler
-from lockstep.hooks.profiling.timeline import steps_of
+from lockstep.hooks.profiling.trace import steps_of
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.hooks.stragglers import Stragglers
 from lockstep.launch.failures import error_details

@@ -12,7 +12,7 @@ from device.ranks import on_device
 from training.subjects import FEATURES, OUTPUTS, recipe
 
 import lockstep as ls
-from lockstep.hooks.profiling import memory
+from lockstep.hooks.profiling import trace as traces
 from lockstep.testing.pool import WorkerPool
 
 SMALLEST = 512
@@ -22,7 +22,7 @@ SMALLEST = 512
 def profiled(run_dir: str, plan: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_PROFILE", "steps=1:3")
-        patch.setattr(memory, "MOST_POINTS", 10**9)  # every moment
+        patch.setattr(traces, "MOST_POINTS", 10**9)  # every moment
         ls.train(recipe(steps=4), run_dir=run_dir, plan=plan)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.hooks.profiling.memory import (
+from lockstep.hooks.profiling.trace import (
     MARK,
     MOST_POINTS,
     KnownTensor,

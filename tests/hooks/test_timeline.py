@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from lockstep.base.errors import LaunchError
-from lockstep.hooks.profiling.timeline import (
+from lockstep.hooks.profiling.trace import (
     Span,
     TimeParts,
     heaviest,

@@ -13,7 +13,7 @@ from torch import nn
 from training.subjects import FEATURES, OUTPUTS, recipe, rows
 
 import lockstep as ls
-from lockstep.hooks.profiling import memory
+from lockstep.hooks.profiling import trace as traces
 from lockstep.testing.pool import WorkerPool
 
 
@@ -141,7 +141,7 @@ def loss(output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
 def memory_of(run_dir: str, plan: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_PROFILE", "steps=1:3")
-        patch.setattr(memory, "MOST_POINTS", 10**9)  # every moment
+        patch.setattr(traces, "MOST_POINTS", 10**9)  # every moment
         changes = {
             "model": wide,
             "data": rows(4 * MICROBATCH),

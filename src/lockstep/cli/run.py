@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lockstep.cli.arguments import ScriptCommand, launch_options, options_from, script_arguments
-from lockstep.hooks.profiling.timeline import steps_of
+from lockstep.hooks.profiling.trace import steps_of
 from lockstep.launch.environment import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
 from lockstep.launch.slurm import SlurmStep, machines_of

@@ -14,7 +14,7 @@ from lockstep.base.urls import without_password
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.saved_model import StateDictReader
 from lockstep.checkpoint.storage import CheckpointName, Storage
-from lockstep.logging.fingerprint_format import TensorRecord, digest
+from lockstep.logging.fingerprint import TensorRecord, digest
 from lockstep.logging.run_files import RUN, is_there, read_metadata, read_result
 from lockstep.saving import Saving
 from lockstep.search.request import SEARCH

@@ -16,22 +16,96 @@ from torch import Tensor
 from lockstep.base.errors import CheckpointError, RunDirectoryError
 from lockstep.checkpoint.emergency_save import emergency_save
 from lockstep.checkpoint.load import CheckpointReader, raise_on_all_ranks
-from lockstep.checkpoint.manifest import DamagedError, UnknownFormatError, UnreachableError
+from lockstep.checkpoint.manifest import (
+    DamagedError,
+    UnknownFormatError,
+    UnreachableError,
+    UnreadableError,
+    read_manifest,
+)
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
-from lockstep.hooks.scores import Scores
 from lockstep.logging.run_files import EVENTS, read_rows
-from lockstep.saving import Resume, Saving, differences
+from lockstep.saving import Best, Resume, Saving, differences
 from lockstep.training.device_progress import EndedStep
 from lockstep.training.loop_state import LoopState
 from lockstep.training.optim import settings
 from lockstep.training.run import Run
 from lockstep.training.state import State, StateReader, damage_in, restore, state_of
+from lockstep.training.training import Training
 
 WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
 LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way
+
+
+@dataclass(slots=True)
+class Scores:
+    """The value of `Saving.best` for each checkpoint. The same on all ranks."""
+
+    saving: Saving
+    by_name: dict[CheckpointName, float] = field(default_factory=dict)
+
+    def now(self, run: Run) -> float | None:
+        """Return the value after the latest step, if any. Raises `RecipeError` if no evaluation has
+        the metric."""
+        metric = self.saving.best
+        if metric is None or not run.metrics:
+            return None
+        return run.training.metric(metric, f"Saving(best={metric!r})")
+
+    def improves(self, value: float) -> bool:
+        """True if `value` is better than every checkpoint's."""
+        name = self.best_checkpoint()
+        return self.saving.improves(value, None if name is None else self.by_name[name])
+
+    def best_checkpoint(self) -> CheckpointName | None:
+        """Return the earliest checkpoint with the best value."""
+        best: CheckpointName | None = None
+        for name, value in self.by_name.items():
+            if self.saving.improves(value, None if best is None else self.by_name[best]):
+                best = name
+        return best
+
+    def best(self, run: Run, folder: Storage) -> Best | None:
+        """Return the best evaluation so far, the latest step's included. `folder`: of the
+        checkpoints."""
+        metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
+        if metric is None:
+            return None
+        if value is not None and self.improves(value):
+            weights = str(run.dir / "model.safetensors")
+            return Best(metric=metric, value=value, step=run.step, checkpoint=None, weights=weights)
+        if name is None:
+            return None
+        return Best(
+            metric=metric,
+            value=self.by_name[name],
+            step=name.step,
+            checkpoint=str(name),
+            weights=f"{folder}/{name}",
+        )
+
+    def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
+        """Note the latest step's value for its checkpoint. Returns what the checkpoint records."""
+        value = self.now(run)
+        if value is None:
+            return None
+        self.by_name[name] = value
+        return {"metric": self.saving.best, "mode": self.saving.mode, "value": value}
+
+    def read(self, folder: Storage, names: Sequence[CheckpointName], world: World) -> None:
+        """Read the values of existing checkpoints. Every rank calls it."""
+        if self.saving.best is None:
+            return
+        rows = []
+        for name in names if world.rank == 0 else ():
+            with suppress(UnreadableError):
+                score = read_manifest(folder, name).metadata.get("score")
+                if score is not None and score["metric"] == self.saving.best:
+                    rows.append([name.step, name.attempt, score["value"]])
+        self.by_name = {CheckpointName(*name): value for *name, value in world.value_of(0, rows)}
 
 
 @dataclass(slots=True)
@@ -70,6 +144,10 @@ class Checkpointer:
         return self.run.context.world
 
     @property
+    def training(self) -> Training:
+        return self.run.training
+
+    @property
     def attempt(self) -> str:
         """Eight hexadecimal digits for this start of the run, in the names of its checkpoints."""
         attempt: str = self.run.context.recorder.attempt
@@ -101,11 +179,8 @@ class Checkpointer:
 
     def is_time(self) -> bool:
         """True if a save is due by the clock of rank 0."""
-        return (
-            self._interval is not None
-            and self.world.rank == 0
-            and time.monotonic() - self._since >= self._interval
-        )
+        interval = self._interval if self.world.rank == 0 else None
+        return interval is not None and time.monotonic() - self._since >= interval
 
     def after_step(self, step: int, *, is_time: bool) -> None:
         """Begin a save if one is due and none is under way. Every rank calls it. Raises
@@ -133,13 +208,11 @@ class Checkpointer:
         in the first steps. Every rank calls it."""
         failure = None
         try:
-            state_of(self.run.training.modules, self.run.training.stateful)
+            state_of(self.training.modules, self.training.stateful)
         except CheckpointError as error:
             failure = str(error)
-        if failure := next(
-            (each for each in self.world.gather_values(failure) if each is not None), None
-        ):
-            raise CheckpointError(failure)
+        for theirs in filter(None, self.world.gather_values(failure)):
+            raise CheckpointError(theirs)
 
     def wait(self) -> None:
         """Wait for the save under way. Every rank calls it."""
@@ -172,20 +245,20 @@ class Checkpointer:
             if not self._saver.is_under_way and self._error is None:
                 return None
         part, parts = 0, 1
-        mesh = self.run.context.mesh
+        mesh, progress = self.run.context.mesh, self.training.progress
         for axis in (mesh.axis(each.name) for each in mesh.larger if not each.same_state):
             part, parts = part * axis.size + axis.rank, parts * axis.size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         metadata = {**self._metadata(), "score": None, "rescued": True}
         with suppress(Exception):  # it may be the dataset that has failed
-            self.run.training.loop.refresh_data()
+            self.training.loop.refresh_data()
         with self._state(ended) as state:
             if not on_host and any(to_local(tensor).is_cpu for tensor in state.tensors.values()):
                 raise CheckpointError(
                     f"the device has done {step} steps, and a part of the state is on the CPU,"
                     " which has done more"
                 )
-            loop = self.run.training.loop.values() if ended is None else ended.loop
+            loop = self.training.loop.values() if ended is None else ended.loop
             done = emergency_save(
                 self.folder,
                 name,
@@ -195,9 +268,7 @@ class Checkpointer:
                 values={**state.values, **loop, "step": step},
                 metadata=metadata,
                 is_unchanged=lambda: (
-                    ended is None
-                    or self.run.training.progress is None
-                    or self.run.training.progress.is_certain(ended)
+                    ended is None or progress is None or progress.is_certain(ended)
                 ),
             )
         return str(name) if done else None
@@ -208,17 +279,14 @@ class Checkpointer:
         `CheckpointError`; `RecipeError` if the model or an optimizer has parts that it was not
         prepared with, with which no run could be resumed."""
         with ExitStack() as stack:
-            for module in self.run.training.modules:
+            for module in self.training.modules:
                 module.snapshot.check_parts()
                 stack.enter_context(module.modes.evaluating())
+            modules, stateful = self.training.modules, self.training.stateful
             if ended is None:
-                yield state_of(self.run.training.modules, self.run.training.stateful)
+                yield state_of(modules, stateful)
             else:
-                yield state_of(
-                    self.run.training.modules,
-                    {**self.run.training.stateful, "run": ended},
-                    host=ended.modules,
-                )
+                yield state_of(modules, {**stateful, "run": ended}, host=ended.modules)
 
     def has_saved(self, step: int) -> bool:
         """True if there is a complete checkpoint of this step."""
@@ -232,9 +300,7 @@ class Checkpointer:
 
         Raises `CheckpointError` if it is of another run, or `resume` is "must" and there is none.
         """
-        recorder = self.run.context.recorder
-        fields = recorder.summary["recipe"] or {}
-        names = self._names()
+        recorder, names = self.run.context.recorder, self._names()
         if resume == "never" and names:
             raise CheckpointError(
                 f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest"
@@ -246,16 +312,10 @@ class Checkpointer:
                 reader = raise_on_all_ranks(
                     partial(CheckpointReader, self.folder, name), self.world
                 )
-                saved = reader.manifest.metadata["recipe"]
-                found = (
-                    [] if saved is None else differences(saved, fields, allow_change=allow_change)
-                )
-                if found := [
-                    *found,
-                    *_not_allowed(self._edited(reader.manifest.metadata), allow_change),
-                ]:
+                saved = reader.manifest.metadata
+                if changes := self._changes(saved["recipe"], self._edited(saved), allow_change):
                     raise CheckpointError(
-                        f"the recipe is not that of checkpoint {name}: {'; '.join(found)}; resume"
+                        f"the recipe is not that of checkpoint {name}: {'; '.join(changes)}; resume"
                         " with the one it was saved with, name the fields that may differ"
                         " (--allow-change, allow_change=), or choose another run directory"
                     )
@@ -264,15 +324,8 @@ class Checkpointer:
                     reader.load_into({}, self.world)
                 with damage_in("the manifest's values"):
                     LoopState.check(reader.manifest.values, reader.manifest.step)
-                restore(
-                    reader,
-                    self.run.training.modules,
-                    self.run.training.stateful,
-                    self.run.context.mesh,
-                )
-                for theirs, module in zip(
-                    reader.manifest.metadata["optimizers"], self.run.training.modules, strict=False
-                ):
+                self._restore(reader)
+                for theirs, module in zip(saved["optimizers"], self.training.modules, strict=False):
                     module.keep_changed_settings(theirs)
             except DamagedError as error:
                 self.run.event("checkpoint-damaged", checkpoint=str(name), reason=str(error))
@@ -280,14 +333,9 @@ class Checkpointer:
                 continue
             except (UnknownFormatError, UnreachableError) as error:
                 raise CheckpointError(f"{self.folder}, {name}: {error}") from error
-            if reader.manifest.metadata.get("rescued") and self.world.rank == 0:
+            if saved.get("rescued") and self.world.rank == 0:
                 self._record_rescue(name)
-            self.run.event(
-                "resumed",
-                reader.manifest.step,
-                checkpoint=str(name),
-                saved_under=reader.manifest.metadata["plan"],
-            )
+            self.run.event("resumed", name.step, checkpoint=str(name), saved_under=saved["plan"])
             recorder.message(f"resumes after step {name.step}")
             self.scores.read(self.folder, names, self.world)
             return reader
@@ -314,92 +362,105 @@ class Checkpointer:
         """Load the state that other processes hold. Every rank calls it. Returns the steps done in
         the newest checkpoint, 0 if there is none. Raises `CheckpointError` if it was trained by
         another recipe."""
-        saved, fields = reader.manifest.values, self.run.context.recorder.summary["recipe"] or {}
-        found = differences(saved["recipe"] or {}, fields, allow_change=allow_change)
-        if found := [*found, *_not_allowed(self._edited_code(saved["code"]), allow_change)]:
+        saved = reader.manifest.values
+        edited = self._edited_code(saved["code"])
+        if changes := self._changes(saved["recipe"] or {}, edited, allow_change):
             raise CheckpointError(
                 "the recipe is not the one by which the state in memory was trained:"
-                f" {'; '.join(found)}"
+                f" {'; '.join(changes)}"
             )
-        restore(
-            reader, self.run.training.modules, self.run.training.stateful, self.run.context.mesh
-        )
+        self._restore(reader)
         names = self._names()
         self.scores.read(self.folder, names, self.world)
         return names[-1].step if names else 0
 
+    def _restore(self, reader: StateReader) -> None:
+        restore(reader, self.training.modules, self.training.stateful, self.run.context.mesh)
+
     def _names(self) -> list[CheckpointName]:
         """The checkpoints, the newest last. Every rank calls it."""
-        found = self._on_rank_0(
+        pairs = self._on_rank_0(
             lambda: [[name.step, name.attempt] for name in self.folder.names()], "read"
         )
-        return [CheckpointName(*each) for each in found]
+        return [CheckpointName(*pair) for pair in pairs]
 
     def close(self) -> None:
         """Abandon the save under way."""
         self._saver.close()
 
+    def _changes(
+        self,
+        saved: Mapping[str, Any] | None,
+        edited: Sequence[str],
+        allow_change: frozenset[str],
+    ) -> list[str]:
+        """Return the changes of the recipe that are not allowed. `edited`: lines that begin with
+        their field."""
+        fields = self.run.context.recorder.summary["recipe"] or {}
+        changed = [] if saved is None else differences(saved, fields, allow_change=allow_change)
+        return changed + [
+            line for line in edited if line.partition(":")[0].split()[0] not in allow_change
+        ]
+
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return which settings of optimizers, and which functions of the recipe, have changed.
-        Every rank calls it, and gets those of rank 0."""
-        pairs = zip(saved["optimizers"], self.run.training.modules, strict=False)
-        found = [
+        """Return the changed settings of optimizers and functions of the recipe on rank 0. Every
+        rank calls it."""
+        pairs = zip(saved["optimizers"], self.training.modules, strict=False)
+        edited = [
             line for theirs, module in pairs for line in settings.described(theirs, module.settings)
         ]
-        if (
-            saved["code"] is not None
-            and saved["versions"]["python"]
-            == self.run.context.recorder.summary["versions"]["python"]
-        ):
-            found += self._edited_code(saved["code"])
-        lines: list[str] = self.world.value_of(0, found)
+        python = self.run.context.recorder.summary["versions"]["python"]
+        if saved["versions"]["python"] == python:
+            edited += self._edited_code(saved["code"])
+        lines: list[str] = self.world.value_of(0, edited)
         return lines
 
     def _edited_code(self, saved: Mapping[str, str] | None) -> list[str]:
         """Return which functions of the recipe have changed."""
-        now = self.run.training.code or {}
+        now = self.training.code or {}
         edited = [name for name, digest in (saved or {}).items() if now.get(name, digest) != digest]
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
         """The bytes of a checkpoint's tensors. Every rank calls it."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        everyone = self.run.context.mesh.stages.gather_values(mine)
-        return sum({name: size for theirs in everyone for name, size in theirs.items()}.values())
+        sizes: dict[str, int] = {}
+        for theirs in self.run.context.mesh.stages.gather_values(mine):
+            sizes.update(theirs)
+        return sum(sizes.values())
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
         """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises
         `CheckpointError`: the checkpoints cannot be `what` ("read", say)."""
-        found, failure = None, None
+        value, failure = None, None
         if self.world.rank == 0:
             try:
-                found = call()
+                value = call()
             except OSError as error:
                 failure = (
                     f"the checkpoints in {self.folder} cannot be {what}"
                     f" ({error.strerror or error}); give another folder"
                 )
-        found, failure = self.world.value_of(0, [found, failure])
+        value, failure = self.world.value_of(0, [value, failure])
         if failure is not None:
             raise CheckpointError(failure)
-        return found
+        return value
 
     def _save(self, step: int) -> None:
         self.compare()
         began = time.monotonic()
         self._saver.begin()
         score = self.scores.note(CheckpointName(step, self.attempt), self.run)
-        scores = {str(name): value for name, value in self.scores.by_name.items()}
         keep = {
             "last": self.saving.last,
             "every": self.saving.keep_every,
             "mode": self.saving.mode,
-            "scores": scores,
+            "scores": {str(name): value for name, value in self.scores.by_name.items()},
         }
         metadata = {**self._metadata(), "score": score}
-        self.run.training.loop.refresh_data()
+        self.training.loop.refresh_data()
         with self._state() as state:
-            values = {**state.values, **self.run.training.loop.values(), "step": step}
+            values = {**state.values, **self.training.loop.values(), "step": step}
             self._saver.save(step, state.tensors, values=values, metadata=metadata, keep=keep)
         if (reason := self._saver.not_registered) is not None and not self._has_told:
             self._has_told = True
@@ -408,11 +469,10 @@ class Checkpointer:
         self._stopped_seconds = self._since - began
 
     def _metadata(self) -> dict[str, Any]:
-        optimizers = [module.settings for module in self.run.training.modules]
         return {
             **self.run.context.recorder.summary,
-            "code": self.run.training.code,
-            "optimizers": optimizers,
+            "code": self.training.code,
+            "optimizers": [module.settings for module in self.training.modules],
             "saved": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
 
@@ -430,24 +490,16 @@ class Checkpointer:
                 f"warning: an old checkpoint could not be deleted: {ended.not_deleted}"
             )
         if self.world.rank == 0:  # rank 0 commits the checkpoint
-            stopped = ended.device_seconds or self._stopped_seconds
-            name, seconds = (
-                str(CheckpointName(ended.step, self.attempt)),
-                round(time.monotonic() - self._since, 3),
-            )
             self.run.event(
                 "checkpoint-saved",
-                checkpoint=name,
-                seconds=seconds,
-                stopped_seconds=round(stopped, 4),
+                checkpoint=str(CheckpointName(ended.step, self.attempt)),
+                seconds=round(time.monotonic() - self._since, 3),
+                stopped_seconds=round(ended.device_seconds or self._stopped_seconds, 4),
             )
 
     def _report_failure(self, reason: str) -> None:
-        self.run.event(
-            "checkpoint-failed",
-            checkpoint=str(CheckpointName(self._saved, self.attempt)),
-            reason=reason,
-        )
+        name = str(CheckpointName(self._saved, self.attempt))
+        self.run.event("checkpoint-failed", checkpoint=name, reason=reason)
         self.run.context.recorder.message(
             f"warning: the checkpoint after step {self._saved} was not saved: {reason}"
         )
@@ -460,13 +512,12 @@ class Checkpointer:
         self._poll()
         everyone = self.world.gather_values([self._saver.is_under_way, self._error])
         error = next((error for _, error in everyone if error is not None), None)
-        # it would wait for the failed rank's part
-        if error is not None and self._saver.is_under_way and self.world.rank == 0:
-            self._saver.abandon()
-        if any(
-            under_way and not (error is not None and rank == 0)
-            for rank, (under_way, _) in enumerate(everyone)
-        ):
+        under_way = [is_under_way for is_under_way, _ in everyone]
+        if error is not None and under_way[0]:  # it would wait for the failed rank's part
+            under_way[0] = False
+            if self.world.rank == 0:
+                self._saver.abandon()
+        if any(under_way):
             return False
         if error is not None:
             if self._error is None and self.world.rank == 0:
@@ -487,8 +538,3 @@ class Checkpointer:
                 " and resume from the last one there"
             )
         return True
-
-
-def _not_allowed(lines: Sequence[str], allow_change: frozenset[str]) -> list[str]:
-    """Return the changes, each a line that begins with its field, that may not be."""
-    return [line for line in lines if line.partition(":")[0].split()[0] not in allow_change]

@@ -82,55 +82,41 @@ class Checkpointing(ControlHook):
             recovery.announce(run, data)
 
     def _load(self, run: Run, recovery: Recovery | None) -> None:
-        context = run.context
+        context, loop = run.context, run.training.loop
+        reason = context.recovered_from
         for module in run.training.modules:
             module.left_out = LeftOut(module.model, module.held)
         checkpointer = self._checkpointer = Checkpointer(
             run, self.folder, self.saving, compare=partial(self.audit.compare, run)
         )
-        found_in_memory = (
-            recovery.reader(context.world, context.plan)
-            if recovery is not None and recovery.is_under_way
-            else None
-        )
-        if recovery is not None and found_in_memory is not None:
-            kind, reader = found_in_memory
-            saved, step = (
-                checkpointer.restore_from_memory(reader, allow_change=self.allow_change),
-                reader.manifest.step,
-            )
-            context.recorder.resume(step, None)
-            checkpointer.begin(saved, again=True)
-            run.training.loop.resumed = reader.manifest.values
-            run.event(
-                "recovered",
-                step,
-                reason=context.recovered_from,
-                state=kind,
-                **recovery.restored(step),
-            )
-            context.recorder.message(f"goes on after step {step}")
-            return
-        found = checkpointer.restore(self.resume_option, allow_change=self.allow_change)
-        step = 0 if found is None else found.manifest.step
+        if recovery is not None and recovery.is_under_way:
+            in_memory = recovery.reader(context.world, context.plan)
+            if in_memory is not None:
+                state, reader = in_memory
+                step = reader.manifest.step
+                saved = checkpointer.restore_from_memory(reader, allow_change=self.allow_change)
+                context.recorder.resume(step, None)
+                checkpointer.begin(saved, again=True)
+                loop.resumed = reader.manifest.values
+                details = recovery.restored(step)
+                run.event("recovered", step, reason=reason, state=state, **details)
+                context.recorder.message(f"goes on after step {step}")
+                return
+        newest = checkpointer.restore(self.resume_option, allow_change=self.allow_change)
+        step = 0 if newest is None else newest.manifest.step
         context.recorder.resume(step, str(checkpointer.folder))
         checkpointer.begin(step)
         if recovery is not None:
             if recovery.is_under_way:
                 why_not = "no process holds the state, and there is no image"
-                run.event("restarted", step, reason=context.recovered_from, not_in_place=why_not)
+                run.event("restarted", step, reason=reason, not_in_place=why_not)
             recovery.restored(step)
-        if found is None:
+        if newest is None:
             return
-        run.training.loop.resumed = {
-            **found.manifest.values,
-            "step": step,
-            **({"data": {}} if "data" in self.allow_change else {}),
-        }
-        if (
-            keeps_rest(context.gradient_compression)
-            and Plan.parse(found.manifest.metadata["plan"]).replicate != 1
-        ):
+        changed: dict[str, Any] = {"data": {}} if "data" in self.allow_change else {}
+        loop.resumed = {**newest.manifest.values, "step": step, **changed}
+        saved_under = Plan.parse(newest.manifest.metadata["plan"])
+        if keeps_rest(context.gradient_compression) and saved_under.replicate != 1:
             run.event(
                 "error-feedback-dropped",
                 gradient_compression=context.gradient_compression,
@@ -152,11 +138,8 @@ class Checkpointing(ControlHook):
             )
 
     def request(self, run: Run) -> Request:
-        return (
-            Request(save=True)
-            if self._checkpointer is not None and self._checkpointer.is_time()
-            else NOTHING
-        )
+        is_time = self._checkpointer is not None and self._checkpointer.is_time()
+        return Request(save=True) if is_time else NOTHING
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         if self._checkpointer is None:
@@ -182,11 +165,9 @@ class Checkpointing(ControlHook):
 
     def best(self) -> Best | None:
         """Return the best evaluation so far. Every rank has the same."""
-        return (
-            None
-            if self._checkpointer is None
-            else self._checkpointer.scores.best(self._checkpointer.run, self.folder)
-        )
+        if self._checkpointer is None:
+            return None
+        return self._checkpointer.scores.best(self._checkpointer.run, self.folder)
 
     def on_error(self, run: Run, error: BaseException) -> None:
         for module in run.training.modules:
@@ -198,30 +179,21 @@ class Checkpointing(ControlHook):
     def rescue(self, run: Run, error: BaseException) -> bool:
         """Save this rank's state without the others, if it is a complete step's. Returns True if
         saved."""
+        training = run.training
+        source, progress = training.source, training.progress
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        on_device = run.training.progress is not None and not run.training.progress.is_at_start
-        is_possible = (
-            run.training.source is not None
-            and run.training.is_consistent_in_steps
-            and (run.training.is_consistent or on_device)
-        )
-        if (
-            self._checkpointer is None
-            or by_the_script
-            or isinstance(error, DivergenceError)
-            or not is_possible
-        ):
+        if by_the_script or isinstance(error, DivergenceError):
             return False
-        if (
-            run.training.source is not None
-            and run.training.source.positions is not None
-            and run.context.mesh.replicas.size > 1
-        ):
+        on_device = progress is not None and not progress.is_at_start
+        is_whole = training.is_consistent_in_steps and (training.is_consistent or on_device)
+        if self._checkpointer is None or source is None or not is_whole:
+            return False
+        if source.positions is not None and run.context.mesh.replicas.size > 1:
             return False  # only the other replicas have the positions of their shards of the stream
         try:
             with defer_kill():
-                if on_device and run.training.progress is not None:
-                    step, name = self._rescue_from_device(run, run.training.progress)
+                if on_device and progress is not None:
+                    step, name = self._rescue_from_device(run, progress)
                 else:
                     step, name = run.step, self._checkpointer.rescue(run.step)
         except Exception as failure:  # it must not hide the error that ended the run
@@ -253,12 +225,10 @@ class Checkpointing(ControlHook):
                     f"the device has done {ended.step} steps, and the hooks, which have a state,"
                     " have seen more: no state is that of one step"
                 )
-            # Not on the current stream, which may wait for a collective that never ends.
+            # not on the current stream, which may wait for ever for a collective
             with suppress(StateChangedError), torch.Stream(run.context.device):
                 return ended.step, self._checkpointer.rescue(ended.step, ended, on_host=is_now)
-        raise CheckpointError(
-            "the device is amid a step: which step its state is that of is not certain"
-        )
+        raise CheckpointError("the device is amid a step, and may have changed a part of the state")
 
     def on_end(self, run: Run) -> None:
         if self._checkpointer is not None:

@@ -4,18 +4,25 @@ keeps."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LossError, PlanError, RecipeError
-from lockstep.base.torch_private import MODULE_ATTRIBUTES, own_buffers, tree_leaves, version
+from lockstep.base.torch_private import (
+    MODULE_ATTRIBUTES,
+    RECURRENT_CACHES,
+    own_buffers,
+    tree_leaves,
+    version,
+)
 from lockstep.comm.mesh import to_local
 from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.data.device import map_tensors
@@ -41,7 +48,7 @@ SAME = 1e-6
 Sums = dict[str, tuple[float, float]]  # (total, weight) of each term of the loss
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     """The findings of a rank in words; None: nothing."""
 
     kept: str | None = None
@@ -69,9 +76,7 @@ class Talks(str):
 
 Outcome = Tried | str
 """The loss of a piece, or the error in words."""
-
-
-NOTHING = Found()
+NOTHING = Findings()
 
 
 @dataclass(eq=False)
@@ -89,7 +94,7 @@ class LossCheck(ControlHook):
     _is_watching: bool = False
     _is_tried: bool = False
     _item: Microbatch | None = None
-    _found: Found = NOTHING
+    _found: Findings = NOTHING
 
     def before_step(self, run: Run) -> None:
         if self._is_done or run.recipe is None or run.recipe.loss is None:
@@ -119,11 +124,9 @@ class LossCheck(ControlHook):
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
         """Return the recipe's objective; in the first step, one that tries it on halves of the
         output."""
-        return (
-            partial(self._watch, run, recipe.loss)
-            if self._is_watching and recipe.loss is not None
-            else recipe.objective
-        )
+        if self._is_watching and recipe.loss is not None:
+            return partial(self._watch, run, recipe.loss)
+        return recipe.objective
 
     def _watch(self, run: Run, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
         if self._is_tried:
@@ -135,10 +138,9 @@ class LossCheck(ControlHook):
             accelerator.preserved_generators(run.context.device),
             restored(_kept_by(run.recipe)),
         ):
-            item = None if self._item is None else replace(self._item, batch=[output, batch])
-            self._found = (
-                NOTHING if item is None else _tried_on(item, partial(_of_output, run, loss), run)
-            )
+            if self._item is not None:
+                item = replace(self._item, batch=[output, batch])
+                self._found = _tried_on(item, partial(_of_output, run, loss), run)
         return loss(output, batch)
 
     def after_step(self, run: Run) -> None:
@@ -155,9 +157,8 @@ def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 def _takes_outputs(run: Run) -> bool:
     in_forward = any(axis.in_forward for axis in run.context.plan.larger)
-    in_slices = run.training.source is not None and bool(
-        run.training.source.layout.assignment.slices
-    )
+    source = run.training.source
+    in_slices = source is not None and bool(source.layout.assignment.slices)
     return in_forward or in_slices or _is_compiled(run)
 
 
@@ -173,7 +174,7 @@ def _is_compiled(run: Run) -> bool:
     return bool(run.context.plan.compile) or is_compiled(run.model)
 
 
-def _tell(run: Run, found: Found) -> bool:
+def _tell(run: Run, found: Findings) -> bool:
     """Report the ranks' findings. Returns True if there are any. Every rank calls it. Raises
     `LossError` where bits count."""
     everyone = run.context.world.gather_values(found)
@@ -221,91 +222,85 @@ def tell_kept(run: Run, kept: str) -> None:
     run.training.remark(Remark("loss-keeps-state", {"reason": kept}, f"warning: {text}"))
 
 
-def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Found:
+def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
     """Try a microbatch that no other rank waits for."""
     twice = [_computed(run, recipe, _piece(item, (0, None), 0), training=True) for _ in range(2)]
-    if (talks := _talks(twice)) is not None:
-        return Found(talks=talks)
-    if (kept := _kept(run, twice)) is not None:
-        return Found(kept=kept)
+    found = Findings(talks=_talks(twice), kept=_kept(run, twice))
+    if found != NOTHING:
+        return found
     return _tried_on(item, lambda piece: _computed(run, recipe, piece), run)
 
 
-def _tried_twice(run: Run, recipe: Recipe) -> Found:
-    """Try this rank's first microbatch twice in each mode. Every rank calls it. Unless all ranks'
-    have one size nothing is tried: a forward that fails for one size would leave others waiting in
-    its collectives."""
+def _tried_twice(run: Run, recipe: Recipe) -> Findings:
+    """Try this rank's first microbatch twice in each mode. Every rank calls it. Nothing is tried
+    unless all first microbatches have one size: a forward that fails for one size would leave
+    others waiting in its collectives."""
     assert run.training.source is not None, "a step begins"
     item = run.training.source.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
+    what = "whether it keeps state"
     if item is None or len(sizes) > 1:
-        return Found(
-            unchecked=(
-                "whether it keeps state: the ranks' first microbatches have unequally many samples"
-            )
-        )
-    kept, talks, failed = [], [], []
+        why = "the ranks' first microbatches have unequally many samples"
+        return Findings(unchecked=f"{what}: {why}")
+    trials: list[list[Outcome]] = []
     for training in (True, False):  # both: what one rank finds, the others do not know
         tried: list[Outcome] = []
         for _ in range(2):
             tried.append(_computed(run, recipe, _piece(item, (0, None), 0), training=training))
             if run.context.world.any(isinstance(tried[-1], str)):
                 break
-        kept.append(_kept(run, tried))
-        talks.append(_talks(tried))
-        failed += [
-            f"whether it keeps state: it fails in the trial: {each}"
-            for each in tried[:1]
-            if isinstance(each, str)
-        ]
-    found = Found(kept=next(filter(None, kept), None), talks=next(filter(None, talks), None))
-    return found if found != NOTHING else Found(unchecked=next(iter(failed), None))
+        trials.append(tried)
+    kept = next(filter(None, (_kept(run, tried) for tried in trials)), None)
+    found = Findings(kept=kept, talks=next(filter(None, map(_talks, trials)), None))
+    failed = [tried[0] for tried in trials if isinstance(tried[0], str)]
+    if found == NOTHING and failed:
+        return Findings(unchecked=f"{what}: it fails in the trial: {failed[0]}")
+    return found
 
 
-def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Found:
+def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
     """Try a microbatch twice, once with other random numbers, and its halves."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
-        return Found(kept=kept)
+        return Findings(kept=kept)
     if (talks := _talks(whole)) is not None:
-        return Found(talks=talks)
+        return Findings(talks=talks)
     if isinstance(whole[0], str):
-        return Found(unchecked=f"it fails in the trial: {whole[0]}")
-    if (rows := _common_rows(item.batch)) is None or rows < 2:
-        return Found(
+        return Findings(unchecked=f"it fails in the trial: {whole[0]}")
+    if (rows := _common_rows(item.batch)) < 2:
+        return Findings(
             unchecked=(
                 "its first microbatch cannot be cut in two: its tensors do not all have one row a"
                 " sample, and two or more"
             )
         )
-    pieces = [
-        compute(_piece(item, span, index))
-        for span, index in [((0, None), 1), ((0, rows // 2), 2), ((rows // 2, rows), 3)]
-    ]
-    if (failed := next((each for each in pieces if isinstance(each, str)), None)) is not None:
-        return Found(unchecked=f"it fails on a half of the first microbatch: {failed}")
-    sums = [each.sums for each in (whole[0], *pieces) if not isinstance(each, str)]
+    sums = [whole[0].sums]
+    for index, span in enumerate([(0, None), (0, rows // 2), (rows // 2, rows)], start=1):
+        tried = compute(_piece(item, span, index))
+        if isinstance(tried, str):
+            return Findings(unchecked=f"it fails on a half of the first microbatch: {tried}")
+        sums.append(tried.sums)
     return _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
 
 
-def _common_rows(batch: Any) -> int | None:
-    """Return the rows of all tensors; None if there are none, or they differ."""
+def _common_rows(batch: Any) -> int:
+    """Return the rows of all tensors; 0 if they differ, or there are none."""
     rows: set[int] = set()
 
     def look(tensor: Tensor) -> Tensor:
-        rows.add(len(tensor) if tensor.dim() else -1)
+        rows.add(len(tensor) if tensor.dim() else 0)
         return tensor
 
     map_tensors(batch, look)
-    return rows.pop() if len(rows) == 1 and min(rows) >= 0 else None
+    return rows.pop() if len(rows) == 1 else 0
 
 
 def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
     """Copy rows of a microbatch, because the loss may change it. `index`: of its random numbers."""
     start, stop = rows
+    is_whole = rows == (0, None)
     batch = map_tensors(
-        item.batch,
-        lambda tensor: tensor[start:stop].clone() if (start, stop) != (0, None) else tensor.clone(),
+        item.batch, lambda tensor: (tensor if is_whole else tensor[start:stop]).clone()
     )
     return replace(item, batch=batch, size=item.size if stop is None else stop - start, index=index)
 
@@ -314,9 +309,8 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
     """Try the loss on an output with its batch."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
-    seed_generators(
-        key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index), run.context.device
-    )
+    stream = key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index)
+    seed_generators(stream, run.context.device)
     try:
         weights = None if weight is None else weights_of(weight(batch))
         with _watching(run):
@@ -329,12 +323,9 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
 
 
 def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
-    found = measured(loss, samples=samples, batch=batch, weights=weights)
-    return {
-        name: (total, weight)
-        for name, pair in found.items()
-        for total, weight in [numbers_on_host(pair)]
-    }
+    terms = measured(loss, samples=samples, batch=batch, weights=weights)
+    on_host = {name: numbers_on_host(pair) for name, pair in terms.items()}
+    return {name: (total, weight) for name, (total, weight) in on_host.items()}
 
 
 def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = False) -> Outcome:
@@ -342,11 +333,8 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
 
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
-        sums = [
-            int(checksum(to_local(leaf)).item())
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor)
-        ]
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        sums = [int(checksum(to_local(tensor)).item()) for tensor in tensors]
         return Tried(_measured(loss, samples=item.size, batch=item.batch, weights=weights), sums)
 
     def position(item: Microbatch) -> tuple[int, ...]:
@@ -365,26 +353,20 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
             nullcontext() if training else in_evaluation_mode(run.model),
             torch.no_grad(),
         ):
-            found = list(
-                run.training.modules[0].executor.evaluate(
-                    iter([piece]), position, recipe.inputs, loss, score
-                )
-            )
+            executor = run.training.modules[0].executor
+            scored = list(executor.evaluate(iter([piece]), position, recipe.inputs, loss, score))
         if training:
             reshard(run.model)
-    except CollectiveCalled as error:
-        reset_after_error(run.model)
-        return Talks(error)
     except Exception as error:
         if training and isinstance(error, RecipeError | PlanError):
             raise  # found by a check that runs once, in the first forward
         if _takes_outputs(run) and out_of_memory(error):
             raise  # the others may have room, and wait for this rank in the forward's collectives
         reset_after_error(run.model)
-        return _words(error)
+        return Talks(error) if isinstance(error, CollectiveCalled) else _words(error)
     if versions != [version(parameter) for parameter in parameters]:
-        return "it changes a parameter"  # the step says so, and of which
-    return found[0][1] if found else Tried({}, [])
+        return "it changes a parameter"  # the step says so, and names it
+    return scored[0][1] if scored else Tried({}, [])
 
 
 @contextmanager
@@ -419,13 +401,13 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
             f"the loss of the first microbatch can be computed, and a second time fails ({again})"
         )
     is_bitwise = run.context.plan.numerics == "bitwise"
+    allowed = 0.0 if is_bitwise else SAME
     for name, (total, weight) in whole.sums.items():
-        second, allowed = again.sums[name][0], 0.0 if is_bitwise else SAME
+        second, divisor = again.sums[name][0], weight or 1.0
         if abs(second - total) > allowed * max(abs(total), abs(second)):
-            mean, then = total / (weight or 1.0), second / (weight or 1.0)
             return (
-                f"{name} of the first microbatch is {mean:.6g} the first time, and {then:.6g} the"
-                " second"
+                f"{name} of the first microbatch is {total / divisor:.6g} the first time, and"
+                f" {second / divisor:.6g} the second"
             )
     if is_bitwise and whole.output != again.output:
         return "the output for the first microbatch has other bits the second time"
@@ -434,22 +416,18 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
 
 def _cut_differs(
     whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
-) -> Found:
+) -> Findings:
     """Compare a microbatch with its halves. `otherwise`: the whole with other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
-            return Found(unchecked="it draws random numbers, without dropout too")
+            return Findings(unchecked="it draws random numbers, without dropout too")
         halves, weights = first[name][0] + second[name][0], first[name][1] + second[name][1]
         if not weight or not weights:
-            return Found(unchecked=f"{name} has no weight in the first microbatch")
+            return Findings(unchecked=f"{name} has no weight in the first microbatch")
         mean, of_halves = total / weight, halves / weights
         if abs(mean - of_halves) > tolerance * max(abs(mean), abs(of_halves)):
-            return Found(
-                cut=(
-                    f"{name} is {mean:.4g} for the first microbatch, and {of_halves:.4g} for its"
-                    " two halves together"
-                )
-            )
+            cut = f"{name} is {mean:.4g} for the first microbatch, and {of_halves:.4g} for its"
+            return Findings(cut=f"{cut} two halves together")
     return NOTHING
 
 
@@ -496,12 +474,8 @@ class _Attributes:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (
-            value.detach().clone()
-            if type(value) is Tensor and value.layout == torch.strided
-            else None
-        )
+    if type(value) is Tensor and value.layout == torch.strided:
+        return value.detach().clone()
     return value.copy() if type(value) in (list, dict, set, deque) else None
 
 
@@ -512,3 +486,185 @@ def _put_back(value: Any, content: Any) -> None:
     elif value.shape == content.shape and not torch.equal(value, content):
         with torch.no_grad():
             value.copy_(content)
+
+
+STEPS, MICROBATCHES = 2, 4
+"""Watched steps, and microbatches of a rank."""
+
+_ABOUT = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "size",
+        "dim",
+        "numel",
+        "__len__",
+    }
+)
+"""Attributes and methods that do not tell a tensor's values."""
+_SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
+
+# attribute -> its tensors, with the number of writes to each
+Marks = dict[str, list[tuple[Tensor, int]]]
+
+
+class CarriedState(ControlHook):
+    """Watches the models' attributes in the first forwards of a script's own loop, or with a batch
+    loss.
+
+    An attribute carries state if a forward reads a tensor that another microbatch's forward left
+    there, and leaves another one. Cached values do not change again; what each forward sets anew is
+    not read.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._watches: list[_Watch] = []
+
+    def before_step(self, run: Run) -> None:
+        if self._steps or (run.recipe is not None and run.recipe.loss is not None):
+            return
+        if run.context.recovered_from is not None and run.step > 0:
+            return  # the same script has passed it
+        if not run.context.plan.compile and not any(
+            is_compiled(module.model) for module in run.training.modules
+        ):
+            held = {
+                id(tensor)
+                for module in run.training.modules
+                for tensor in (*module.model.parameters(), *module.model.buffers())
+            }
+            self._watches = [
+                _Watch(module.model, held, lambda: run.training.microbatches)
+                for module in run.training.modules
+            ]
+
+    def after_step(self, run: Run) -> None:
+        if not self._watches:
+            return
+        self._steps += 1
+        found = sorted({name for watch in self._watches for name in watch.found})
+        everyone = next(filter(None, run.context.world.gather_values(found)), None)
+        if everyone is not None or self._steps == STEPS:
+            self._close()
+        if everyone is not None:
+            tell_kept(
+                run,
+                f"the model's forward reads {', '.join(everyone)}, which the forward of another"
+                " microbatch has set",
+            )
+
+    def after_steps(self, run: Run) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+        self._watches = []
+
+
+class _Watch:
+    """Watches one model. `microbatches`: the number that this rank has begun."""
+
+    def __init__(
+        self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
+    ) -> None:
+        self.found: set[str] = set()
+        self._model, self._held, self._microbatches = model, held, microbatches
+        self._first = self._latest = microbatches()
+        self._known = self._before = self._marks()
+        self._uses = _Uses({})
+        self._entered: list[ExitStack | None] = []
+        self._handles = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or self._microbatches() - self._first > MICROBATCHES:
+            self._entered.append(None)
+            return
+        if self._microbatches() != self._latest:
+            self._latest, self._before = self._microbatches(), self._marks()
+            known = {
+                (id(tensor), writes)
+                for tensors in self._known.values()
+                for tensor, writes in tensors
+            }
+            left = {
+                id(tensor): name
+                for name, tensors in self._before.items()
+                for tensor, writes in tensors
+                if (id(tensor), writes) not in known
+            }
+            self._uses = _Uses(left)
+        entered = ExitStack()
+        entered.enter_context(self._uses)
+        self._entered.append(entered)
+
+    def _leave(self, *_: Any) -> None:
+        if (entered := self._entered.pop()) is None:
+            return
+        entered.close()
+        if self._uses.names:
+            now = self._marks()
+            self.found |= {
+                name
+                for name in self._uses.names
+                if not _are_same(self._before[name], now.get(name, []))
+            }
+
+    def _marks(self) -> Marks:
+        found: Marks = {}
+        for prefix, module in self._model.named_modules():
+            for name, value in vars(module).items():
+                if name not in _SAVED:
+                    tensors = [
+                        leaf
+                        for leaf in tree_leaves(value)
+                        if isinstance(leaf, Tensor) and id(leaf) not in self._held
+                    ]
+                    if tensors:
+                        found[f"{prefix}.{name}".lstrip(".")] = [
+                            (tensor, version(tensor)) for tensor in tensors
+                        ]
+        return found
+
+
+def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -> bool:
+    return [(id(tensor), writes) for tensor, writes in before] == [
+        (id(tensor), writes) for tensor, writes in now
+    ]
+
+
+class _Uses(TorchFunctionMode):
+    """Collects the names of tensors whose values are used. `left`: id -> name."""
+
+    def __init__(self, left: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._left = left
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(function, "__self__", None), "__name__", "")
+        if self._left and name not in _ABOUT:
+            self.names |= {
+                self._left[id(leaf)]
+                for leaf in tree_leaves((args, kwargs))
+                if id(leaf) in self._left
+            }
+        return function(*args, **(kwargs or {}))

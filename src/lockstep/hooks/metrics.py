@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from lockstep.base.errors import LossError, RecipeError
+from lockstep.hooks.moving_average import ExponentialMovingAverage
 from lockstep.logging.recorder import Throughput
+from lockstep.recipe.recipe import Evaluation, Recipe
 from lockstep.training.consensus import Request
+from lockstep.training.evaluate import Evaluator
 from lockstep.training.hook import ControlHook, Hook
+from lockstep.training.loop import compare_data
 from lockstep.training.losses.loss import SINGLE
 from lockstep.training.run import Run
 from lockstep.training.step_result import StepResult
@@ -78,24 +86,18 @@ class Metrics(ControlHook):
         assert run.training.source is not None, "a step has begun"
         result, speed = run.training.latest, self.throughput.restart()
         module, world_size = run.training.modules[0], run.context.world.size
-        norm = math.nan if result is None else float(result.norm)
         values = {
             "loss": run.loss,
             **module.schedule.rates(),
-            "gradient_norm": norm,
+            "gradient_norm": math.nan if result is None else float(result.norm),
             **speed,
             **run.training.measured,
         }
         if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
             values["mfu"] = mfu
-        terms = (
-            {}
-            if result is None
-            else {f"loss/{name}": value for name, value in result.term_losses().items()}
-        )
-        run.context.recorder.step(
-            run.training.source.step + 1, values, {**terms, **run.training.logged}
-        )
+        terms = {} if result is None else result.term_losses()
+        extra = {f"loss/{name}": value for name, value in terms.items()} | run.training.logged
+        run.context.recorder.step(run.training.source.step + 1, values, extra)
 
 
 def check_metric(run: Run, name: str, of: str) -> None:
@@ -107,20 +109,121 @@ def check_metric(run: Run, name: str, of: str) -> None:
         for prefix, each in evaluations.items()
         for metric in ("loss", *each.metrics)
     ]
-    terms = tuple(f"{prefix}loss/" for prefix in evaluations)
-    if (
-        not measured
-        or name in measured
-        or name.startswith(terms)
-        or any(map(_may_add, run.training.hooks.all))
-    ):
-        return
-    raise RecipeError(
-        f"{of}, which is not measured; measured are {', '.join(measured)}; choose one of these"
-    )
+    is_measured = name in measured or name.startswith(tuple(f"{each}loss/" for each in evaluations))
+    if measured and not is_measured and not any(map(_may_add, run.training.hooks.all)):
+        raise RecipeError(
+            f"{of}, which is not measured; measured are {', '.join(measured)}; choose one of these"
+        )
 
 
 def _may_add(hook: Hook) -> bool:
     return type(hook).after_evaluation is not Hook.after_evaluation and not type(
         hook
     ).__module__.startswith("lockstep.")
+
+
+@dataclass(eq=False)
+class EvaluationHook(ControlHook):
+    """Measures each evaluation when it is due. `evaluations`: prefix of the metrics ->
+    evaluation."""
+
+    evaluations: Mapping[str, Evaluation]
+    metrics: Metrics
+    _evaluators: dict[str, Evaluator] = field(default_factory=dict)
+    _average: ExponentialMovingAverage | None = None
+    _is_measuring: bool = False
+
+    def prepare(self, run: Run, recipe: Recipe) -> None:
+        """Build the evaluators of the first model. Raises `RecipeError` without the average to
+        evaluate."""
+        self._average = next(
+            (hook for hook in run.training.hooks.all if isinstance(hook, ExponentialMovingAverage)),
+            None,
+        )
+        for prefix, evaluation in self.evaluations.items():
+            if evaluation.weights == "average" and self._average is None:
+                raise RecipeError(
+                    f"{_name(prefix)} has weights='average', and no hook keeps an average; an"
+                    " ls.ExponentialMovingAverage does; give"
+                    " hooks=[ls.ExponentialMovingAverage(decay=0.999)]"
+                )
+            self._evaluators[prefix] = Evaluator.of(
+                recipe, evaluation, run.context, run.training.modules[0]
+            )
+        run.training.measure = lambda: self.measure(run)
+
+    def on_start(self, run: Run) -> None:
+        for module in run.training.modules:
+            if module.schedule.metric is not None:
+                check_metric(
+                    run, module.schedule.metric, f"the schedule follows {module.schedule.metric!r}"
+                )
+        for prefix, evaluator in self._evaluators.items():
+            compare_data(run.training, f"{_name(prefix)}.data", evaluator.loader.digests())
+
+    def before_steps(self, run: Run) -> None:
+        for prefix, evaluation in self.evaluations.items():
+            if evaluation.every == "epoch" and run.epoch is None:
+                raise RecipeError(
+                    f"{_name(prefix)} has every='epoch', and the training data has no length, so it"
+                    " has no epochs; give a number of steps"
+                )
+
+    def after_step(self, run: Run) -> None:
+        due = [prefix for prefix, each in self.evaluations.items() if _is_due(each, run)]
+        if due:
+            self.measure(run, due)
+            run.training.agree_to_stop()
+
+    def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
+        """Measure the evaluations that were not measured after this step. Every rank calls it.
+        None: all."""
+        chosen = self.evaluations if prefixes is None else prefixes
+        due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
+        if not self._evaluators or not due or self._is_measuring:
+            return
+        self._is_measuring = True
+        run.training.hooks.call("before_evaluation", run)
+        before = run.context.phases.enter("evaluation")
+        started = time.perf_counter()
+        found = {
+            f"{prefix}{name}": value
+            for prefix in due
+            for name, value in self._measured(run, prefix).items()
+        }
+        run.training.note_metrics(found)
+        run.context.recorder.evaluation(run.step, found)
+        self.metrics.throughput.exclude(time.perf_counter() - started)
+        run.context.phases.enter("hooks")
+        run.training.hooks.call("after_evaluation", run, found)
+        run.training.note_metrics(found)  # with those that hooks have added
+        for module in run.training.modules:
+            metric = module.schedule.metric
+            if metric in found:
+                module.schedule.after_evaluation(found[metric])
+            elif metric is not None:
+                run.training.metric(metric, f"the schedule follows {metric!r}")
+        run.context.phases.enter(before)
+        self._is_measuring = False
+
+    def _measured(self, run: Run, prefix: str) -> dict[str, float]:
+        average = self._average if self.evaluations[prefix].weights == "average" else None
+        with (
+            run.training.modules[0].modes.evaluating(),
+            nullcontext() if average is None else average.applied(run),
+        ):
+            return self._evaluators[prefix].measure(run.step, run.training.speeds)
+
+    def on_end(self, run: Run) -> None:
+        for evaluator in self._evaluators.values():
+            evaluator.loader.close()
+
+
+def _is_due(evaluation: Evaluation, run: Run) -> bool:
+    if evaluation.every == "epoch":
+        return run.has_ended_epoch
+    return evaluation.every is not None and run.step % evaluation.every == 0
+
+
+def _name(prefix: str) -> str:
+    return f"evaluation[{prefix.removesuffix('/')!r}]" if prefix else "evaluation"

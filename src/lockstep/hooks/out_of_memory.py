@@ -99,13 +99,13 @@ def next_plan(
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
-    if (
-        largest is not None
-        and (found := _changed(plan, "checkpointing", "full", device)) is not None
-    ):
-        return found
-    if offloadable and (found := _changed(plan, "offload", True, device)) is not None:
-        return found
+    changed = None
+    if largest is not None:
+        changed = _changed(plan, "checkpointing", "full", device)
+    if changed is None and offloadable:
+        changed = _changed(plan, "offload", True, device)
+    if changed is not None:
+        return changed
     if largest is None:
         return (
             "no step had begun, so the model itself is too large; shard it over more processes"
@@ -133,10 +133,11 @@ def next_plan(
 
 def changes(before: Plan, after: Plan) -> str:
     """Return the second plan's additional fallbacks as the text of a plan."""
-    names = [name for name in FALLBACKS if getattr(before, name) != getattr(after, name)]
+    values = {name: getattr(after, name) for name in FALLBACKS}
     return ",".join(
-        f"{name}={'yes' if getattr(after, name) is True else getattr(after, name)}"
-        for name in names
+        f"{name}={'yes' if value is True else value}"
+        for name, value in values.items()
+        if value != getattr(before, name)
     )
 
 
@@ -146,15 +147,9 @@ def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> 
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
-    start = (
-        "starts again"
-        if step == 0
-        else (
-            f"resumes after step {step}"
-            if step
-            else "resumes from its last checkpoint, or starts again,"
-        )
-    )
+    start = "starts again" if step == 0 else f"resumes after step {step}"
+    if step is None:
+        start = "resumes from its last checkpoint, or starts again,"
     return (
         f"lockstep: the run in {folder} {start} with {changes(plan, found)} if the same command is"
         " given again with that run directory"
@@ -172,12 +167,11 @@ def failure_since(known: TakenFallbacks, folder: Path) -> dict[str, Any] | None:
 
 def fallback_since(known: TakenFallbacks, folder: Path) -> str | None:
     """Name the fallback that a rank wrote after `known` was read; None if none did."""
-    last = failure_since(known, folder)
+    if (last := failure_since(known, folder)) is None:
+        return None
     return (
         f"memory ran out after step {last['step']} on rank {last['rank']}, {last['then']} from"
         " there"
-        if last is not None
-        else None
     )
 
 
@@ -243,22 +237,13 @@ class OutOfMemory(ControlHook):
             return
         last, change = self.taken.failures[-1], changes(given, plan)
         reason = f"memory ran out after step {last['step']} on rank {last['rank']}: {last['error']}"
-        split = (
-            "each microbatch has random streams of its own: smaller ones have other dropout masks,"
-            " and another rounding"
-        )
-        note: dict[str, Any] = (
-            {"note": split} if plan.microbatch_splits > given.microbatch_splits else {}
-        )
-        run.event(
-            "plan-changed",
-            last["step"],
-            reason=reason,
-            change=change,
-            given=str(given),
-            plan=str(plan),
-            **note,
-        )
+        details = {"reason": reason, "change": change, "given": str(given), "plan": str(plan)}
+        if plan.microbatch_splits > given.microbatch_splits:
+            details["note"] = (
+                "each microbatch has its own random streams: smaller ones have other dropout masks,"
+                " and another rounding"
+            )
+        run.event("plan-changed", last["step"], **details)
         run.context.recorder.message(f"continues with {change}: {reason}")
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
@@ -287,23 +272,21 @@ class OutOfMemory(ControlHook):
     def on_error(self, run: Run, error: BaseException) -> None:
         context = run.context
         if isinstance(error, Exception) and out_of_memory(error):
-            largest = self._largest if run.training.source is not None else None
-            device, why, offloadable = context.device.type, self._unsplittable, _can_offload(run)
-            found = next_plan(
+            following = next_plan(
                 context.plan,
-                device,
+                context.device.type,
                 self.setting,
-                largest=largest,
-                unsplittable=why,
-                offloadable=offloadable,
+                largest=self._largest if run.training.source is not None else None,
+                unsplittable=self._unsplittable,
+                offloadable=_can_offload(run),
             )
-            self._next = found if isinstance(found, str) else self._write(run, found, error)
-            details: dict[str, Any] = (
-                {"why_not": self._next}
-                if isinstance(self._next, str)
-                else {"then": changes(context.plan, self._next)}
-            )
-            run.event("out-of-memory", **details)
+            if not isinstance(following, str):
+                following = self._write(run, following, error)
+            self._next = following
+            if isinstance(following, str):
+                run.event("out-of-memory", why_not=following)
+            else:
+                run.event("out-of-memory", then=changes(context.plan, following))
         # rank 0 alone writes events.jsonl
         elif (other := failure_since(self.taken, context.run_dir)) is not None:
             run.event("out-of-memory", rank=other["rank"], then=other["then"])
@@ -312,12 +295,11 @@ class OutOfMemory(ControlHook):
 
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
         """Write the next plan. Returns it, or why that failed."""
-        then, rank = changes(run.context.plan, plan), run.context.world.rank
         failure = {
             "step": run.step,
-            "rank": rank,
+            "rank": run.context.world.rank,
             "error": error_details(error)["error"],
-            "then": then,
+            "then": changes(run.context.plan, plan),
         }
         try:
             self.taken.with_plan(plan, failure).write(run.context.run_dir / FILE)
@@ -328,11 +310,6 @@ class OutOfMemory(ControlHook):
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
         """Add advice to the error. `saved`: the last step was saved after it."""
         if self._next is not None:
-            error.add_note(
-                advice(
-                    run.context.plan,
-                    self._next,
-                    folder=run.context.run_dir,
-                    step=run.step if saved else None,
-                )
-            )
+            plan, folder = run.context.plan, run.context.run_dir
+            step = run.step if saved else None
+            error.add_note(advice(plan, self._next, folder=folder, step=step))

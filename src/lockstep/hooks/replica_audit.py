@@ -75,15 +75,12 @@ class ReplicaAudit(ControlHook):
         replicas = mesh.replicas
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(mesh.world.rank)
-        mine = (
-            replica_difference(names, dict(zip(ranks, everyone.tolist(), strict=True)))
-            if differs
-            else ""
-        )
-        found = next(text for text in mesh.world.gather_values(mine) if text)
+        by_rank = dict(zip(ranks, everyone.tolist(), strict=True))
+        mine = replica_difference(names, by_rank) if differs else ""
+        difference = next(filter(None, mesh.world.gather_values(mine)))
         return (
             f"replicas differ after step {step}, and were the same after step {self._agreed}:"
-            f" {found}; a bit of memory has flipped, or a machine computes wrong results, or a"
+            f" {difference}; a bit of memory has flipped, or a machine computes wrong results, or a"
             " script changed the model on some ranks only; replicas are compared before each save:"
             " the same command resumes from the last one; leave out a machine that is named again"
         )
@@ -92,11 +89,11 @@ class ReplicaAudit(ControlHook):
 def _checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return each checksum on the CPU."""
     sums = [checksum(tensor) for tensor in tensors]
-    found = torch.empty(len(sums), dtype=torch.int64)
+    on_cpu = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
-        places = [place for place, each in enumerate(sums) if each.device == device]
-        found[places] = torch.stack([sums[place] for place in places]).cpu()
-    return found
+        indices = [index for index, each in enumerate(sums) if each.device == device]
+        on_cpu[indices] = torch.stack([sums[index] for index in indices]).cpu()
+    return on_cpu
 
 
 def _compare_hooks(run: Run) -> None:
@@ -144,35 +141,31 @@ def _digest(name: str, read: Callable[[], Any]) -> str:
 def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
     """Name the ranks that differ from the majority, and the first tensor; "" if all agree. `sums`:
     rank -> checksum of each tensor."""
-    for place, name in enumerate(names):
-        counts = Counter(row[place] for row in sums.values())
-        if len(counts) == 1:
-            continue
-        usual, most = counts.most_common(1)[0]
-        others = [rank for rank, row in sums.items() if row[place] != usual]
-        several = sum(len({row[each] for row in sums.values()}) > 1 for each in range(len(names)))
-        if 2 * most <= len(sums):
-            who = f"ranks {', '.join(map(str, sums))} have {len(counts)} different values of"
-        else:
-            one = len(others) == 1
-            who = (
-                f"rank{'' if one else 's'} {', '.join(map(str, others))} differ{'s' if one else ''}"
-                " from the others in"
-            )
-        return f"{who} {name}" + (f", the first of {several} tensors" if several > 1 else "")
-    return ""
+    columns = zip(names, zip(*sums.values(), strict=True), strict=True)
+    different = [(name, column) for name, column in columns if len(set(column)) > 1]
+    if not different:
+        return ""
+    name, column = different[0]
+    usual, most = Counter(column).most_common(1)[0]
+    others = [str(rank) for rank, value in zip(sums, column, strict=True) if value != usual]
+    if 2 * most <= len(sums):
+        who = f"ranks {', '.join(map(str, sums))} have {len(set(column))} different values of"
+    elif len(others) == 1:
+        who = f"rank {others[0]} differs from the others in"
+    else:
+        who = f"ranks {', '.join(others)} differ from the others in"
+    several = len(different)
+    return f"{who} {name}" + (f", the first of {several} tensors" if several > 1 else "")
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """Sum a tensor's bytes as 64-bit numbers, on its device."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
-    words = (
-        raw[:whole].view(torch.int64)
-        if whole and raw.storage_offset() % _WORD_BYTES == 0
-        else raw[:whole].clone().view(torch.int64)
-    )
-    return words.sum() + raw[whole:].sum(dtype=torch.int64)
+    words = raw[:whole]
+    if not whole or raw.storage_offset() % _WORD_BYTES:
+        words = words.clone()
+    return words.view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)
 
 
 def mixed(sums: Tensor) -> Tensor:
@@ -208,15 +201,14 @@ class UnsavedState:
         models = _ids_of(run)
         for hook in self._hooks:
             if changed := self._changed(hook, _tensor_versions(hook, models)):
-                kind, names = type(hook).__name__, ", ".join(changed)
+                kind = type(hook).__name__
                 line = (
-                    f"warning: hook {kind} changes tensors of its own ({names}), and has no"
+                    f"warning: hook {kind} changes its tensors ({', '.join(changed)}), and has no"
                     " state_dict: they are not saved, and a resumed run would begin with others;"
                     " give it state_dict and load_state_dict"
                 )
-                run.training.remark(
-                    Remark("hook-state-not-saved", {"hook": kind, "attributes": changed}, line)
-                )
+                details = {"hook": kind, "attributes": changed}
+                run.training.remark(Remark("hook-state-not-saved", details, line))
         found = [
             f"{name}.{each}"
             for name, owner in _owners(run)
@@ -234,14 +226,9 @@ class UnsavedState:
 
     def _changed(self, owner: object, now: Versions) -> list[str]:
         before = self._at_start.get(id(owner), {})
-        with_default: Versions = {
-            name: [] for name in now if name not in before and hasattr(type(owner), name)
-        }
-        return [
-            name
-            for name, versions in {**before, **with_default}.items()
-            if now.get(name) != versions
-        ]
+        defaults = [name for name in now if name not in before and hasattr(type(owner), name)]
+        marks: Versions = {**before, **{name: [] for name in defaults}}
+        return [name for name, each in marks.items() if now.get(name) != each]
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
@@ -275,16 +262,12 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
     """Return the versions of the hook's own tensors."""
-    found = {
-        name: [
-            (id(tensor), version(tensor))
-            for leaf in tree_leaves(value)
-            for tensor in _tensors_of(leaf)
-            if id(tensor) not in models
-        ]
-        for name, value in vars(hook).items()
-    }
-    return {name: versions for name, versions in found.items() if versions}
+    versions: Versions = {}
+    for name, value in vars(hook).items():
+        tensors = [tensor for leaf in tree_leaves(value) for tensor in _tensors_of(leaf)]
+        if own := [tensor for tensor in tensors if id(tensor) not in models]:
+            versions[name] = [(id(tensor), version(tensor)) for tensor in own]
+    return versions
 
 
 def _ids_of(run: Run) -> set[int]:

@@ -48,7 +48,7 @@ _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
 """Steps (on a GPU: exchanges) in the median of a microbatch's seconds."""
 MIN_MEDIAN_OF = 3
-SLOWDOWN = 1.15  # A rank is a straggler if its own work takes this many times that of the others
+SLOWDOWN = 1.15  # a rank is a straggler if its work takes this many times the others' median
 MIN_SECONDS = 10.0
 MIN_WINDOWS = 3  # ranks are compared over at least so many seconds and windows
 # Shortest time between two all-gathers. If logging steps come faster, some are skipped.
@@ -92,11 +92,12 @@ class Stragglers(ControlHook):
         self._restart()
 
     def between_steps(self, run: Run) -> None:
-        assert run.training.source is not None, "a step has begun"
-        self._microbatches += run.training.source.mine
+        source = run.training.source
+        assert source is not None, "a step has begun"
+        self._microbatches += source.mine
         self._steps += 1
         if run.context.plan.assignment == "measured" and self._phases.stream is None:
-            self._pace.add(self._own(*_OF_MICROBATCHES), run.training.source.mine)
+            self._pace.add(self._own(*_OF_MICROBATCHES), source.mine)
         if run.is_logging_step:
             self._remaining -= 1
             if not self._remaining:
@@ -129,24 +130,15 @@ class Stragglers(ControlHook):
         if world.rank == 0:
             self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
             ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
-            self._file.write(
-                json.dumps(
-                    {"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}
-                )
-                + "\n"
-            )
+            row = {"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}
+            self._file.write(json.dumps(row) + "\n")
         self._report(run, columns, steps, seconds)
         if run.context.plan.assignment == "measured":
-            reassign(
-                run,
-                source,
-                columns["one_microbatch"].tolist(),
-                requested=int(columns["requested"].max()),
-            )
-        longest = float(columns["step"].max()) / self._interval
-        self._interval = self._remaining = next_interval(
-            longest, before=self._interval, ranks=len(self.hosts)
-        )
+            speeds, requested = columns["one_microbatch"].tolist(), columns["requested"].max()
+            reassign(run, source, speeds, requested=int(requested))
+        longest, before = float(columns["step"].max()) / self._interval, self._interval
+        self._interval = next_interval(longest, before=before, ranks=len(self.hosts))
+        self._remaining = self._interval
         self._restart()
         self._memory_bytes = float(columns["memory"].max())
 
@@ -154,11 +146,12 @@ class Stragglers(ControlHook):
         """Return seconds since the last exchange: data, compute and hooks without waits, and
         communication."""
         totals, waits = self._times()
-        own = [self._own(*names) for names in (("data",), _OF_COMPUTE, _OF_HOOKS)]
+        phases = (("data",), _OF_COMPUTE, _OF_HOOKS)
         waited = sum(
-            waits[name] - self._waited.get(name, 0.0) for name in ("data", *_OF_COMPUTE, *_OF_HOOKS)
+            waits[name] - self._waited.get(name, 0.0) for names in phases for name in names
         )
-        return [*own, totals["exchange"] - self._spent.get("exchange", 0.0) + waited]
+        exchange = totals["exchange"] - self._spent.get("exchange", 0.0)
+        return [*(self._own(*names) for names in phases), exchange + waited]
 
     def _own(self, *names: str) -> float:
         """Return seconds of these phases since the last exchange, without waits."""
@@ -171,11 +164,9 @@ class Stragglers(ControlHook):
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
         """Return each phase's seconds, and its waits for ranks; on a GPU waits are phases."""
         stream = self._phases.stream
-        return (
-            (self._phases.totals, self._phases.waited)
-            if stream is None
-            else (stream.totals(), defaultdict(float))
-        )
+        if stream is None:
+            return self._phases.totals, self._phases.waited
+        return stream.totals(), defaultdict(float)
 
     def _report(
         self, run: Run, columns: Mapping[str, NDArray[np.float64]], steps: int, seconds: float
@@ -189,14 +180,8 @@ class Stragglers(ControlHook):
         )
         for each in self._finder.add(times, seconds):
             host = self.hosts[each.rank]
-            details = {
-                "rank": each.rank,
-                "host": host,
-                "part": each.part,
-                "seconds": each.seconds,
-                "usual_seconds": each.usual_seconds,
-            }
-            run.event("straggler", **details, times=round(each.times, 2))
+            details = {"rank": each.rank, "host": host, **each._asdict()}
+            run.event("straggler", **{**details, "times": round(each.times, 2)})
             run.context.recorder.message(
                 f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times"
                 f" that of the others, most of it in {each.part} ({each.seconds * 1e3:.1f} ms a"
@@ -282,13 +267,10 @@ class StragglerFinder:
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
             return []
-        found = slow(
-            np.average([times for _, times in self._windows], axis=0, weights=lengths), self._peers
-        )
-        while (
-            len(self._windows) > MIN_WINDOWS
-            and sum(seconds for seconds, _ in self._windows) - self._windows[0][0] >= MIN_SECONDS
-        ):
+        mean = np.average([times for _, times in self._windows], axis=0, weights=lengths)
+        found = slow(mean, self._peers)
+        while len(lengths) > MIN_WINDOWS and sum(lengths[1:]) >= MIN_SECONDS:
+            del lengths[0]
             self._windows.popleft()
         new = [each for each in found if (each.rank, each.part) not in self._reported]
         self._reported = {(each.rank, each.part) for each in found}
@@ -308,16 +290,9 @@ def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
         usual_parts = np.stack([_medians_of_the_others(part) for part in parts])
         for i in np.flatnonzero(own > SLOWDOWN * usual):
             part = int(np.argmax(parts[:, i] - usual_parts[:, i]))
+            seconds, usual_seconds = float(parts[part, i]), float(usual_parts[part, i])
             factor = float(own[i] / max(usual[i], 1e-9))
-            found.append(
-                Straggler(
-                    int(ranks[i]),
-                    PARTS[part],
-                    float(parts[part, i]),
-                    float(usual_parts[part, i]),
-                    factor,
-                )
-            )
+            found.append(Straggler(int(ranks[i]), PARTS[part], seconds, usual_seconds, factor))
     return sorted(found, key=lambda each: each.rank)
 
 

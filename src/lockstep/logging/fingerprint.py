@@ -1,19 +1,49 @@
-"""The fingerprint of a model: equal exactly if all bits of its state dict are."""
+"""The fingerprint of a model: equal exactly if all bits of its state dict are. Imports torch in
+functions, so that the files of a run are checked without it."""
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from lockstep.base.errors import RecipeError
-from lockstep.comm.mesh import full_tensor
-from lockstep.logging.fingerprint_format import TensorRecord, digest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """A tensor of a state dict, as bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    data: Iterable[bytes | memoryview]
+    """Row-major, little-endian elements in any number of parts."""
+
+
+def digest(records: Iterable[TensorRecord]) -> str:
+    """Return the fingerprint. `records`: sorted by the names' UTF-8 bytes."""
+    hasher = hashlib.sha256(usedforsecurity=False)
+    for record in records:
+        for text in (record.name.encode(), record.dtype.encode()):
+            hasher.update(struct.pack("<Q", len(text)) + text)
+        hasher.update(
+            struct.pack(
+                f"<{len(record.shape) + 2}Q", len(record.shape), *record.shape, record.size_bytes
+            )
+        )
+        for part in record.data:
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
@@ -42,18 +72,19 @@ def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
 
     Raises `RecipeError` for a tensor without dense bytes: on the meta device, sparse or quantized.
     """
-    state = (
-        module_or_state_dict.state_dict()
-        if isinstance(module_or_state_dict, nn.Module)
-        else module_or_state_dict
-    )
-    return digest(_records(state))
+    if not isinstance(module_or_state_dict, Mapping):
+        module_or_state_dict = module_or_state_dict.state_dict()
+    return digest(_records(module_or_state_dict))
 
 
 def _records(state: Mapping[str, Any]) -> Iterator[TensorRecord]:
+    import torch
+
+    from lockstep.comm.mesh import full_tensor
+
     for name in sorted(state, key=str.encode):
         value = state[name]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, torch.Tensor):
             continue
         tensor = full_tensor(value.detach())
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
@@ -79,17 +110,14 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from (flat[start : start + limit] for start in range(0, count, limit))
     else:
         rows = limit // (count // len(tensor))
-        parts = (
-            (tensor[start : start + rows] for start in range(0, len(tensor), rows))
-            if rows
-            else iter(tensor)
-        )
-        for part in parts:
+        for part in tensor.split(rows) if rows else tensor:  # type: ignore[no-untyped-call]
             yield from _pieces(part)
 
 
 def _bytes(piece: Tensor) -> memoryview:
     """Return a contiguous 1-d tensor's little-endian bytes."""
+    import torch
+
     width = piece.element_size() // (2 if piece.is_complex() else 1)
     # A contiguous tensor of one element may have any stride. `view` accepts stride 1 alone.
     array = piece.cpu().as_strided(piece.shape, (1,)).view(torch.uint8).numpy()

@@ -40,12 +40,10 @@ the device's name; the first match counts."""
 
 def peak(device_name: str, precision: Precision) -> float | None:
     """Return one device's peak FLOP/s; None if unknown, and for fp32."""
+    if precision == "fp32":
+        return None
     words = set(re.split(r"[\s-]+", device_name))
-    return (
-        None
-        if precision == "fp32"
-        else next((flops for name, flops in _PEAKS.items() if words.issuperset(name.split())), None)
-    )
+    return next((flops for name, flops in _PEAKS.items() if words.issuperset(name.split())), None)
 
 
 def peak_of(device: torch.device, precision: Precision) -> float | None:
@@ -64,11 +62,8 @@ class Flops:
 
     def counting(self, samples: int) -> AbstractContextManager[None]:
         """Run the forward of `samples` samples in this context."""
-        return (
-            nullcontext()
-            if self._peak is None or self._forward is not None
-            else self._counting(samples)
-        )
+        is_counted = self._peak is None or self._forward is not None
+        return nullcontext() if is_counted else self._counting(samples)
 
     @contextmanager
     def _counting(self, samples: int) -> Iterator[None]:

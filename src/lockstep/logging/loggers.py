@@ -47,16 +47,9 @@ class WandB:
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found]
 
-        self._run = wandb.init(
-            **{
-                "dir": run_dir,
-                "id": run_dir.name,
-                "name": run_dir.name,
-                "resume": "allow",
-                "config": dict(config),
-            }
-            | self._settings
-        )
+        name = run_dir.name
+        usual = {"dir": run_dir, "id": name, "name": name, "resume": "allow"}
+        self._run = wandb.init(**{**usual, "config": dict(config), **self._settings})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -86,24 +79,18 @@ class MLflow:
         self._client = mlflow.MlflowClient(tracking_uri=self._tracking_uri)
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = self._client.get_experiment_by_name(name)
-        number = (
-            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        )
-        path = str(run_dir)
-        found = self._client.search_runs(
-            [number], filter_string=f"tags.lockstep_run_dir = '{path}'", max_results=1
-        )
-        run = (
-            found[0]
-            if found
-            else self._client.create_run(
-                number, run_name=run_dir.name, tags={"lockstep_run_dir": path}
-            )
-        )
+        number = experiment and experiment.experiment_id
+        if experiment is None:
+            number = self._client.create_experiment(name)
+        query = f"tags.lockstep_run_dir = '{run_dir}'"
+        for run in self._client.search_runs([number], filter_string=query, max_results=1):
+            self._id = run.info.run_id
+            return
+        tags = {"lockstep_run_dir": str(run_dir)}
+        run = self._client.create_run(number, run_name=run_dir.name, tags=tags)
         self._id = run.info.run_id
-        if not found:
-            for key, value in _flatten(config).items():
-                self._client.log_param(self._id, key, str(value)[:500])
+        for key, value in _flatten(config).items():
+            self._client.log_param(self._id, key, str(value)[:500])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric  # type: ignore[import-not-found]
@@ -182,11 +169,10 @@ def _check_installed(module: str, extra: str) -> None:
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested fields by path, such as `recipe.global_batch`."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in config.items():
-        found |= (
-            _flatten(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
-    return found
+        if isinstance(value, Mapping):
+            fields |= _flatten(value, f"{prefix}{key}.")
+        else:
+            fields[f"{prefix}{key}"] = value
+    return fields

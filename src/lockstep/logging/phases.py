@@ -123,16 +123,14 @@ class Phases:
     @property
     def totals(self) -> defaultdict[str, float]:
         """Seconds of each phase."""
-        return defaultdict(
-            float, {name: taken.total for name, taken in list(self._by_phase.items())}
-        )
+        by_phase = list(self._by_phase.items())
+        return defaultdict(float, {name: taken.total for name, taken in by_phase})
 
     @property
     def waited(self) -> defaultdict[str, float]:
         """Seconds of each phase's waits for other ranks."""
-        return defaultdict(
-            float, {name: taken.waited for name, taken in list(self._by_phase.items())}
-        )
+        by_phase = list(self._by_phase.items())
+        return defaultdict(float, {name: taken.waited for name, taken in by_phase})
 
     def usual(self, name: str) -> float | None:
         """Return the longest recent seconds; None if the phase has never ended."""

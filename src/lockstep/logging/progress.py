@@ -154,23 +154,16 @@ class _TimeEstimate:
         # Weights in proportion to n: the share of the newest `steps` of n in all is 1 - ((n -
         # steps) / n)².
         share = 1 - (self._counted / (self._counted + steps)) ** 2
-        self._seconds_per_step = (
-            seconds / steps
-            if share == 1
-            else self._seconds_per_step + share * (seconds / steps - self._seconds_per_step)
-        )
+        usual = seconds / steps if share == 1 else self._seconds_per_step
+        self._seconds_per_step = usual + share * (seconds / steps - usual)
         self._counted += steps
 
     def time_left(self, total: int) -> str:
         if self._intervals == 0 or (self._intervals == 1 and self._counted < _WARM_UP_STEPS):
             return ""
         seconds = (total - self._step) * self._seconds_per_step
-        if self._last_evaluation > self._start:
-            seconds += (
-                (total - self._last_evaluation)
-                * self._evaluation_seconds
-                / (self._last_evaluation - self._start)
-            )
+        if (evaluated := self._last_evaluation - self._start) > 0:
+            seconds += (total - self._last_evaluation) * self._evaluation_seconds / evaluated
         return ("~" if self._intervals == 1 else "") + f"{_duration(seconds)} left"
 
 
@@ -193,21 +186,18 @@ def _numbers(
     extra: Mapping[str, float],
     time_text: str,
 ) -> list[tuple[int, str]]:
-    found: list[tuple[int, str]] = []
-    if loss is not None:
-        found.append((_LOSS, f"loss {_number(loss)}"))
-    if lr is not None:
-        found.append((_LR, f"lr {lr:.1e}"))
+    rate = ""
     if samples_per_second is not None and math.isfinite(samples_per_second):
         digits = 0 if samples_per_second >= 100 else 1 if samples_per_second >= 10 else 2
-        found.append((_RATE, f"{samples_per_second:,.{digits}f} samples/s"))
-    if time_text:
-        found.append((_TIME, time_text))
-    if extra:
-        found.append(
-            (_EXTRA, "  ".join(f"{name} {_number(value)}" for name, value in extra.items()))
-        )
-    return found
+        rate = f"{samples_per_second:,.{digits}f} samples/s"
+    texts = {
+        _LOSS: "" if loss is None else f"loss {_number(loss)}",
+        _LR: "" if lr is None else f"lr {lr:.1e}",
+        _RATE: rate,
+        _TIME: time_text,
+        _EXTRA: "  ".join(f"{name} {_number(value)}" for name, value in extra.items()),
+    }
+    return [(kind, text) for kind, text in texts.items() if text]
 
 
 def _number(value: float) -> str:
@@ -219,11 +209,9 @@ def _duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d}"
     minutes = round(seconds / 60)
-    return (
-        f"{minutes // 60}h {minutes % 60:02d}m"
-        if minutes < 1440
-        else f"{minutes // 1440}d {minutes % 1440 // 60:02d}h"
-    )
+    if minutes < 1440:
+        return f"{minutes // 60}h {minutes % 60:02d}m"
+    return f"{minutes // 1440}d {minutes % 1440 // 60:02d}h"
 
 
 class _Display(Protocol):
@@ -270,11 +258,11 @@ class _Bar:
         room = width - len(pieces[0][0])
         taken = []
         importance = list(_IMPORTANCE)
-        for place, text in sorted(parts, key=lambda part: importance.index(part[0])):
-            if len(text) + 2 + _IMPORTANCE[place] > room:
+        for kind, text in sorted(parts, key=lambda part: importance.index(part[0])):
+            if len(text) + 2 + _IMPORTANCE[kind] > room:
                 break
             room -= len(text) + 2
-            taken.append((place, text))
+            taken.append((kind, text))
         if width != self._width:
             self._width, self._columns = width, _MAX_BAR_COLUMNS
         if room > _MIN_BAR_COLUMNS:
@@ -286,10 +274,8 @@ class _Bar:
                 (self._done * done, "cyan"),
                 (self._left * (self._columns - done), "bright_black"),
             ]
-        return [
-            *pieces,
-            *(("  " + _encodable(text, self._encoding), "") for _, text in sorted(taken)),
-        ]
+        texts = ("  " + _encodable(text, self._encoding) for _, text in sorted(taken))
+        return [*pieces, *((text, "") for text in texts)]
 
 
 class _LiveLine:
@@ -338,9 +324,8 @@ class _NotebookLine:
         self._shown = ""
 
     def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None:
-        self._write(
-            "".join(text for text, _ in self._bar.pieces(step, total, parts, _NOTEBOOK_COLUMNS))
-        )
+        pieces = self._bar.pieces(step, total, parts, _NOTEBOOK_COLUMNS)
+        self._write("".join(text for text, _ in pieces))
 
     def line(self, text: str) -> None:
         shown = self._shown

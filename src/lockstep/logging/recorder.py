@@ -37,13 +37,8 @@ from lockstep.plan import Plan
 from lockstep.saving import Resume
 
 ROW_NAMES = RESERVED_NAMES | {
-    "loss",
-    "lr",
-    "gradient_norm",
-    "samples_per_second",
-    "weight_per_second",
-    "memory_bytes",
-    "mfu",
+    *("loss", "lr", "gradient_norm", "samples_per_second", "weight_per_second"),
+    *("memory_bytes", "mfu"),
 }
 """Names that a run writes in each line of metrics.jsonl."""
 _runs_in_launched = 0
@@ -90,23 +85,18 @@ class Recorder:
         self._open = ExitStack()
         path, failure = "", list[str]()
         if world.rank == 0:
-            wanted = (
-                Path(run_dir)
-                if run_dir is not None
-                else default_run_path(sys.argv[0], datetime.now())
-            )
+            default = default_run_path(sys.argv[0], datetime.now()) if run_dir is None else run_dir
+            wanted = Path(default)
             is_passed = _goes_through_again or is_followed(wanted)
-            reopen = restarted or (is_passed and wanted.absolute() not in _opened)
             try:
-                self._directory = self._open.enter_context(
-                    RunDirectory.create(
-                        wanted,
-                        resume=resume != "never",
-                        extend=extend,
-                        reopen=reopen,
-                        lost_holders=lost_holders,
-                    )
+                self._directory = RunDirectory.create(
+                    wanted,
+                    resume=resume != "never",
+                    extend=extend,
+                    reopen=restarted or (is_passed and wanted.absolute() not in _opened),
+                    lost_holders=lost_holders,
                 )
+                self._open.enter_context(self._directory)
                 if self._directory.has_ended:
                     _goes_through_again |= is_passed
                     check_ended(self._directory.recorded())
@@ -176,6 +166,8 @@ class Recorder:
         }
         if self._directory is None:
             return
+        if checkpoints is not None and "://" not in checkpoints:
+            checkpoints = str(Path(checkpoints).absolute())
         self._run_json = {
             "recipe": recipe,
             "code": code,
@@ -183,11 +175,7 @@ class Recorder:
             "plan": {"text": str(plan), **asdict(plan)},
             "world_size": world.size,
             "launcher": launcher,
-            "checkpoints": (
-                checkpoints
-                if checkpoints is None or "://" in checkpoints
-                else str(Path(checkpoints).absolute())
-            ),
+            "checkpoints": checkpoints,
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "environment": environment,
         }
@@ -200,20 +188,18 @@ class Recorder:
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
         changed = {
-            name: [before[name], now[name]]
-            for name in before
-            if name in now and name != "type" and before[name] != now[name]
+            name: [old, now[name]]
+            for name, old in before.items()
+            if name != "type" and now.get(name, old) != old
         }
         if not changed:
             return
         self.event("device-changed", 0, changed=changed)
         if is_bitwise:
-            words = ", ".join(
-                f"{name} was {old} and is {new}" for name, (old, new) in changed.items()
-            )
+            parts = [f"{name} was {old} and is {new}" for name, (old, new) in changed.items()]
             self.message(
-                f"warning: resumed on another kind of device ({words}); numerics=bitwise gives the"
-                " same bits on one kind"
+                f"warning: resumed on another kind of device ({', '.join(parts)}); numerics=bitwise"
+                " gives the same bits on one kind"
             )
 
     def update_chosen(
@@ -222,14 +208,10 @@ class Recorder:
         """Write `run.json` with the values chosen for `auto`, and how."""
         self.summary |= {"recipe": recipe, "plan": str(plan)}
         if self._directory is not None:
-            self._run_json |= {
-                "recipe": recipe,
-                "plan": {"text": str(plan), **asdict(plan)},
-                "auto": auto,
-            }
-            self._directory.write_json(
-                "run.json", self._run_json | {"environment": describe_environment(device)}
-            )
+            texts = {"text": str(plan), **asdict(plan)}
+            self._run_json |= {"recipe": recipe, "plan": texts, "auto": auto}
+            environment = describe_environment(device)
+            self._directory.write_json("run.json", self._run_json | {"environment": environment})
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
         """Write `run.json` with what a script's own loop learns."""
@@ -264,13 +246,8 @@ class Recorder:
         """Record a logging step."""
         self._write(step, {**values, **extra})
         if self._progress is not None:
-            self._progress.update(
-                step,
-                loss=values["loss"],
-                lr=values["lr"],
-                samples_per_second=values["samples_per_second"],
-                extra=extra,
-            )
+            names = ("loss", "lr", "samples_per_second")
+            self._progress.update(step, **{name: values[name] for name in names}, extra=extra)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, {f"evaluation/{name}": value for name, value in values.items()})

@@ -107,28 +107,21 @@ class RunDirectory(Closing):
                 f" name is made of what its locale can encode ({sys.getfilesystemencoding()} here);"
                 " use plain letters, or set LC_ALL=C.UTF-8"
             ) from error
-        resume |= reopen and not any(
-            (path / name).exists() for name in ("checkpoints", "model.safetensors")
-        )
+        outputs = (path / "checkpoints", path / "model.safetensors")
+        resume |= reopen and not any(map(Path.exists, outputs))
         is_resumed = resume and (path / _RUN_FILE).exists()
         extends = is_resumed and extend and (path / _RESULT_FILE).exists()
-        refused = (
-            ()
-            if is_resumed and (reopen or extends)
-            else (_RESULT_FILE,)
-            if is_resumed
-            else _RUN_FILES
-        )
+        refused: Sequence[str] = (_RESULT_FILE,) if is_resumed else _RUN_FILES
+        if is_resumed and (reopen or extends):
+            refused = ()
         for name in refused:
             # an empty file: its run was killed at its start
             if (path / name).exists() and (path / name).stat().st_size:
                 lock.release()
-                ended = " that has ended" if name == _RESULT_FILE else ""
-                remedy = (
-                    "go on with more steps (--allow-change steps), choose another directory"
-                    if ended
-                    else "choose another directory"
-                )
+                ended, remedy = "", "choose another directory"
+                if name == _RESULT_FILE:
+                    ended = " that has ended"
+                    remedy = f"go on with more steps (--allow-change steps), {remedy}"
                 raise RunDirectoryError(
                     f"run directory {path} already holds a run{ended} ({name}); nothing of an"
                     f" earlier run is overwritten; {remedy}, or remove this one"
@@ -152,19 +145,16 @@ class RunDirectory(Closing):
         number = next(
             number for number in count(1) if not (self.path / f"result-{number}.json").exists()
         )
-        for name in (_RESULT_FILE, "model.safetensors"):
-            if (self.path / name).exists():
-                (self.path / name).rename(
-                    (self.path / name).with_stem(f"{Path(name).stem}-{number}")
-                )
+        for file in (self.path / _RESULT_FILE, self.path / "model.safetensors"):
+            if file.exists():
+                file.rename(file.with_stem(f"{file.stem}-{number}"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write JSON. NaN and infinity become null, listed by path in `not_finite`."""
         not_finite: dict[str, str] = {}
         row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        # surrogateescape writes back the bytes of a path or argument that the locale could not
-        # decode.
+        # surrogateescape writes back the bytes that the locale could not decode
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
@@ -201,26 +191,19 @@ def _check_kinds(path: Path) -> None:
     """Raise `RunDirectoryError` if anything but a file or folder is where the run writes."""
     with os.scandir(path) as entries:
         for entry in entries:
-            is_folder = entry.name in _FOLDERS
-            if (
-                not is_folder
-                and entry.name not in (*_RUN_FILES, _LOCK, *_OTHER_FILES)
-                and not entry.name.startswith(_PREFIXES)
-            ):
+            name, is_folder = entry.name, entry.name in _FOLDERS
+            is_file = name in (*_RUN_FILES, _LOCK, *_OTHER_FILES) or name.startswith(_PREFIXES)
+            if not is_folder and not is_file:
                 continue
             if not (entry.is_dir if is_folder else entry.is_file)(follow_symlinks=False):
-                found = (
-                    "a link"
-                    if entry.is_symlink()
-                    else f"no {'folder' if is_folder else 'regular file'}"
-                )
-                remedy = (
-                    "ls.Saving(folder=...) names a folder of checkpoints elsewhere"
-                    if entry.name == _FOLDERS[0]
-                    else "remove it"
-                )
+                what = f"no {'folder' if is_folder else 'regular file'}"
+                if entry.is_symlink():
+                    what = "a link"
+                remedy = "remove it"
+                if name == "checkpoints":
+                    remedy = "ls.Saving(folder=...) names a folder of checkpoints elsewhere"
                 raise RunDirectoryError(
-                    f"run directory {path} holds {entry.name}, which is {found}; a run writes to"
+                    f"run directory {path} holds {name}, which is {what}; a run writes to"
                     f" files and folders of its own there; {remedy}, or choose another directory"
                 )
 
@@ -250,7 +233,7 @@ class _FileLock:
     @classmethod
     def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
         """Raises `RunDirectoryError` if another process holds the lock, `OSError` if that fails.
-        `lost`: from processes on these machines it is taken."""
+        `lost`: holders on lost machines, from which the lock is taken."""
         while True:
             descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -333,26 +316,21 @@ def _claim(descriptor: int, path: Path) -> None:
             f"run directory {path.parent} holds a file named {path.name!r} that no run wrote; a run"
             " records its claim in that file; choose another directory"
         )
-    started = datetime.now(UTC).isoformat(timespec="seconds")
     holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "process_ids": process_id_space(),
-        "started": started,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    text = json.dumps(holder).encode() + b"\n"
     os.ftruncate(descriptor, 0)
     os.lseek(descriptor, 0, os.SEEK_SET)
-    os.write(descriptor, text)
+    os.write(descriptor, json.dumps(holder).encode() + b"\n")
 
 
 def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
-    holder = _holder(descriptor)
-    who = (
-        f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
-        if holder
-        else "another process"
-    )
+    who = "another process"
+    if holder := _holder(descriptor):
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
     return RunDirectoryError(
         f"run directory {path.parent} is in use by a live run ({who}); one run writes to a"
         " directory; choose another, or end that run first"
@@ -363,15 +341,14 @@ def check_tensors(state_dict: Mapping[str, Any]) -> None:
     """Raise `RecipeError` for an entry that no safetensors file holds."""
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
-            found = f"a {type(value).__name__}"
+            what = f"a {type(value).__name__}"
         elif value.is_meta or value.layout != torch.strided or value.dtype not in _SAVED_DTYPES:
-            found = (
-                f"a tensor of layout {value.layout}, type {value.dtype}, on device {value.device}"
-            )
+            what = f"a tensor of layout {value.layout}, type {value.dtype}, on device"
+            what += f" {value.device}"
         else:
             continue
         raise RecipeError(
-            f"state dict entry {name!r} is {found}; model.safetensors holds dense tensors of"
+            f"state dict entry {name!r} is {what}; model.safetensors holds dense tensors of"
             " integers, floats, bools and complex64; change its type, or leave it out of the state"
             " dict (a buffer: persistent=False; get_extra_state: return a tensor)"
         )
@@ -418,10 +395,8 @@ def device_name(device: torch.device) -> str:
 
 def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
     if isinstance(value, Mapping):
-        return {
-            key: _finite(item, f"{path}.{key}" if path else str(key), not_finite)
-            for key, item in value.items()
-        }
+        prefix = f"{path}." if path else ""
+        return {key: _finite(item, f"{prefix}{key}", not_finite) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item, f"{path}[{index}]", not_finite) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):

@@ -30,16 +30,9 @@ from lockstep.hooks.hang.snapshot import innermost_line, stack_of
 
 _SAME_SIZES = frozenset(
     (
-        *(
-            "allreduce",
-            "broadcast",
-            "allgather",
-            "allgather_base",
-            "reduce_scatter",
-            "reduce_scatter_base",
-            "reduce",
-        ),
-        *("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"),
+        *("allreduce", "broadcast", "allgather", "allgather_base", "reduce_scatter"),
+        *("reduce_scatter_base", "reduce", "all_reduce", "all_gather_into_tensor"),
+        "reduce_scatter_tensor",
     )
 )
 """Torch's operators to which all ranks give tensors of the same sizes."""
@@ -63,11 +56,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             name = schema(func).name.rpartition("::")[2].strip("_")
             if name not in _NOT_ON_ALL_RANKS:
-                given = {
-                    argument.name: value
-                    for argument, value in zip(schema(func).arguments, args, strict=False)
-                }
-                given |= kwargs or {}
+                names = [argument.name for argument in schema(func).arguments]
+                given = dict(zip(names, args, strict=False)) | (kwargs or {})
                 if "group_name" in given or "process_group" in given:
                     self._compare(name, given)
         return func(*args, **(kwargs or {}))
@@ -78,25 +68,21 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._calls[group.group_name] += 1
         number = self._calls[group.group_name]
-        call = CollectiveCall(
-            name, group.group_desc, number, _tensors(given) if name in _SAME_SIZES else ""
-        )
+        tensors = _tensors(given) if name in _SAME_SIZES else ""
+        call = CollectiveCall(name, group.group_desc, number, tensors)
         mine = {
             "rank": self._rank,
             "call": _described(call, given),
             "line": str(innermost_line(stack_of(sys._getframe(2)))),
         }
+        key, before = (f"{group.group_name}/{each}" for each in (number, number - 1))
         with announce(call):
-            if text := self._mismatch(
-                f"{group.group_name}/{number}",
-                f"{group.group_name}/{number - 1}",
-                mine,
-                group.size(),
-            ):
-                raise MismatchError(
-                    f"call {number} of {group.group_desc} differs between ranks; all must make the"
-                    f" same calls in the same order: {text}"
-                )
+            text = self._mismatch(key, before, mine, group.size())
+        if text:
+            raise MismatchError(
+                f"call {number} of {group.group_desc} differs between ranks; all must make the"
+                f" same calls in the same order: {text}"
+            )
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
         """Return the differences between the ranks' calls; "" if there are none. The last rank to
@@ -104,10 +90,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:
-            ranks = self._store.get(f"{key}/ranks").decode().split()
-            text = call_difference(
-                [json.loads(self._store.get(f"{key}/{rank}")) for rank in sorted(ranks, key=int)]
-            )
+            ranks = sorted(self._store.get(f"{key}/ranks").decode().split(), key=int)
+            text = call_difference([json.loads(self._store.get(f"{key}/{rank}")) for rank in ranks])
             for name in (*ranks, "ranks", "count"):
                 self._store.delete_key(f"{key}/{name}")
             self._store.delete_key(f"{before}/mismatch")  # which all have read
@@ -115,11 +99,11 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pause_seconds = 1e-4
         # the watchdog reports ranks that do not come
         while not self._store.check([f"{key}/mismatch"]):
-            # torch's own wait ignores signals, and prints to stderr at each timeout
+            # torch's wait ignores signals, and prints to stderr at each timeout
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 0.05)
-        found: str = json.loads(self._store.get(f"{key}/mismatch"))
-        return found
+        mismatch: str = json.loads(self._store.get(f"{key}/mismatch"))
+        return mismatch
 
 
 def call_difference(everyone: Sequence[Mapping[str, Any]]) -> str:

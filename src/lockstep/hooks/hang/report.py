@@ -59,23 +59,18 @@ def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) 
 def _missing(
     everyone: Sequence[StackSnapshot], late: Sequence[StackSnapshot], silent: Mapping[int, str]
 ) -> Hang:
-    ranks = tuple(sorted({each.rank for each in late} | silent.keys()))
     reasons = {each.rank: f"it {_reason(each)}" for each in late} | dict(silent)
-    texts = (
-        list(reasons.values())
-        if len(reasons) == 1
-        else [f"rank {rank}: {text}" for rank, text in sorted(reasons.items())]
-    )
+    reasons = dict(sorted(reasons.items()))
+    ranks = tuple(reasons)
+    texts = [f"rank {rank}: {text}" for rank, text in reasons.items()]
     lines = [line for each in late for line in [_late_line(each), *_stack(each)]]
     lines += [f"rank {rank}: {reason}" for rank, reason in silent.items()]
     lines += _waiting([each for each in everyone if each.rank not in ranks])
-    is_alone = len(everyone) + len(silent) == 1
-    head = (
-        "this process is late"
-        if is_alone
-        else f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
-    )
-    return Hang("missing", ranks, f"{head}: {'; '.join(texts)}", "\n".join(lines))
+    head = f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
+    if len(everyone) + len(silent) == 1:
+        head = "this process is late"
+    text = reasons[ranks[0]] if len(ranks) == 1 else "; ".join(texts)
+    return Hang("missing", ranks, f"{head}: {text}", "\n".join(lines))
 
 
 def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
@@ -124,10 +119,8 @@ def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
     lines: list[str] = []
     for group in _by_call(snapshots):
         first, verb = group[0], "wait" if len(group) > 1 else "waits"
-        ranks, since = (
-            _ranks([each.rank for each in group]),
-            f"since {first.seconds:.0f} s, after step {first.step}, {first.phase}",
-        )
+        ranks = _ranks([each.rank for each in group])
+        since = f"since {first.seconds:.0f} s, after step {first.step}, {first.phase}"
         lines += [f"{ranks} {verb} in {_call(first)} {since}", *_stack(first)]
     return lines
 
@@ -179,17 +172,16 @@ def enclosing(frame: Frame) -> list[str]:
     except (OSError, ValueError, SyntaxError):
         return []
     lines = source.splitlines()
-    found: list[int] = []
+    numbers: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        ) and node.lineno <= frame.line <= (node.end_lineno or 0):
-            found.clear()  # the statements around a function's definition
-        if isinstance(
-            node, ast.If | ast.Try | ast.While | ast.For
-        ) and node.lineno < frame.line <= (node.end_lineno or 0):
-            found.append(node.lineno)
+        if not isinstance(node, ast.stmt | ast.expr) or not (
+            node.lineno <= frame.line <= (node.end_lineno or 0)
+        ):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            numbers.clear()  # the statements around a function's definition
+        if isinstance(node, ast.If | ast.Try | ast.While | ast.For) and node.lineno < frame.line:
+            numbers.add(node.lineno)
     return [
-        f"{lines[number - 1].strip()!r} (line {number})"
-        for number in sorted(set(found), reverse=True)
+        f"{lines[number - 1].strip()!r} (line {number})" for number in sorted(numbers, reverse=True)
     ]

@@ -86,18 +86,14 @@ class StackSnapshot:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
         """Invert `dataclasses.asdict`, through JSON."""
-        threads = {name: _frames(frames) for name, frames in values["threads"].items()}
-        calls = tuple(CollectiveCall(**call) for call in values["calls"])
-        children = {int(process): _frames(frames) for process, frames in values["children"].items()}
-        return cls(
-            **{
-                **values,
-                "calls": calls,
-                "stack": _frames(values["stack"]),
-                "threads": threads,
-                "children": children,
-            }
-        )
+        threads, children = values["threads"].items(), values["children"].items()
+        typed = {
+            "calls": tuple(CollectiveCall(**call) for call in values["calls"]),
+            "stack": _frames(values["stack"]),
+            "threads": {name: _frames(frames) for name, frames in threads},
+            "children": {int(process): _frames(frames) for process, frames in children},
+        }
+        return cls(**{**values, **typed})
 
     @property
     def is_late(self) -> bool:
@@ -142,6 +138,7 @@ def take_snapshot(
     if not calls and stack and (call := call_in_stack(stack)) is not None:
         calls = [call]
     names = {each.ident: each.name for each in threading.enumerate()}
+    moves = len(set(seen)) > 1 or seen[-1][2].startswith(_JUMPS)
     return StackSnapshot(
         rank=rank,
         host=socket.gethostname(),
@@ -151,12 +148,7 @@ def take_snapshot(
         seconds=seconds,
         limit_seconds=limit_seconds,
         is_first=is_first,
-        activity=activity(
-            stack,
-            calls=calls,
-            moves=len(set(seen)) > 1 or seen[-1][2].startswith(_JUMPS),
-            cpu_use=cpu_use,
-        ),
+        activity=activity(stack, calls=calls, moves=moves, cpu_use=cpu_use),
         calls=tuple(calls),
         stack=stack,
         threads={
@@ -179,13 +171,9 @@ def activity(
     """
     if moves:
         return "runs"
-    if any(call.on_device for call in calls):
-        return "waits"
-    if (
-        calls
-        and stack
-        and (f"{os.sep}torch{os.sep}" in stack[-1].file or stack[-1].file.startswith(_LOCKSTEP))
-    ):
+    innermost = stack[-1].file if stack else ""
+    in_call = f"{os.sep}torch{os.sep}" in innermost or innermost.startswith(_LOCKSTEP)
+    if any(call.on_device for call in calls) or (calls and in_call):
         return "waits"
     return "computes" if cpu_use > 0.5 else "sleeps"
 
@@ -225,14 +213,10 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 def error_with_line(error: BaseException) -> str:
     """Return an exception's type and text, with the innermost line of the user's code, if any."""
-    frames = [
-        Frame(each.filename, each.lineno or 0, each.name)
-        for each in traceback.extract_tb(error.__traceback__)
-    ]
-    line = innermost_line(frames)
-    return f"{type(error).__name__}: {error}" + (
-        f" (at {line})" if line is not None and line.is_user_code else ""
-    )
+    traced = traceback.extract_tb(error.__traceback__)
+    line = innermost_line([Frame(each.filename, each.lineno or 0, each.name) for each in traced])
+    where = f" (at {line})" if line is not None and line.is_user_code else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:

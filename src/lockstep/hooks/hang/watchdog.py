@@ -1,5 +1,6 @@
 """The watchdog of each rank: if the training thread exceeds a timeout, it collects all ranks' stack
-snapshots.
+snapshots; and the hook that then writes a report, saves the last complete step, and ends the
+process.
 
 [Note: rounds] The first late rank to write the round's key collects the snapshots that the others,
 who poll that key, write. It writes the diagnosis for all. A rank that comes late reads it, and goes
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.base.container import process_id_space
-from lockstep.base.torch_private import clone_store
+from lockstep.base.errors import HangError, cannot_write, say
+from lockstep.base.torch_private import clone_store, default_store
 from lockstep.comm import gloo_sockets
 from lockstep.hooks.hang.report import Hang, diagnose
 from lockstep.hooks.hang.snapshot import (
@@ -33,8 +37,15 @@ from lockstep.hooks.hang.snapshot import (
     read_stack,
     take_snapshot,
 )
+from lockstep.launch.failures import failure_record
+from lockstep.launch.termination import HUNG_STATUS
+from lockstep.launch.worker_files import defer_kill, is_shutting_down, write_failure
 from lockstep.logging.phases import Phases
 from lockstep.options import WatchdogTimeouts
+from lockstep.training.context import Context
+from lockstep.training.hook import Hook
+from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
@@ -50,8 +61,7 @@ class Mailbox:
     """Texts in torch's store. Without the store all methods raise `DistError` or `RuntimeError`."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        # Of its own, so that it need not wait until other threads' requests are answered, and can
-        # be ended.
+        # another connection: it does not wait for other threads' requests, and can be ended
         connection, self._socket = (
             gloo_sockets.with_own_connection(store)
             if sys.platform == "linux"
@@ -137,10 +147,7 @@ class Watchdog:
                 self.on_stuck()
             try:
                 if not self._is_cut_off:
-                    if self._must_ask() or (
-                        self.mailbox is not None
-                        and self.mailbox.take(f"{self._round}/asked") is not None
-                    ):
+                    if self._must_ask() or self._take(f"{self._round}/asked") is not None:
                         self._take_part()
                     continue
             # the store is gone, or cannot be reached
@@ -162,29 +169,27 @@ class Watchdog:
         return self.timeouts.limit_seconds(self.phases.name, self.phases.usual(self.phases.name))
 
     def _must_ask(self) -> bool:
-        is_late = self.phases.seconds >= self._limit_seconds()
         return (
-            is_late
+            self.phases.seconds >= self._limit_seconds()
             and time.monotonic() >= self._not_before
             and self._reported_since != self.phases.since
         )
 
+    def _take(self, key: str) -> str | None:
+        return None if self.mailbox is None else self.mailbox.take(key)
+
     def _snapshot(self) -> StackSnapshot:
-        is_first = (
-            self.timeouts.fixed_seconds is None and self.phases.usual(self.phases.name) is None
-        )
+        has_usual = self.phases.usual(self.phases.name) is not None
         mine = take_snapshot(
             self.rank,
             self._training_thread,
             self.phases,
             limit_seconds=self._limit_seconds(),
-            is_first=is_first,
+            is_first=self.timeouts.fixed_seconds is None and not has_usual,
         )
-        return (
-            replace(mine, children=self._stacks.of_children())
-            if mine.is_late and mine.activity != "waits"
-            else mine
-        )
+        if mine.is_late and mine.activity != "waits":
+            return replace(mine, children=self._stacks.of_children())
+        return mine
 
     def _take_part(self) -> None:
         """[Note: rounds]"""
@@ -197,28 +202,22 @@ class Watchdog:
         mine = self._snapshot()
         self.mailbox.put(f"{number}/{self.rank}", json.dumps(asdict(mine)))
         deadline = time.monotonic() + (ANSWER_SECONDS if collects else 3 * ANSWER_SECONDS)
+        snapshots: dict[int, StackSnapshot] = {}
         if collects:
             snapshots = {self.rank: mine} | self._collect(number, deadline)
             hang = diagnose(snapshots, self._silent(snapshots))
-            self.mailbox.put(
-                f"{number}/diagnosis", json.dumps(None if hang is None else asdict(hang))
-            )
-            self._round += 1
-            self._conclude(hang, snapshots, mine, collected=True)
-            return
-        while (
-            text := self.mailbox.take(f"{number}/diagnosis")
-        ) is None and time.monotonic() < deadline:
-            if self._closed.wait(TICK_SECONDS / 4):
-                return
+            text: str | None = json.dumps(hang and asdict(hang))
+            self.mailbox.put(f"{number}/diagnosis", str(text))
+        else:
+            while (text := self._take(f"{number}/diagnosis")) is None:
+                if time.monotonic() >= deadline:
+                    break
+                if self._closed.wait(TICK_SECONDS / 4):
+                    return
+            fields = text and json.loads(text)
+            hang = Hang(**{**fields, "ranks": tuple(fields["ranks"])}) if fields else None
         self._round += 1
-        found = None if text is None else json.loads(text)
-        self._conclude(
-            None if found is None else Hang(**{**found, "ranks": tuple(found["ranks"])}),
-            {},
-            mine,
-            collected=False,
-        )
+        self._conclude(hang, snapshots, mine, collected=collects)
 
     def _collect(self, number: int, deadline: float) -> dict[int, StackSnapshot]:
         assert self.mailbox is not None
@@ -277,42 +276,155 @@ def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
     start."""
     if who is None:
         return "it has not started its watchdog yet", False
-    name = f"process {who['process']} on {who['host']}"
+    process = who["process"]
+    name = f"process {process} on {who['host']}"
+    silent = f"{name} does not answer:"
     if who["process_ids"] != process_id_space():
-        return (
-            (
-                f"{name} does not answer: it has ended, it is stopped, or its machine cannot be"
-                " reached"
-            ),
-            False,
-        )
+        return f"{silent} it has ended, it is stopped, or its machine cannot be reached", False
     if sys.platform != "linux":
-        return (
-            f"{name} does not answer: it has ended, it is stopped, or native code holds the GIL",
-            False,
-        )
+        return f"{silent} it has ended, it is stopped, or native code holds the GIL", False
     try:
-        state = (
-            Path(f"/proc/{who['process']}/stat")
-            .read_text(encoding="ascii")
-            .rpartition(")")[2]
-            .split()[0]
-        )
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
     except OSError:
         return f"{name} has ended", True
+    state = stat.rpartition(")")[2].split()[0]
     if state == "T":
-        return (
-            (
-                f"{name} is stopped (by SIGSTOP, or a debugger); kill -CONT {who['process']}"
-                " resumes it"
-            ),
-            True,
-        )
+        resume = f"kill -CONT {process} resumes it"
+        return f"{name} is stopped (by SIGSTOP, or a debugger); {resume}", True
     if state in "ZX":
         return f"{name} has ended", True
-    line = innermost_line(read_stack(who["process"], who["stacks"]))
-    return (
-        f"{name} does not answer: native code holds the GIL"
-        + (f", called at {line}" if line else ""),
-        False,
-    )
+    line = innermost_line(read_stack(process, who["stacks"]))
+    called = f", called at {line}" if line else ""
+    return f"{silent} native code holds the GIL{called}", False
+
+
+SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
+# before a rank exits, so that all ranks read the diagnosis before they lose a peer
+EXIT_DELAY_SECONDS = 0.5
+
+
+class HangHook(Hook):
+    def __init__(
+        self,
+        timeouts: WatchdogTimeouts | None,
+        context: Context,
+        rescue: Callable[[Run, BaseException], bool],
+        recovery: Recovery | None,
+    ) -> None:
+        """Start this thread's watchdog, unless `timeouts` is None. Every rank calls it. `rescue`:
+        saves without other ranks. `recovery`: the run's, if it can recover in place."""
+        self._recovery = recovery
+        self._timeouts = timeouts
+        self._context = context
+        self._rescue = rescue
+        self._run: Run | None = None
+        self._watchdog: Watchdog | None = None
+        if timeouts is None:
+            return
+        world, mailbox = context.world, None
+        if world.size > 1:
+            mailbox = Mailbox(default_store(), f"lockstep/watch/{context.recorder.attempt}")
+        self._watchdog = Watchdog(
+            context.phases,
+            timeouts,
+            rank=world.rank,
+            size=world.size,
+            mailbox=mailbox,
+            on_hang=self._on_hang,
+            is_shutting_down=is_shutting_down,
+            is_recovered=self._is_recovered,
+            on_stuck=self._on_stuck,
+        )
+
+    def watch(self, run: Run) -> None:
+        """Save `run` from now on if it hangs."""
+        self._run = run
+
+    @property
+    def ends_the_process(self) -> bool:
+        return self._watchdog is not None and self._watchdog.ends_the_process
+
+    def close(self) -> None:
+        """Stop watching. May be called again."""
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.close()
+
+    def _event(self, name: str, **details: Any) -> None:
+        if self._run is not None:
+            self._run.event(name, **details)
+        else:
+            self._context.recorder.event(name, 0, **details)
+
+    def _is_recovered(self, hang: Hang) -> bool:
+        return self._recovery is not None and self._recovery.can_replace and hang.kind == "missing"
+
+    def _on_hang(
+        self,
+        hang: Hang,
+        snapshots: Mapping[int, StackSnapshot],
+        collected: bool,
+        mine: StackSnapshot,
+    ) -> None:
+        """See `Watchdog`. Called in its thread."""
+        if collected:
+            path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
+            stacks = f"all stacks: {path}"
+            try:
+                path.write_text(page(hang, snapshots), encoding="utf-8")
+            except OSError as failure:
+                stacks = f"{cannot_write(path, failure)}; all stacks:\n\n{page(hang, snapshots)}"
+            say(
+                f"lockstep: the run hangs after step {mine.step}:"
+                f" {hang.summary}\n{hang.report}\n{stacks}"
+            )
+        if self._context.world.rank == 0:
+            self._event(
+                "hang",
+                kind=hang.kind,
+                ranks=list(hang.ranks),
+                summary=hang.summary,
+                seconds=round(mine.seconds, 1),
+            )
+        if self._timeouts is None or self._timeouts.on_hang != "end":
+            return
+        error = HangError(hang.summary)
+        if self._recovery is not None and self._is_recovered(hang):
+            if collected:
+                self._recovery.report_hang(hang.ranks, failure_record(error, None, HUNG_STATUS))
+            return
+        timer = threading.Timer(SAVING_SECONDS, os._exit, [HUNG_STATUS])
+        timer.daemon = True
+        timer.start()
+        time.sleep(EXIT_DELAY_SECONDS)
+        if mine.activity == "waits":  # else the training thread may be changing the state
+            self._save(error)
+        write_failure(failure_record(error, None, HUNG_STATUS))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(HUNG_STATUS)
+
+    def _on_stuck(self) -> None:
+        """End this rank, which waits for an ended one. See `Watchdog`."""
+        error = "a peer was lost: another process of this run ended, or the connection to it broke"
+        self._event("run-failed", error=error)
+        self._save(HangError("the run was ended while this process waited for another"))
+        os._exit(128 + signal.SIGTERM)
+
+    def _save(self, error: HangError) -> None:
+        if self._run is not None:
+            with defer_kill():
+                self._rescue(self._run, error)
+
+
+def page(hang: Hang, snapshots: Mapping[int, StackSnapshot]) -> str:
+    """Return the report with all stacks."""
+    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), hang.summary, "", hang.report]
+    for rank, each in sorted(snapshots.items()):
+        head = f"rank {rank} ({each.host}, process {each.process}): {each.phase}, after step"
+        lines += ["", f"{head} {each.step}, {each.seconds:.1f} s"]
+        lines += [f"  in {call}, call {call.sequence} of {call.group}" for call in each.calls]
+        for name, frames in {"training thread": each.stack, **each.threads}.items():
+            lines += [f"  {name}, innermost frame last:", *(f"    {frame}" for frame in frames)]
+    return "\n".join(lines) + "\n"

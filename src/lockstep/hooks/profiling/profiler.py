@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import operator
 import socket
 import statistics
 import threading
@@ -21,15 +22,20 @@ from torch.profiler import profile, record_function
 
 from lockstep.base import accelerator
 from lockstep.base.torch_private import is_compiled_in_place, to_local, tree_leaves
-from lockstep.hooks.profiling.memory import (
+from lockstep.hooks.profiling.trace import (
     MARK,
     KnownTensor,
     MemoryNote,
     MemoryTimeline,
+    Span,
+    TimeParts,
+    heaviest,
     memory_table,
     memory_timeline,
+    merged,
+    span,
+    time_parts,
 )
-from lockstep.hooks.profiling.timeline import Span, TimeParts, heaviest, merged, span, time_parts
 from lockstep.hooks.stragglers import peak_bytes
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
@@ -54,14 +60,12 @@ class Profiler(ControlHook):
         self._has_failed = False
 
     def on_start(self, run: Run) -> None:
-        self._world, self._phases, self._folder = (
-            run.context.world,
-            run.context.phases,
-            run.context.run_dir / "profile",
-        )
+        self._world, self._phases = run.context.world, run.context.phases
+        self._folder = run.context.run_dir / "profile"
 
     def before_step(self, run: Run) -> None:
-        if run.training.source is not None and run.training.source.step == self._steps.start:
+        source = run.training.source
+        if source is not None and source.step == self._steps.start:
             self._begin(run)
 
     def after_step(self, run: Run) -> None:
@@ -81,11 +85,9 @@ class Profiler(ControlHook):
         self._notes.note_all()
 
     def between_steps(self, run: Run) -> None:
-        if (
-            self._profiler is not None
-            and run.training.source is not None
-            and run.training.source.step == self._steps.stop - 1
-        ):
+        source = run.training.source
+        is_last = source is not None and source.step == self._steps.stop - 1
+        if self._profiler is not None and is_last:
             self._finish(run, self._profiler, time.time())
 
     def on_error(self, run: Run, error: BaseException) -> None:
@@ -120,10 +122,8 @@ class Profiler(ControlHook):
             memory = self._memory(trace, notes, window, thread)
         except _FAILURES as error:
             failure = str(error)
-        peak = peak_bytes(self._world.device)
-        everyone = self._world.gather_values(
-            [found, peak, socket.gethostname(), memory and asdict(memory), failure]
-        )
+        mine = [found, peak_bytes(self._world.device), socket.gethostname()]
+        everyone = self._world.gather_values([*mine, memory and asdict(memory), failure])
         failures = [
             f"rank {rank}: {failure}"
             for rank, (*_, failure) in enumerate(everyone)
@@ -131,13 +131,9 @@ class Profiler(ControlHook):
         ]
         if self._world.rank == 0 and not failures:
             try:
-                run.context.recorder.message(
-                    self._write(
-                        [each[:4] for each in everyone],
-                        ahead,
-                        heaviest(trace, thread, LISTED_OPERATORS),
-                    )
-                )
+                operators = heaviest(trace, thread, LISTED_OPERATORS)
+                tables = self._write([each[:4] for each in everyone], ahead, operators)
+                run.context.recorder.message(tables)
             except _FAILURES as error:
                 failures = [f"rank 0: {error}"]
         if failures:
@@ -146,9 +142,8 @@ class Profiler(ControlHook):
                 f"no profile: it cannot be written ({failures[0]}); training continues"
             )
         else:
-            run.event(
-                "profiled", steps=[self._steps.start, self._steps.stop], folder=str(self._folder)
-            )
+            steps = [self._steps.start, self._steps.stop]
+            run.event("profiled", steps=steps, folder=str(self._folder))
         self._is_done = True
 
     def _stop_profiler(self, profiler: profile) -> list[MemoryNote]:
@@ -191,12 +186,7 @@ class Profiler(ControlHook):
             self._world.gather_values(None)
             times.append(time.time())
         everyone = self._world.gather_values(times)
-        return [
-            statistics.median(
-                theirs - first for theirs, first in zip(row, everyone[0], strict=True)
-            )
-            for row in everyone
-        ]
+        return [statistics.median(map(operator.sub, row, everyone[0])) for row in everyone]
 
     def _write(
         self,
@@ -221,9 +211,8 @@ class Profiler(ControlHook):
                 for name, calls, seconds in operators
             ],
         }
-        (self._folder / "summary.json").write_text(
-            json.dumps(summary, indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(summary, indent=2) + "\n"
+        (self._folder / "summary.json").write_text(text, encoding="utf-8")
         memory = {"steps": summary["steps"], "ranks": [timeline for *_, timeline in everyone]}
         (self._folder / "memory.json").write_text(json.dumps(memory) + "\n", encoding="utf-8")
         return "\n".join([phase_table(summary, self._folder), *memory_table(memory["ranks"])])
@@ -250,12 +239,10 @@ def phase_table(summary: Mapping[str, Any], folder: Path) -> str:
         " idle   peak memory"
     ]
     for rank, row in enumerate(summary["ranks"]):
-        found = TimeParts(
-            *(row[name] * 1e3 for name in ("whole", "compute", "exposed", "overlapped"))
-        )
+        ms = TimeParts(*(row[name] * 1e3 for name in ("whole", "compute", "exposed", "overlapped")))
         figures = (
-            f"{found.whole:10.1f}{found.compute:10.1f}{found.exposed:10.1f}"
-            f"{found.overlapped:12.1f}{found.idle:10.1f}"
+            f"{ms.whole:10.1f}{ms.compute:10.1f}{ms.exposed:10.1f}{ms.overlapped:12.1f}"
+            f"{ms.idle:10.1f}"
         )
         lines.append(f"  rank {rank:<11}{figures} {row['peak_bytes'] / 1e6:10.1f} MB")
     lines.append(
@@ -285,9 +272,8 @@ class MemoryNotes:
             # a hook would be compiled with the module
             if not any(map(is_compiled_in_place, module.model.modules())):
                 for name, part in module.model.named_modules():
-                    self._hooks.callback(
-                        part.register_forward_hook(partial(self._note_output, name)).remove
-                    )
+                    handle = part.register_forward_hook(partial(self._note_output, name))
+                    self._hooks.callback(handle.remove)
 
     def close(self) -> None:
         self._hooks.close()
@@ -313,12 +299,9 @@ class MemoryNotes:
             for optimizer in module.optimizers:
                 for held, state in optimizer.state.items():
                     of = names.get(held, "a parameter")
-                    leaves = (
-                        (kind, leaf) for kind, value in state.items() for leaf in tree_leaves(value)
-                    )
-                    yield from (
-                        ("optimizer state", f"{kind} of {of}", leaf) for kind, leaf in leaves
-                    )
+                    for kind, value in state.items():
+                        for leaf in tree_leaves(value):
+                            yield "optimizer state", f"{kind} of {of}", leaf
 
     def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
         """Return a tensor's memory on the rank's device; None if it has none there."""
@@ -328,21 +311,16 @@ class MemoryNotes:
             or tensor.layout is not torch.strided
         ):
             return None
-        storage = tensor.untyped_storage()
-        if not storage.nbytes():
+        storage, dtype = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
+        if not (size := storage.nbytes()):
             return None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return KnownTensor(
-            cause, storage.data_ptr(), storage.nbytes(), name, tuple(tensor.shape), dtype
-        )
+        return KnownTensor(cause, storage.data_ptr(), size, name, tuple(tensor.shape), dtype)
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Note what a module made: a forward hook."""
-        found = [
-            self._known("", f"output of {name or type(module).__name__}", leaf)
-            for leaf in tree_leaves(output)
-        ]
-        self._mark(MemoryNote([each for each in found if each is not None], is_complete=False))
+        label = f"output of {name or type(module).__name__}"
+        known = (self._known("", label, leaf) for leaf in tree_leaves(output))
+        self._mark(MemoryNote([each for each in known if each is not None], is_complete=False))
 
     def _mark(self, note: MemoryNote) -> None:
         with record_function(f"{MARK}{len(self.notes)}"):

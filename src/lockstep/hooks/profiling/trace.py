@@ -1,20 +1,194 @@
-"""Memory over time by cause, from a trace of torch's profiler. Needs no torch.
+"""Traces of torch's profiler: parts of each rank's time, memory by cause, all ranks on one clock.
+Needs no torch.
 
-A memory event has an address and a size, negative when freed, and no cause. Notes of known tensors
-name what an address holds at a moment, and so the cause of that allocation.
+A trace is the JSON of `export_chrome_trace`: `ts` and `dur` in microseconds after
+`baseTimeNanoseconds`. A memory event has an address and a size, negative when freed, and no cause.
+Notes of known tensors name what an address holds at a moment, and so the cause of that allocation.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from lockstep.base.errors import LaunchError
 from lockstep.base.units import size
-from lockstep.hooks.profiling.timeline import Span, span
+
+Span = tuple[float, float]  # (start, stop), seconds
+_STEPS = re.compile(r"steps=(\d+):(\d+)")
+_EXCHANGES = ("gloo:", "nccl:", "xccl:", "mpi:", "ucc:", "shared:")
+_NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
+
+
+def steps_of(text: str) -> range:
+    """Parse `--profile`: "steps=10:13" are steps 10, 11 and 12. Raises `LaunchError`."""
+    found = _STEPS.fullmatch(text)
+    steps = range(0) if found is None else range(int(found[1]), int(found[2]))
+    if not steps:
+        raise LaunchError(
+            f"--profile {text!r}; it is the first step and the one after the last: steps=10:13 are"
+            " 10, 11 and 12"
+        )
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class TimeParts:
+    """Seconds of one rank."""
+
+    whole: float
+    compute: float  # operators and kernels, alone or beside an exchange
+    exposed: float  # exchanges without a computation beside them
+    overlapped: float  # exchanges beside a computation
+
+    @property
+    def idle(self) -> float:
+        """Neither computation nor exchange: data, Python, waits for a disk."""
+        return self.whole - self.compute - self.exposed
+
+
+def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts:
+    """Return the parts of `window`. `thread`: of training."""
+    timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    kernels = [event for event in timed if event.get("cat") == "kernel"]
+    exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
+    exchanges += [event for event in kernels if event["name"].startswith("nccl")]
+    computed = [
+        *_own_spans(_operators_of(timed, thread)),
+        *(span(event) for event in kernels if not event["name"].startswith(_NOT_COMPUTATION)),
+    ]
+    inside = union(map(span, exchanges), window)
+    shared = union(
+        (span(event) for event in exchanges if event["name"].startswith("shared:")), window
+    )
+    # operators inside a shared-memory collective are exchange
+    busy = without(union(computed, window), shared)
+    exposed = length(without(inside, busy))
+    return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
+
+
+def _operators_of(timed: Iterable[Mapping[str, Any]], thread: int) -> list[Mapping[str, Any]]:
+    return [event for event in timed if event.get("cat") == "cpu_op" and event["tid"] == thread]
+
+
+def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """Return when operators computed, without what they call. Autograd's count only if they call
+    none: they run hooks, which may wait for ranks."""
+    found: list[Span] = []
+    for event, called in _with_called(operators):
+        name = event["name"]
+        if not name.startswith(_NOT_COMPUTATION) and (
+            not called or ("::" in name and not name.startswith("autograd::"))
+        ):
+            found += without([span(event)], called)
+    return found
+
+
+def _with_called(
+    operators: Iterable[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
+    """Yield each operator with the spans of its own calls."""
+    open_: list[tuple[Mapping[str, Any], list[Span]]] = []
+    for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        while open_ and span(open_[-1][0])[1] <= span(event)[0]:
+            yield open_.pop()
+        if open_:
+            open_[-1][1].append(span(event))
+        open_.append((event, []))
+    yield from open_
+
+
+def span(event: Mapping[str, Any]) -> Span:
+    """Return an event's time in the trace's seconds."""
+    start = float(event["ts"]) / 1e6
+    return start, start + float(event["dur"]) / 1e6
+
+
+def union(spans: Iterable[Span], window: Span) -> list[Span]:
+    """Unite the spans in the window: sorted, not touching."""
+    found: list[Span] = []
+    for start, stop in sorted(
+        (max(start, window[0]), min(stop, window[1])) for start, stop in spans
+    ):
+        if stop <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return the time of `spans` outside of `others`, both results of `union`."""
+    found: list[Span] = []
+    for start, stop in spans:
+        for first, last in others:
+            if last <= start or first >= stop:
+                continue
+            if first > start:
+                found.append((start, first))
+            start = max(start, last)
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+def merged(
+    traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]
+) -> dict[str, Any]:
+    """Return one trace on rank 0's clock, a process for each rank. `ahead_seconds`: by how much
+    each clock is ahead."""
+    base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
+    events: list[dict[str, Any]] = []
+    for rank, trace in sorted(traces.items()):
+        shift = (int(trace.get("baseTimeNanoseconds", 0)) - base) / 1e3 - ahead_seconds[rank] * 1e6
+        process = {"ph": "M", "pid": rank, "tid": 0}
+        name = f"rank {rank} on {hosts[rank]}"
+        events += [
+            {**process, "name": "process_name", "args": {"name": name}},
+            {**process, "name": "process_sort_index", "args": {"sort_index": rank}},
+        ]
+        for event in trace["traceEvents"]:
+            if event.get("ph") == "M" and event["name"].startswith("process_"):
+                continue
+            moved = {**event, "pid": rank}
+            if "ts" in event:
+                moved["ts"] = float(event["ts"]) + shift
+            if "id" in event:  # of an arrow between events; it must differ between ranks
+                moved["id"] = f"{rank}.{event['id']}"
+            events.append(moved)
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base,
+        "traceEvents": events,
+    }
+
+
+def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
+    """Return the operators with the most time, without what they call: name, calls, seconds."""
+    calls: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    kernels = [event for event in timed if event.get("cat") == "kernel"]
+    operators = _with_called(_operators_of(timed, thread))
+    for event, called in [*operators, *((kernel, []) for kernel in kernels)]:
+        calls[event["name"]] += 1
+        seconds[event["name"]] += length([span(event)]) - length(called)
+    most = sorted(seconds, key=lambda name: -seconds[name])[:count]
+    return [(name, calls[name], seconds[name]) for name in most]
+
 
 CAUSES = ("parameters", "gradients", "optimizer state", "activations", "rest")
 MOST_POINTS = 400
@@ -109,14 +283,17 @@ def memory_timeline(
     )
     if not events:
         return None
-    found = _allocations(events, [*_noted(trace, notes)])
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    phases = sorted(phases, key=lambda phase: phase[1])
-    _attribute(found, timed, phases, thread)
+    noted = [
+        (float(event["ts"]) / 1e6, notes[int(event["name"].removeprefix(MARK))])
+        for event in timed
+        if event["name"].startswith(MARK) and event.get("cat") != "gpu_user_annotation"
+    ]
+    found = _allocations(events, noted)
+    phases, backward = sorted(phases, key=lambda phase: phase[1]), _backward_spans(timed)
+    _attribute(found, timed, phases, backward, thread)
     totals = [] if device is None else _totals(events)
-    return _timeline(
-        found, totals, window, lambda at: _phase_at(at, phases, _backward_spans(timed))
-    )
+    return _timeline(found, totals, window, lambda at: _phase_at(at, phases, backward))
 
 
 def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
@@ -126,23 +303,11 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
     return bool(kind == 0 if device is None else kind != 0 and event["args"]["Device Id"] == device)
 
 
-def _noted(
-    trace: Mapping[str, Any], notes: Sequence[MemoryNote]
-) -> Iterator[tuple[float, MemoryNote]]:
-    for event in trace["traceEvents"]:
-        if (
-            event.get("ph") == "X"
-            and event["name"].startswith(MARK)
-            and event.get("cat") != "gpu_user_annotation"
-        ):
-            yield float(event["ts"]) / 1e6, notes[int(event["name"].removeprefix(MARK))]
-
-
 def _allocations(
     events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
 ) -> list[Allocation]:
-    """Return each allocation with the notes' causes and names. Those from before the trace begin at
-    the first note that knows them."""
+    """Return each allocation with the notes' causes and names. Memory from before the trace begins
+    at the first note that knows it."""
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
         *noted,
         *((float(event["ts"]) / 1e6, event) for event in events),
@@ -152,23 +317,31 @@ def _allocations(
 
     seen_at = -math.inf
 
-    def begin(address: int, allocation: Allocation) -> Allocation:
+    def begin(address: int, allocation: Allocation) -> None:
         if address in live:
             live[address].stop = seen_at if live[address].thread is None else allocation.start
         live[address] = allocation
         found.append(allocation)
-        return allocation
 
     for at, what in sorted(moments, key=lambda moment: moment[0]):
         if isinstance(what, MemoryNote):
             if what.is_complete:
-                _end_missing(live, {tensor.address for tensor in what.tensors}, seen_at)
+                known = {tensor.address for tensor in what.tensors}
+                # memory from before the trace ends where it was last seen: a CPU's trace has no end
+                for address in [each for each in live if each not in known]:
+                    if live[address].thread is None:
+                        live.pop(address).stop = seen_at
                 seen_at = at
             for tensor in what.tensors:
                 if tensor.address not in live and tensor.cause:
                     begin(tensor.address, Allocation(at, tensor.size_bytes, None))
-                if tensor.address in live:
-                    _name(live[tensor.address], tensor)
+                allocation = live.get(tensor.address)
+                if allocation is None:
+                    continue
+                if tensor.cause:
+                    allocation.cause, allocation.name = tensor.cause, tensor.text
+                elif not allocation.name:
+                    allocation.name = tensor.text
             continue
         address, count = what["args"]["Addr"], what["args"]["Bytes"]
         if count > 0:
@@ -178,47 +351,27 @@ def _allocations(
     return found
 
 
-def _end_missing(live: dict[int, Allocation], known: set[int], seen_at: float) -> None:
-    """End memory from before the trace where it was last seen: a CPU's trace has no end of it."""
-    for address in [
-        address for address, each in live.items() if each.thread is None and address not in known
-    ]:
-        live.pop(address).stop = seen_at
-
-
-def _name(allocation: Allocation, tensor: KnownTensor) -> None:
-    if tensor.cause:
-        allocation.cause, allocation.name = tensor.cause, tensor.text
-    elif not allocation.name:
-        allocation.name = tensor.text
-
-
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
     """Return the total from each event to the next, the first since ever."""
-    args = events[0]["args"]
-    before = (-math.inf, args["Total Allocated"] - args["Bytes"])
-    return [
-        before,
-        *((float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events),
-    ]
+    first = events[0]["args"]
+    totals = [(float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events]
+    return [(-math.inf, first["Total Allocated"] - first["Bytes"]), *totals]
 
 
 def _attribute(
     found: Sequence[Allocation],
     timed: Sequence[Mapping[str, Any]],
     phases: Sequence[tuple[str, float, float]],
+    backward: Sequence[Span],
     thread: int,
 ) -> None:
-    """Give allocations a cause unless a note did, and a name: their operator's.
+    """Give allocations a cause unless a note did, and name them after their operator.
 
     Activations: allocated by the training thread in a forward, and alive at the next backward.
     """
-    backward = _backward_spans(timed)
     starts = [start for start, _ in backward]
-    paths = _paths(
-        [each for each in found if each.thread is not None and not (each.cause and each.name)],
-        timed,
-    )
+    unknown = [each for each in found if each.thread is not None and not (each.cause and each.name)]
+    paths = _paths(unknown, timed)
     for allocation in found:
         path = paths.get(id(allocation), [])
         if not allocation.cause:
@@ -254,12 +407,12 @@ def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
 def _phase_at(
     at: float, phases: Sequence[tuple[str, float, float]], backward: Sequence[Span]
 ) -> str:
-    place = bisect_right(phases, at, key=lambda phase: phase[1]) - 1
-    name = phases[place][0] if place >= 0 and at < phases[place][2] else "between steps"
+    index = bisect_right(phases, at, key=lambda phase: phase[1]) - 1
+    name = phases[index][0] if index >= 0 and at < phases[index][2] else "between steps"
     if name != "compute":
         return name
-    place = bisect_right(backward, at, key=lambda each: each[0]) - 1
-    return "backward" if place >= 0 and at < backward[place][1] else "forward"
+    index = bisect_right(backward, at, key=lambda each: each[0]) - 1
+    return "backward" if index >= 0 and at < backward[index][1] else "forward"
 
 
 def _paths(
@@ -309,25 +462,23 @@ def _timeline(
 ) -> MemoryTimeline:
     rows = _rows(found, totals, window)
     at, peak, by_cause = max(rows, key=lambda row: row[1])
-    there = [
+    live = [
         (each.size_bytes, each.cause, each.name or "unknown")
         for each in found
         if each.start <= at < each.stop and each.size_bytes
     ]
-    seen = sum(count for count, _, _ in there)
+    seen = sum(count for count, _, _ in live)
     if totals and peak > seen:
-        there.append((peak - seen, "rest", "allocated before, or by other threads"))
+        live.append((peak - seen, "rest", "allocated before, or by other threads"))
     kept = _thinned(rows, window)
     return MemoryTimeline(
         seconds=[round(row[0] - window[0], 6) for row in kept],
-        bytes_by_cause={
-            cause: [row[2][place] for row in kept] for place, cause in enumerate(CAUSES)
-        },
+        bytes_by_cause={cause: [row[2][i] for row in kept] for i, cause in enumerate(CAUSES)},
         peak_bytes=peak,
         peak_seconds=round(at - window[0], 6),
         peak_phase=phase_at(at),
         at_peak=dict(zip(CAUSES, by_cause, strict=True)),
-        largest=sorted(there, key=lambda each: -each[0])[:LARGEST],
+        largest=sorted(live, key=lambda each: -each[0])[:LARGEST],
     )
 
 
@@ -354,9 +505,8 @@ def _rows(
         by_cause = dict(bytes_now)
         if totals:
             total = totals[bisect_right(totals, at, key=lambda pair: pair[0]) - 1][1]
-            by_cause["rest"] = max(
-                0, total - sum(bytes_now[cause] for cause in CAUSES if cause != "rest")
-            )
+            known = sum(bytes_now.values()) - bytes_now["rest"]
+            by_cause["rest"] = max(0, total - known)
         rows.append((at, sum(by_cause.values()), list(by_cause.values())))
     return rows
 
@@ -364,10 +514,9 @@ def _rows(
 def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
     """Return the row with the most memory of each of `MOST_POINTS` parts of the window."""
     most: dict[int, _Row] = {}
+    start, stop = window
     for row in rows:
-        part = min(
-            MOST_POINTS - 1, int(MOST_POINTS * (row[0] - window[0]) / (window[1] - window[0]))
-        )
+        part = min(MOST_POINTS - 1, int(MOST_POINTS * (row[0] - start) / (stop - start)))
         if part not in most or row[1] > most[part][1]:
             most[part] = row
     return [most[part] for part in sorted(most)]
@@ -382,11 +531,8 @@ def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
     lines = [f"{'memory at its peak':<18}" + "".join(f"{name:>17}" for name in ("in all", *CAUSES))]
     for rank, each in known:
         sizes = (each["peak_bytes"], *(each["at_peak"][cause] for cause in CAUSES))
-        lines.append(
-            f"  rank {rank:<11}"
-            + "".join(f"{size(count):>17}" for count in sizes)
-            + f"  in {each['peak_phase']}"
-        )
+        columns = "".join(f"{size(count):>17}" for count in sizes)
+        lines.append(f"  rank {rank:<11}{columns}  in {each['peak_phase']}")
     rank, highest = max(known, key=lambda pair: pair[1]["peak_bytes"])
     lines.append(f"the largest at the peak of rank {rank}:")
     return lines + [
