@@ -102,12 +102,12 @@ def kept_casts(output: Tensor) -> int:
     return sum(sizes.values())
 
 
-def train(plan: str, run_dir: str, model: type[Model] = Model, offloads: bool = False) -> Found:
+def train(plan: str, run_dir: str, *, offloads: bool = False) -> Found:
     words = torch.randint(WORDS, (8 * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     kept = 0
     with ls.Session(run_dir=run_dir, plan=plan, precision="bf16", seed=1) as session:
         made, optimizer = session.prepare(
-            model, lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+            Model, lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
         )
 
         def loss(output: Tensor, batch: Any) -> Tensor:
@@ -128,29 +128,32 @@ def train(plan: str, run_dir: str, model: type[Model] = Model, offloads: bool = 
         return Found(kept, ls.fingerprint(made), norms)
 
 
+SHARDED = (
+    "shard=2,numerics=bitwise",
+    "shard=2,numerics=bitwise,sharding=gradients",
+    "shard=2,numerics=bitwise,checkpointing=full",
+)
+
+
+def train_on_two(folder: str) -> dict[str, Found]:
+    plans = (*SHARDED, "replicate=2,numerics=bitwise", "shard=2")
+    found = {plan: train(plan, f"{folder}/{plan}") for plan in plans}
+    return {**found, "on the CPU": train(SHARDED[0], f"{folder}/saved", offloads=True)}
+
+
 def test_no_casts_of_gathered_weights_are_kept_and_the_bits_stay(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    def trained(plan: str, ranks: int, *given: Any) -> Found:
-        found: list[Found] = pool.run(ranks, train, plan, str(tmp_path / f"{plan}{given}"), *given)
-        assert len({each.fingerprint for each in found}) == 1
-        return found[0]
-
-    alone = trained("replicate=1,numerics=bitwise", 1)
+    (alone,) = pool.run(1, train, "replicate=1,numerics=bitwise", str(tmp_path / "one"))
     assert alone.kept >= 2 * sum(
         each.numel() for name, each in Model().named_parameters() if each.dim() > 1
     )
-    for plan in (
-        "shard=2,numerics=bitwise",
-        "shard=2,numerics=bitwise,sharding=gradients",
-        "shard=2,numerics=bitwise,checkpointing=full",
-    ):
-        found = trained(plan, 2)
-        assert (found.kept, found.fingerprint) == (0, alone.fingerprint), plan
-    assert trained("replicate=2,numerics=bitwise", 2).fingerprint == alone.fingerprint
-    assert trained("shard=2,numerics=bitwise", 2, Model, True).fingerprint == alone.fingerprint
-    fast = trained("shard=2", 2)
-    assert fast.kept == 0
+    found, other = pool.run(2, train_on_two, str(tmp_path / "two"))
+    fast = found["shard=2"]
+    for plan, (kept, fingerprint, _) in found.items():
+        assert other[plan].fingerprint == fingerprint, plan
+        assert kept == 0 or plan in ("replicate=2,numerics=bitwise", "on the CPU"), plan
+        assert fingerprint == alone.fingerprint or found[plan] is fast, plan
     assert fast.norms == pytest.approx(alone.norms, rel=1e-2)
 
 
