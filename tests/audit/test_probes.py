@@ -9,25 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from audit.watched import Watched, added, applied, problems, watch, watched
+from audit.watched import Watched, added, applied, problems, run, watch, watched
 from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.audit.probes import begin
 from lockstep.audit.probes.events import horizon
 from lockstep.audit.probes.models import plain
+from lockstep.audit.request import AuditRequest
+from lockstep.audit.runner import SITE
 from lockstep.evidence.rows import Row
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.forks("watched")]
-MINE = 'import os\nos.environ["MINE"] = "run"\n'
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """With a `sitecustomize` of the user's own."""
-    own = tmp_path_factory.mktemp("own")
-    (own / "sitecustomize.py").write_text(MINE)
-    return watched("everything.py", tmp_path_factory.mktemp("records"), path=str(own))
+    return watched("everything.py", tmp_path_factory.mktemp("records"))
 
 
 def test_no_probe_fails(everything: Watched) -> None:
@@ -235,8 +233,16 @@ def test_functions_that_the_script_replaces_are_its_own(everything: Watched) -> 
 
 
 @pytest.mark.forks
-def test_a_sitecustomize_of_the_users_own_is_run(everything: Watched) -> None:
-    assert everything.printed["mine"] == "run"
+def test_a_sitecustomize_of_the_users_own_is_run_and_torch_is_watched(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    (tmp_path / "script.py").write_text(
+        "import torch\ntorch.ones(1, requires_grad=True).sum().backward()"
+    )
+    environ = AuditRequest(folder=tmp_path, steps=1, roots=(str(tmp_path),)).write(tmp_path)
+    paths = os.pathsep.join([str(SITE), str(tmp_path)])
+    done = run(tmp_path / "script.py", tmp_path, {**environ, "PYTHONPATH": paths})
+    assert done.stdout.startswith("mine\n"), done.stderr
+    assert list(tmp_path.glob("process-*.jsonl"))
 
 
 def test_functions_keep_their_defaults(everything: Watched) -> None:

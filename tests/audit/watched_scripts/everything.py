@@ -168,6 +168,5 @@ found = {
     "errors": errors,
     "calls": calls,
     "sums": sums,
-    "mine": os.environ.get("MINE"),
 }
 print(json.dumps(found | {"random": torch.rand(1).item()}))
