@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from lockstep.base.control_group import available_memory_bytes, memory_limit_bytes, usable_cpus
+from lockstep.base.container import available_memory_bytes, memory_limit_bytes, usable_cpus
 from lockstep.plan import Plan
 from lockstep.planner.predict import seconds_on_costs
 from lockstep.planner.simulate import PIPELINE, Costs

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.base.control_group import usable_cpus
+from lockstep.base.container import usable_cpus
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.launch.spawn import spawn

@@ -34,7 +34,7 @@ from lockstep.logging.loggers import Logger
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.logging.run_directory import device_kind
-from lockstep.model.parallelize import check_devices
+from lockstep.model.parallelize import check_plan_devices
 from lockstep.options import check_run_dir, check_shared_options
 from lockstep.plan import Plan
 from lockstep.recipe.checks import (
@@ -260,7 +260,7 @@ def open_run(
     world, devices = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
     given = (asked.plan or Plan()).resolve(world.size)
-    check_devices(given, world.device)
+    check_plan_devices(given, world.device)
     check_carries(given, world.device)
     unequal = check_same_devices(devices, given.numerics)
     check_compression_fits(given, overrides.gradient_compression or request.gradient_compression)

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.base.field_docs import with_field_docs
-from lockstep.base.units import duration
+from lockstep.base.units import parse_duration
 
 Resume = Literal["auto", "never", "must"]
 """`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is
@@ -62,7 +62,7 @@ class Saving:
                 f"Saving(mode={self.mode!r}); it is 'min' if a smaller value is better, else 'max'"
             )
         if not self.each_epoch and not (
-            duration(self.every)
+            parse_duration(self.every)
             if isinstance(self.every, str)
             else type(self.every) is int and self.every >= 1
         ):
@@ -96,7 +96,11 @@ class Saving:
     @property
     def seconds(self) -> float | None:
         """Seconds from one save to the next; None if steps or epochs are counted."""
-        return duration(self.every) if isinstance(self.every, str) and not self.each_epoch else None
+        return (
+            parse_duration(self.every)
+            if isinstance(self.every, str) and not self.each_epoch
+            else None
+        )
 
 
 @with_field_docs
@@ -122,7 +126,7 @@ def interval(text: str, name: str) -> int | str:
     error. Raises `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
-    if text != "epoch" and not duration(text):
+    if text != "epoch" and not parse_duration(text):
         raise CheckpointError(
             f"{name}={text!r}; it is a number of steps, at least 1, a time with its unit, or epoch:"
             " 500, 90s, 10m, 1h30m, epoch"

@@ -20,9 +20,9 @@ from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
-from lockstep.model.autocast_weights import error_of_autocast
 from lockstep.model.block_wrappers import error_of_compiling
 from lockstep.model.shard import error_of_sharding
+from lockstep.model.weight_casts import error_of_autocast
 from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from containers import control_groups
 
-from lockstep.base.control_group import (
+from lockstep.base.container import (
     available_memory_bytes,
     cpu_quota,
     free_tasks,
@@ -22,7 +22,7 @@ from lockstep.base.control_group import (
 
 READ = """
 import os
-from lockstep.base.control_group import cpu_quota, memory_limit_bytes, available_memory_bytes, usable_cpus
+from lockstep.base.container import cpu_quota, memory_limit_bytes, available_memory_bytes, usable_cpus
 from lockstep.launch.environment import Environment
 print(usable_cpus(), cpu_quota(), memory_limit_bytes(), available_memory_bytes() < 300 << 20, Environment.read({}).threads)
 """

@@ -491,7 +491,7 @@ def test_fsdp_parameter_group(mesh):
     found = torch_private.fsdp_parameter_group(model)
     assert [each.sharded_param for each in found.fsdp_params] == list(model.parameters())
     model(torch.ones(1, 2))
-    assert list(map(torch_private.name_of, found.fsdp_params)) == ["weight", "bias"]
+    assert list(map(torch_private.parameter_name, found.fsdp_params)) == ["weight", "bias"]
     assert found.fsdp_params[0].padded_sharded_param_size == torch.Size([2, 2])
 
 

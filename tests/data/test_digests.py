@@ -17,10 +17,10 @@ from lockstep.data.digests import (
     SAMPLES,
     Digests,
     changing,
-    check_same,
+    check_same_samples,
     differing_part,
-    digest_parts,
     not_compared,
+    sample_digests,
     spread,
 )
 
@@ -49,8 +49,8 @@ def sample(**changed: Any) -> dict[str, Any]:
 
 
 def test_equal_samples_have_equal_digests_by_the_path_of_each_part() -> None:
-    found = digest_parts(sample())
-    assert found == digest_parts(sample())
+    found = sample_digests(sample())
+    assert found == sample_digests(sample())
     assert list(found) == [
         "['tensor']",
         "['array']",
@@ -87,15 +87,15 @@ def test_equal_samples_have_equal_digests_by_the_path_of_each_part() -> None:
 def test_another_value_shape_or_dtype_is_found_where_it_is(
     changed: Mapping[str, Any], path: str
 ) -> None:
-    assert differing_part(digest_parts(sample()), digest_parts(sample(**changed))) == path
+    assert differing_part(sample_digests(sample()), sample_digests(sample(**changed))) == path
 
 
 def test_an_object_of_an_unknown_class_counts_by_its_class_and_what_it_holds() -> None:
-    assert digest_parts(Unknown()) == digest_parts(Unknown())
-    assert digest_parts(Unknown()) != digest_parts(object())
+    assert sample_digests(Unknown()) == sample_digests(Unknown())
+    assert sample_digests(Unknown()) != sample_digests(object())
     one, other = Unknown(), Unknown()
     one.held, other.held = 1, 2  # type: ignore[attr-defined]
-    assert differing_part(digest_parts([one]), digest_parts([other])) == "[0].held"
+    assert differing_part(sample_digests([one]), sample_digests([other])) == "[0].held"
 
 
 def test_parts_that_cannot_be_compared_are_named() -> None:
@@ -104,13 +104,13 @@ def test_parts_that_cannot_be_compared_are_named() -> None:
     assert not_compared("data", [plain, locked]) == "data: sample 0['lock']"
     assert not_compared("data", [plain, UNREAD]) == "data: sample 0 (OSError: lost) on rank 1"
     assert locked.changing is None
-    check_same("data", [locked, digests([{"x": 1, "lock": Lock()}])])
+    check_same_samples("data", [locked, digests([{"x": 1, "lock": Lock()}])])
 
 
 def test_lengths_are_compared_where_samples_cannot_be() -> None:
-    check_same("data", [digests([1, 2]), digests([1, 3])], lengths_only=True)
+    check_same_samples("data", [digests([1, 2]), digests([1, 3])], lengths_only=True)
     with pytest.raises(DataError, match="their lengths differ"):
-        check_same(
+        check_same_samples(
             "data",
             [Digests.of(["sample 0"], lambda _: 0), Digests.of(["sample 1"], lambda _: 0)],
             lengths_only=True,
@@ -119,9 +119,9 @@ def test_lengths_are_compared_where_samples_cannot_be() -> None:
 
 def test_a_sample_of_many_parts_has_the_last_ones_in_one_digest() -> None:
     parts = [torch.tensor(i) for i in range(100)]
-    assert len(digest_parts(parts)) == 65
+    assert len(sample_digests(parts)) == 65
     assert (
-        differing_part(digest_parts(parts), digest_parts([*parts[:-1], torch.tensor(-1)]))
+        differing_part(sample_digests(parts), sample_digests([*parts[:-1], torch.tensor(-1)]))
         == " beyond its first 64 parts"
     )
 
@@ -142,12 +142,14 @@ def digests(values: list[Any]) -> Digests:
 
 
 def test_ranks_with_the_same_samples_pass_even_if_one_had_time_for_fewer() -> None:
-    check_same("data", [digests([1, 2, 3]), UNREAD, digests([1, 2])])
+    check_same_samples("data", [digests([1, 2, 3]), UNREAD, digests([1, 2])])
 
 
 def test_the_first_sample_that_differs_is_named() -> None:
     with pytest.raises(DataError) as caught:
-        check_same("data", [UNREAD, digests([1, [torch.ones(1)]]), digests([1, [torch.zeros(1)]])])
+        check_same_samples(
+            "data", [UNREAD, digests([1, [torch.ones(1)]]), digests([1, [torch.zeros(1)]])]
+        )
     assert (
         str(caught.value)
         == "data: sample 1[0] differs between rank 1 and rank 2; all ranks have one dataset, of"
@@ -166,7 +168,7 @@ def test_datasets_of_other_lengths_are_refused() -> None:
         DataError,
         match="data has sample 9 on rank 0 where rank 1 has sample 10: their lengths differ",
     ):
-        check_same("data", [one, other])
+        check_same_samples("data", [one, other])
 
 
 def test_for_a_save_each_sample_is_made_once() -> None:

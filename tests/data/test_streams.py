@@ -12,7 +12,7 @@ import lockstep as ls
 from lockstep.base.errors import DataError
 from lockstep.data.fetch import ShardPosition
 from lockstep.data.loader import Span, StreamLoader
-from lockstep.data.streams import samples
+from lockstep.data.streams import shard_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 
@@ -37,7 +37,9 @@ def numbered(shard, epoch, start):
 
 def read(count, *, window, open=numbered, shard=0, seed=0, epoch=0, position=0):
     stream = ls.Stream(open, shards=shard + 1, window=window)
-    return list(islice(samples(stream, shard, seed=seed, epoch=epoch, position=position), count))
+    return list(
+        islice(shard_samples(stream, shard, seed=seed, epoch=epoch, position=position), count)
+    )
 
 
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(0, 2**63 - 1))
@@ -131,7 +133,7 @@ def test_no_more_samples_are_in_memory_than_one_window_and_the_one_at_hand():
             del sample
 
     stream = ls.Stream(heavy, shards=1, window=8)
-    for sample in islice(samples(stream, 0, seed=0, epoch=0, position=0), 50):
+    for sample in islice(shard_samples(stream, 0, seed=0, epoch=0, position=0), 50):
         most = max(most, len(alive))
         del sample
     assert most <= 8 + 2

@@ -26,7 +26,7 @@ from lockstep.launch.failures import (
     read_crash,
     read_torch_record,
 )
-from lockstep.model.pipeline.failure import StageFailed
+from lockstep.model.pipeline.boundary_discovery import StageFailed
 
 GLOO = (
     "[pair.cc:553] Connection closed by peer [127.0.0.1]:41096. This is typically caused by a"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
+from lockstep.model.device_split import gpus_of, wrap_data_parallel
 
 
 class Model(nn.Module):

@@ -21,7 +21,7 @@ from lockstep.model.device_split import (
     devices_of,
     layers_of,
     move_tensors,
-    split,
+    split_over_devices,
 )
 from lockstep.model.pipeline.stages import sequential_parts
 
@@ -198,7 +198,7 @@ def test_values_and_gradients_are_those_of_one_device_and_an_activation_crosses_
     output, gradients = _gradients(whole, x, mask)
     home, other = devices
     with SecondDevice() as second:
-        split(parted, _layers(parted), devices, 2)
+        split_over_devices(parted, _layers(parted), devices, 2)
         device_indices = {
             name: tensor.device
             for name, tensor in [*parted.named_parameters(), *parted.named_buffers()]
@@ -246,7 +246,7 @@ def test_modules_between_blocks_and_intermediate_outputs_are_on_the_first_device
     x = torch.randn(3, 4)
     expected = whole(x)
     with SecondDevice():
-        split(parted, _layers(parted), TWO, 2)
+        split_over_devices(parted, _layers(parted), TWO, 2)
         last, hidden = parted(x)
         assert [tensor.device for tensor in (last, *hidden)] == [CPU] * 5
         assert all(map(torch.equal, (last, *hidden), (expected[0], *expected[1])))
@@ -263,7 +263,7 @@ class Skips(Model):
 def test_code_of_the_model_that_mixes_devices_is_refused_with_what_to_write() -> None:
     model = Skips()
     with SecondDevice():
-        split(model, _layers(model), TWO, 2)
+        split_over_devices(model, _layers(model), TWO, 2)
         with pytest.raises(RecipeError) as caught:
             model(torch.randn(3, 4), [torch.rand(3, 4)])
     assert str(caught.value).startswith(
@@ -279,7 +279,7 @@ class Fails(Model):
 
 def test_other_errors_of_a_model_stay_what_they_are() -> None:
     model = Fails()
-    split(model, _layers(model), [CPU, CPU], 2)
+    split_over_devices(model, _layers(model), [CPU, CPU], 2)
     with pytest.raises(RuntimeError, match=r"^shapes do not fit$"):
         model(torch.randn(3, 4), [])
 
@@ -310,13 +310,13 @@ def test_a_change_to_a_list_that_would_be_lost_with_its_copy_is_refused() -> Non
     model, x = Collected(), torch.randn(3, 4)
     whole = model(x)
     with SecondDevice():
-        split(model, _layers(model), TWO, 2)
+        split_over_devices(model, _layers(model), TWO, 2)
         with pytest.raises(
             RecipeError, match=r"^the forward of a Collects changed a list among its arguments"
         ):
             model(x)
     model = Collected()
-    split(model, _layers(model), [CPU, CPU], 2)
+    split_over_devices(model, _layers(model), [CPU, CPU], 2)
     assert model(x).shape == whole.shape
 
 
@@ -333,12 +333,12 @@ class Rotary(nn.Module):
 def test_a_buffer_of_layers_on_two_devices_is_refused() -> None:
     model = Rotary()
     with pytest.raises(RecipeError) as caught:
-        split(model, _layers(model), [CPU, CPU], 2)
+        split_over_devices(model, _layers(model), [CPU, CPU], 2)
     assert str(caught.value).startswith(
         "the layers 'blocks.0' and 'blocks.1' share a buffer of shape (3,), and are placed on two"
         " devices"
     )
-    split(model, _layers(model), [CPU, CPU], (0, 2))
+    split_over_devices(model, _layers(model), [CPU, CPU], (0, 2))
 
 
 def test_a_cpu_stands_for_any_number_of_devices_and_gpus_must_be_there(
@@ -392,7 +392,7 @@ def test_two_gpus_compute_what_one_does(dropout: float) -> None:
     whole, parted = _models(build)
     x = torch.randn(32, 4, device="cuda:0")
     whole.to("cuda:0")
-    split(parted, _layers(parted), devices_of(torch.device("cuda", 0), 2), (3, 2))
+    split_over_devices(parted, _layers(parted), devices_of(torch.device("cuda", 0), 2), (3, 2))
     torch.cuda.manual_seed(7)
     output, gradients = _gradients(whole, x)
     torch.cuda.manual_seed(7)

@@ -22,7 +22,7 @@ from training.subjects import recipe
 import lockstep as ls
 from lockstep.base.errors import PlanError
 from lockstep.comm.world import World
-from lockstep.model.parallelize import check_devices
+from lockstep.model.parallelize import check_plan_devices
 from lockstep.model.pipeline.stages import SharedParameter
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
@@ -37,7 +37,7 @@ GPU = World(0, 2, 0, 2, ELSEWHERE, owns_group=False)
 
 def test_on_a_cpu_there_is_nothing_to_offload() -> None:
     with pytest.raises(PlanError) as caught:
-        check_devices(Plan(shard=2, offload=True), torch.device("cpu"))
+        check_plan_devices(Plan(shard=2, offload=True), torch.device("cpu"))
     assert (
         str(caught.value)
         == "offload=yes on a CPU, where parameters already are; it moves them from a GPU; leave "
@@ -66,7 +66,7 @@ def train_offloaded(plan: str, run_dir: str) -> tuple[str, int]:
         return moved
 
     with (
-        patch("lockstep.opening.check_devices"),
+        patch("lockstep.opening.check_plan_devices"),
         patch("lockstep.model.shard.CPUOffloadPolicy", unpinned),
         patch.object(Tensor, "to", copied),
     ):

@@ -1,7 +1,7 @@
-"""This process's container, and what containers of one host do not share.
+"""This process's container: its limits (control groups, versions 1 and 2), what they leave of CPUs,
+memory and tasks, and what containers of one host do not share.
 
-`root` is `/` but in tests.
-"""
+torch, `os.cpu_count` and /proc/meminfo see the whole machine. `root` is `/` but in tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,128 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.base.control_group import ROOT
+ROOT = Path("/")
+_UNLIMITED = 2**60
+"""From here on there is no limit: version 1 says about 2**63."""
+_MEMORY = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Controller, files of limit and usage, and the reclaimable part of memory.stat, for each
+version."""
+
+
+def usable_cpus(root: Path = ROOT) -> int:
+    """Return the CPUs that this process may use at a time: the only source of that number."""
+    return whole_cpus(scheduled_cpus(), cpu_quota(root))
+
+
+def whole_cpus(scheduled: int, quota: float | None) -> int:
+    """Return the lesser of scheduled CPUs and quota, at least 1. More threads than that would use
+    up each period's quota early, and then stop."""
+    return max(1, scheduled if quota is None else min(scheduled, int(quota)))
+
+
+def scheduled_cpus() -> int:
+    """Return the CPUs of this process's affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Return the quota in CPUs, perhaps a fraction; None: none."""
+    found = []
+    for file in _files(root, "", "cpu.max"):
+        with suppress(OSError, ValueError):
+            quota, period = file.read_text().split()
+            if quota != "max":
+                found.append(int(quota) / int(period))
+    for file in _files(root, "cpu", "cpu.cfs_quota_us"):
+        allowed, per = number_in(file), number_in(file.with_name("cpu.cfs_period_us"))
+        if allowed is not None and per and allowed > 0:
+            found.append(allowed / per)
+    return min(found, default=None)
+
+
+def memory_limit_bytes(root: Path = ROOT) -> int | None:
+    """Return the limit of memory; None if it is not below the machine's."""
+    limits = [
+        int(most)
+        for controller, name, *_ in _MEMORY
+        for file in _files(root, controller, name)
+        if (most := number_in(file))
+    ]
+    least = min(limits, default=_UNLIMITED)
+    return least if least < (_meminfo(root, "MemTotal") or _UNLIMITED) else None
+
+
+def available_memory_bytes(root: Path = ROOT) -> int:
+    """Return the bytes that can be allocated now."""
+    free = [
+        _meminfo(root, "MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ]
+    for controller, limit, used, pages in _MEMORY:
+        for file in _files(root, controller, limit):
+            most, now = number_in(file), number_in(file.with_name(used))
+            if most is not None and now is not None and most < _UNLIMITED:
+                free.append(int(most - now + _reclaimable(file.with_name("memory.stat"), pages)))
+    return max(0, min(free))
+
+
+def free_tasks(root: Path = ROOT) -> int | None:
+    """Return how many processes and threads may still start; None: no limit."""
+    free = []
+    for controller in ("", "pids"):
+        for file in _files(root, controller, "pids.max"):
+            # without a limit the file has the word max
+            most, now = number_in(file), number_in(file.with_name("pids.current"))
+            if most is not None and now is not None:
+                free.append(int(most - now))
+    return min(free, default=None)
+
+
+def number_in(path: Path) -> float | None:
+    """Return a file's number, if any."""
+    try:
+        return float(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _files(root: Path, controller: str, name: str) -> list[Path]:
+    """Return a file of this process's groups, innermost first. `controller`: "" for version 2. Some
+    do not exist: a container may see its path on the host."""
+    mounted = root / "sys/fs/cgroup" / controller
+    if not controller and not (mounted / "cgroup.controllers").exists():
+        mounted /= "unified"  # both versions are mounted
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                inner = mounted / path.lstrip("/")
+                return [
+                    folder / name
+                    for folder in (inner, *inner.parents)
+                    if folder.is_relative_to(mounted)
+                ]
+    return []
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    with suppress(OSError):
+        known = (root / "proc/meminfo").read_text()
+        found = re.search(rf"^{name}:\s+(\d+) kB", known, flags=re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    return None
+
+
+def _reclaimable(stat: Path, name: str) -> int:
+    """Return the page cache that the kernel frees when memory is short."""
+    with suppress(OSError):
+        for line in stat.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
+
 
 ONE_CONTAINER = (
     "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
@@ -66,22 +187,15 @@ def _has_own_namespaces(root: Path) -> bool:
 def mount_of(path: Path, root: Path = ROOT) -> tuple[str, str]:
     """Return the mount point of `path` and its type, such as `ext4`; empty if unknown."""
     with suppress(OSError):
-        mounts = [
-            line.split(b" ") for line in (root / "proc/mounts").read_bytes().split(b"\n") if line
-        ]
+        mounts = (root / "proc/mounts").read_bytes().split(b"\n")
         points = {
             os.fsdecode(_ESCAPED.sub(_unescape, point)): kind.decode()
-            for _, point, kind, *_ in mounts
+            for _, point, kind, *_ in (line.split(b" ") for line in mounts if line)
         }
         resolved = path.resolve()
-        return next(
-            (
-                (str(each), points[str(each)])
-                for each in (resolved, *resolved.parents)
-                if str(each) in points
-            ),
-            ("", ""),
-        )
+        for each in map(str, (resolved, *resolved.parents)):
+            if each in points:
+                return each, points[each]
     return "", ""
 
 

@@ -123,34 +123,24 @@ class Reader:
             parts = list(self.read(each, ""))
             if any(pieces is None for _, pieces in parts):
                 yield path, None
-            members.append(
-                b"".join(
-                    inner.encode() + piece for inner, pieces in parts for piece in pieces or ()
-                )
-            )
+            read = (inner.encode() + piece for inner, pieces in parts for piece in pieces or ())
+            members.append(b"".join(read))
         yield path, [f"{type(value).__qualname__} ".encode(), *sorted(members)]
 
     def _tensor(self, value: Any, path: str) -> Iterator[Part]:
         torch = sys.modules["torch"]
         value = value.to_local() if hasattr(value, "to_local") else value
-        yield (
-            path,
-            [f"{value.dtype} {tuple(value.shape) if not value.is_nested else 'nested'}".encode()],
-        )
+        shape = "nested" if value.is_nested else tuple(value.shape)
+        yield path, [f"{value.dtype} {shape}".encode()]
         if value.is_nested:
             yield from self.read(list(value.unbind()), path)
             return
         if value.is_quantized:
             yield from self.read(value.int_repr(), path)
-            per_channel = value.qscheme() in (
-                torch.per_channel_affine,
-                torch.per_channel_affine_float_qparams,
-            )
-            names = (
-                ("q_per_channel_scales", "q_per_channel_zero_points")
-                if per_channel
-                else ("q_scale", "q_zero_point")
-            )
+            names = ("q_scale", "q_zero_point")
+            per_channel = torch.per_channel_affine, torch.per_channel_affine_float_qparams
+            if value.qscheme() in per_channel:
+                names = ("q_per_channel_scales", "q_per_channel_zero_points")
             for name in names:
                 yield from self.read(getattr(value, name)(), f"{path}.{name}")
         elif value.layout is torch.sparse_coo:
@@ -159,9 +149,8 @@ class Reader:
         elif value.layout is not torch.strided:
             rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
             names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
-            yield from self.read(
-                [getattr(value.detach(), name)() for name in (*names, "values")], path
-            )
+            parts = [getattr(value.detach(), name)() for name in (*names, "values")]
+            yield from self.read(parts, path)
         elif not value.is_meta:
             yield path, self._tensor_bytes(value)
         for name, part in vars(value).items():
@@ -274,20 +263,14 @@ class Reader:
                     # the arguments of what made it: `warmup_cosine(warmup=5, total=1000)`
                     yield from self.read(content, name)
             return
-        yield (
-            path,
-            [part.encode(errors="surrogatepass") + b"\0" for part in _code(function.__code__)],
-        )
-        yield from self.read(
-            [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], f"{path}'s defaults"
-        )
+        code = _code(function.__code__)
+        yield path, [part.encode(errors="surrogatepass") + b"\0" for part in code]
+        defaults = [*(function.__defaults__ or ()), function.__kwdefaults__ or {}]
+        yield from self.read(defaults, f"{path}'s defaults")
         for name, content in vars(function).items():
             yield from self.read(content, f"{path}.{name}")
-        found = {
-            name: content
-            for name, content in function.__globals__.items()
-            if name in set(_names(function.__code__))
-        }
+        used = {name for code in _inner(function.__code__) for name in code.co_names}
+        found = {name: each for name, each in function.__globals__.items() if name in used}
         for name, content in (*_closed_over(function), *sorted(found.items())):
             yield from self._used(function, name, content)
 
@@ -323,9 +306,7 @@ class CodeReader(Reader):
         for name, part in vars(value).items():
             if not name.startswith("_abc_"):
                 for each in _functions_of(part, is_data=not name.startswith("__")):
-                    yield from self.read(
-                        each, f"{path}.{name}" if path else f"{value.__name__}.{name}"
-                    )
+                    yield from self.read(each, f"{path or value.__name__}.{name}")
         for base in value.__bases__:
             yield from self.read(base, base.__name__)
 
@@ -376,11 +357,8 @@ def is_users(module: str | None) -> bool:
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
     if file is None or str(module).partition(".")[0] == "lockstep":
         return False
-    return (
-        "site-packages" not in file
-        and "dist-packages" not in file
-        and not file.startswith(_STANDARD_LIBRARY)
-    )
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return not is_installed and not file.startswith(_STANDARD_LIBRARY)
 
 
 def name_of(kind: type) -> bytes:
@@ -430,12 +408,10 @@ def _code(code: CodeType) -> Iterator[str]:
         yield instruction.opname
         if isinstance(value, CodeType):
             yield from _code(value)
+        elif isinstance(value, frozenset):
+            yield repr(sorted(map(repr, value)))
         else:
-            yield (
-                repr(sorted(map(repr, value)))
-                if isinstance(value, frozenset)
-                else f"{type(value).__name__} {value!r}"
-            )
+            yield f"{type(value).__name__} {value!r}"
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:
@@ -443,11 +419,6 @@ def _inner(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _inner(constant)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    for each in _inner(code):
-        yield from each.co_names
 
 
 def _attributes_used(code: CodeType, variable: str) -> set[str] | None:

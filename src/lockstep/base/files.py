@@ -1,12 +1,22 @@
-"""Files written whole or not at all, and locks that end with their process."""
+"""Files written whole or not at all, locks that end with their process, and files of others.
+
+Files that others may have written are read if they are regular, of limited size, and below a folder
+that the user named. A link, FIFO or device is refused without a wait. Errors are `OSError`s, whose
+`strerror` says what is there."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lockstep.base.system import BINARY
 
@@ -66,3 +76,168 @@ def try_lock(descriptor: int, *, shared: bool = False) -> None:
         import fcntl
 
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+
+T = TypeVar("T")
+MOST_BYTES = 4 << 20
+"""Limit of a JSON file such as `run.json`, and of a line of others."""
+MOST_DEPTH = 64
+"""Levels of JSON values."""
+MOST_BITS = 62
+"""Bits of the largest count."""
+NUMBER = (int, float)
+_SAFE = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | BINARY
+)
+_FOLDER = getattr(os, "O_DIRECTORY", 0)
+_BY_FOLDER = os.open in os.supports_dir_fd
+"""True if a file can be opened below an open folder: no part of its path can become a link
+meanwhile."""
+
+
+def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file such as `profile/memory.json`, of which no part below `folder` is a link.
+    Returns its descriptor. Raises `OSError`."""
+    path = folder / name
+    if not _BY_FOLDER:
+        return _checked(_open_unless_link(path, flags, mode), path)
+    *parents, last = name.split("/")
+    at = os.open(folder, os.O_RDONLY | _FOLDER)
+    try:
+        for parent in parents:
+            at, outer = _open_part(parent, os.O_RDONLY | _FOLDER, mode, at, path), at
+            os.close(outer)
+        return _checked(_open_part(last, flags, mode, at, path), path)
+    finally:
+        os.close(at)
+
+
+def open_named(path: Path) -> int:
+    """Open a regular file that the user named; it may be a link. Raises `OSError`."""
+    return _checked(os.open(path, os.O_RDONLY | (_SAFE & ~getattr(os, "O_NOFOLLOW", 0))), path)
+
+
+def read_below(folder: Path, name: str, most_bytes: int) -> bytes:
+    """Return a regular file's content. Raises `OSError`, also for more than `most_bytes`."""
+    with open(open_below(folder, name), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most_bytes else file.read(most_bytes + 1)
+    if max(size, len(content)) > most_bytes:
+        raise OSError(
+            errno.EFBIG,
+            f"it has {size:,} bytes, and a run writes {most_bytes:,} at most",
+            str(folder / name),
+        )
+    return content
+
+
+def read_object(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a regular file. Raises `OSError`, `ValueError`."""
+    return parse_object(read_below(folder, name, most_bytes).decode(errors="surrogateescape"))
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object of at most `MOST_DEPTH` levels. Raises `ValueError`."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}, and not an object")
+    level: list[Any] = [found]
+    for _ in range(MOST_DEPTH):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+        if not level:
+            return found
+    raise ValueError("its values are nested too deep")
+
+
+def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
+    """Raise `ValueError` if a value has another type than `kinds` says: a type, several, or a
+    mapping for an object inside. None and missing values pass."""
+    for name, kind in kinds.items():
+        value, inside = found.get(name), isinstance(kind, Mapping)
+        if value is None:
+            continue
+        is_right = isinstance(value, dict if inside else kind) and (
+            type(value) is not bool or kind is bool
+        )
+        if not is_right or (type(value) is int and value.bit_length() > MOST_BITS):
+            expected = "an object" if inside else "a number" if kind is NUMBER else kind.__name__
+            raise ValueError(
+                f"has {type(value).__name__} as {path + name!r}, but a run writes {expected}"
+            )
+        if inside:
+            check_kinds(value, kind, f"{path}{name}.")
+
+
+def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
+    """Yield a regular file's lines with their ends; after one longer than `most_bytes`, "" and the
+    end. Raises `OSError`."""
+    with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
+        while line := file.readline(most_bytes):
+            if len(line) == most_bytes and not line.endswith("\n"):
+                yield ""
+                return
+            yield line
+
+
+def _open_part(name: str, flags: int, mode: int, folder: int, path: Path) -> int:
+    try:
+        return os.open(name, flags | _SAFE, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
+            what = "no folder, or a link to one" if error.errno == errno.ENOTDIR else "a link"
+            raise OSError(errno.ELOOP, f"{name} is {what}", str(path)) from None
+        if error.errno == errno.ENXIO:  # a FIFO, opened for writing
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from None
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+
+
+def _open_unless_link(path: Path, flags: int, mode: int) -> int:
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path.name} is a link", str(path))
+    return os.open(path, flags | _SAFE, mode)
+
+
+def _checked(descriptor: int, path: Path) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return the dataclass of this kind with these values from JSON. Raises `ValueError` if they do
+    not fit its fields."""
+    known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(values.keys() - known.keys()):
+        raise ValueError(f"it has no field {unknown[0]!r}")
+    for name, each in known.items():
+        if name not in values and each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{name!r} is missing")
+    kinds = get_type_hints(kind)
+    return kind(**{name: _value(kinds[name], value, name) for name, value in values.items()})
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    """Return the value of a field of the type `kind`. Raises `ValueError`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        (kind,) = [each for each in inner if each is not NoneType]
+        return _value(kind, value, name)
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
+        return {key: _value(inner[1], each, name) for key, each in value.items()}
+    if origin is not None and not issubclass(origin, Mapping) and isinstance(value, list):
+        return tuple(_value(inner[0], each, name) for each in value)
+    if kind is Any:
+        return value
+    if type(value) is (str if kind is Path else kind) or (kind is float and type(value) is int):
+        return kind(value)
+    raise ValueError(f"{name!r} is {value!r}")

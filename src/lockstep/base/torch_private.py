@@ -71,11 +71,8 @@ _FSDP = {
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
-    *(
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "torch.distributed.checkpoint.default_planner",
-    ),
+    *("torch.distributed.fsdp", "torch.distributed.tensor"),
+    "torch.distributed.checkpoint.default_planner",
 )
 """Imported while a run opens and takes its first step."""
 
@@ -550,7 +547,7 @@ def gathered(parameter: Any) -> Tensor | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
-def name_of(parameter: Any) -> str:
+def parameter_name(parameter: Any) -> str:
     """Return a grouped parameter's name in the model, after the first forward began."""
     return str(parameter._param_fqn)
 

@@ -16,25 +16,19 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
     """Parse "90s", "55m" or "1h30m". Raises `raises`, which calls it `name`."""
-    if not (found := duration(text)):
+    if not (found := parse_duration(text)):
         raise raises(
             f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m"
         )
     return found
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Parse "1h30m"; 0 if it is no duration."""
-    found = _DURATION.fullmatch(text)
-    return (
-        sum(
-            float(part) * unit
-            for part, unit in zip(found.groups(), _UNITS.values(), strict=True)
-            if part
-        )
-        if found
-        else 0.0
-    )
+    if not (found := _DURATION.fullmatch(text)):
+        return 0.0
+    parts = zip(found.groups(), _UNITS.values(), strict=True)
+    return sum(float(part) * unit for part, unit in parts if part)
 
 
 def size(count: float) -> str:

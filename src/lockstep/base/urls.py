@@ -8,7 +8,7 @@ HIDDEN = "***"
 _PASSWORDS = re.compile(r"pass(?!file)|pwd|secret|token|credential", re.IGNORECASE)
 _SCHEME = re.compile(r"[A-Za-z0-9.+-]*")
 _SHOWN = frozenset(
-    (
+    [
         "host",
         "port",
         "user",
@@ -20,7 +20,7 @@ _SHOWN = frozenset(
         "read_default_file",
         "connect_timeout",
         "timeout",
-    )
+    ]
 )
 """Arguments of a URL that are shown."""
 

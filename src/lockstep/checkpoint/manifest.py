@@ -18,7 +18,7 @@ from typing import Any
 from blake3 import blake3
 
 from lockstep.base.errors import LockstepError
-from lockstep.base.foreign_files import NUMBER, check_kinds
+from lockstep.base.files import NUMBER, check_kinds
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import TensorShard, check_cover, whole_number
 

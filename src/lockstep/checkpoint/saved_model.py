@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.base.foreign_files import open_below, open_named, parse_object
+from lockstep.base.files import open_below, open_named, parse_object
 from lockstep.checkpoint.manifest import DamagedError, read_block, read_manifest
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import (

@@ -17,8 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.base.files import sync
-from lockstep.base.foreign_files import open_below
+from lockstep.base.files import open_below, sync
 from lockstep.base.system import BINARY
 
 MANIFEST = "manifest.json"

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from lockstep.base.errors import LaunchError, say
-from lockstep.base.foreign_files import open_named
+from lockstep.base.files import open_named
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
 from lockstep.scripts.line import ScriptLine, misplaced

@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from lockstep.base.errors import CheckpointError, say
-from lockstep.base.files import replace_atomically
-from lockstep.base.foreign_files import MOST_BYTES, read_below
+from lockstep.base.files import MOST_BYTES, read_below, replace_atomically
 from lockstep.base.foreign_text import show
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.checkpoint.manifest import DamagedError, UnreadableError, check, read_manifest

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from lockstep.base import foreign_text
-from lockstep.base.control_group import usable_cpus
+from lockstep.base.container import usable_cpus
 from lockstep.base.errors import PlanError, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.base.units import size

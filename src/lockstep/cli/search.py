@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from lockstep.base.control_group import usable_cpus
+from lockstep.base.container import usable_cpus
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import refuse_on_windows, shell_words

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.base import foreign_text
-from lockstep.base.control_group import usable_cpus
+from lockstep.base.container import usable_cpus
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 from lockstep.base.system import refuse_on_windows
 from lockstep.cli.arguments import (

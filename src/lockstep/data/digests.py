@@ -55,14 +55,14 @@ class Digests:
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
         for position, name in enumerate(names):
-            samples.append((name, digest_parts(fetch(position))))
+            samples.append((name, sample_digests(fetch(position))))
             if time.monotonic() - began > SECONDS:
                 break
         if not again:
             return cls(samples, None)
         began = time.monotonic()
         for position, (name, parts) in enumerate(samples):
-            if (part := differing_part(parts, digest_parts(fetch(position)))) is not None:
+            if (part := differing_part(parts, sample_digests(fetch(position)))) is not None:
                 return cls(samples, f"{name}{part}")
             if time.monotonic() - began > SECONDS:
                 break
@@ -73,9 +73,9 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
     """Return `changing` and `unread`. A random change may not show at once."""
     began = time.monotonic()
     try:
-        first = digest_parts(collated())
+        first = sample_digests(collated())
         for _ in range(COLLATIONS):
-            if (part := differing_part(first, digest_parts(collated()))) is not None:
+            if (part := differing_part(first, sample_digests(collated()))) is not None:
                 return f"the batch of collate{part}", None
             if time.monotonic() - began > SECONDS:
                 break
@@ -91,7 +91,7 @@ def spread(length: int) -> list[int]:
     return [*indices[:1], *indices[:0:-1]]
 
 
-def digest_parts(sample: Any) -> dict[str, str]:
+def sample_digests(sample: Any) -> dict[str, str]:
     """Return the digest of each part by path; `not_compared` finds unreadable ones."""
     digests, unread = contents.digest_parts(Reader().parts(sample), _PARTS)
     return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
@@ -102,7 +102,9 @@ def differing_part(one: Mapping[str, str], other: Mapping[str, str]) -> str | No
     return next((path for path in {**one, **other} if one.get(path) != other.get(path)), None)
 
 
-def check_same(name: str, everyone: Sequence[Digests], *, lengths_only: bool = False) -> None:
+def check_same_samples(
+    name: str, everyone: Sequence[Digests], *, lengths_only: bool = False
+) -> None:
     """Raise `DataError` if two ranks' samples differ. `name`: the dataset's. `lengths_only`:
     contents are not compared."""
     known = [(rank, found.samples) for rank, found in enumerate(everyone) if found.samples]

@@ -130,18 +130,14 @@ class Fetcher:
         go, into aligned parts of one allocation."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
-        while several := list(
-            _some_requests(
-                requests,
-                rows,
-                lambda size: all(size * width % ALIGNMENT_BYTES == 0 for width in widths),
-            )
-        ):
+
+        def fits(size: int) -> bool:
+            return all(size * width % ALIGNMENT_BYTES == 0 for width in widths)
+
+        while several := list(_some_requests(requests, rows, fits)):
             sizes = [len(request.samples) for request in several]
-            columns = [
-                torch.split(column, sizes)
-                for column in self._rows(np.concatenate([request.samples for request in several]))
-            ]
+            together = self._rows(np.concatenate([request.samples for request in several]))
+            columns = [torch.split(column, sizes) for column in together]
             for request, parts in zip(several, zip(*columns, strict=True), strict=True):
                 self.check_length(request)
                 # .data: each may be changed in place, as no view of the others

@@ -62,11 +62,9 @@ class _BatchLoader:
     ) -> None:
         self._seeds, self._fetch_one = fetcher.seeds, fetcher.__getitem__
         self._pinned = accelerator.has_streams(device)
-        self._workers = (
-            LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch)
-            if workers
-            else None
-        )
+        self._workers: LoaderWorkers | None = None
+        if workers:
+            self._workers = LoaderWorkers(fetcher, workers, pinned=self._pinned, prefetch=prefetch)
         self._preserved_generators = PreservedGenerators()
         self._structure: Any = None
 
@@ -143,13 +141,8 @@ class Loader(_BatchLoader):
         for request, batch in (
             self._fetcher.gathered(requests) if only_rows else self._checked(requests)
         ):
-            yield Microbatch(
-                request.step,
-                request.microbatch,
-                request.is_dummy,
-                len(request.samples),
-                self._pin(batch),
-            )
+            of = request.step, request.microbatch, request.is_dummy, len(request.samples)
+            yield Microbatch(*of, self._pin(batch))
 
     def _checked(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
         for request, batch in self._fetched(requests):
@@ -162,11 +155,9 @@ class Loader(_BatchLoader):
         remaining = iter(spans)
         while chunk := list(_some_spans(remaining, self._ahead)):
             positions = np.concatenate([np.arange(span.start, span.stop) for span in chunk])
-            epochs, samples = (
-                (np.zeros_like(positions), positions)
-                if self.order is None
-                else self.order.samples(positions)
-            )
+            epochs, samples = np.zeros_like(positions), positions
+            if self.order is not None:
+                epochs, samples = self.order.samples(positions)
             stop = 0
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start
@@ -201,9 +192,8 @@ class StreamLoader(_BatchLoader):
         of one microbatch are read once. `microbatches`: in a global batch. `positions`: shard ->
         where it continues. One call at a time. Raises what `StreamFetcher` raises, and `DataError`
         if a batch's structure differs."""
-        for request, made in self._fetched(
-            self._round_robin(self._requests(spans, microbatches, positions))
-        ):
+        requests = self._round_robin(self._requests(spans, microbatches, positions))
+        for request, made in self._fetched(requests):
             if request is None:
                 continue
             batch, origin = made
@@ -211,14 +201,8 @@ class StreamLoader(_BatchLoader):
             # before anyone changes it in place
             batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
-                yield Microbatch(
-                    request.step,
-                    request.microbatch,
-                    is_dummy,
-                    request.size,
-                    self._pin(each),
-                    origin,
-                )
+                of = request.step, request.microbatch, is_dummy, request.size
+                yield Microbatch(*of, self._pin(each), origin)
 
     def close(self) -> None:
         super().close()
@@ -296,23 +280,15 @@ def structure_difference(then: Any, now: Any, path: str = "batch") -> str | None
         if len(then[1]) != len(now[1]):
             return f"{path} has {_parts(now)} and had {_parts(then)}"
         pairs = {f"{path}[{i}]": pair for i, pair in enumerate(zip(then[1], now[1], strict=True))}
-    return next(
-        (
-            found
-            for where, pair in pairs.items()
-            if (found := structure_difference(*pair, where)) is not None
-        ),
-        None,
-    )
+    differences = (structure_difference(*pair, where) for where, pair in pairs.items())
+    return next(filter(None, differences), None)
 
 
 def _parts(made: tuple[type, list[Any]]) -> str:
     kind, parts = made
-    return (
-        f"any number of {_name(parts[0])}"
-        if kind is list and len(parts) == 1
-        else f"{len(parts)} parts"
-    )
+    if kind is list and len(parts) == 1:
+        return f"any number of {_name(parts[0])}"
+    return f"{len(parts)} parts"
 
 
 def _name(made: Any) -> str:

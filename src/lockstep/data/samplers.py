@@ -3,6 +3,7 @@ by length. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -45,9 +46,8 @@ def weighted(
 
     def sampler(epoch: int, seed: int) -> NDArray[np.int64]:
         if replacement:
-            drawn: NDArray[np.int64] = np.searchsorted(
-                bounds, _uniform(count, seed, epoch), side="right"
-            )
+            uniform = _uniform(count, seed, epoch)
+            drawn: NDArray[np.int64] = np.searchsorted(bounds, uniform, side="right")
             last = np.flatnonzero(given)[-1]  # where rounding has left the last bound below 1
             return np.where(drawn < last, drawn, last)
         with np.errstate(divide="ignore"):
@@ -60,9 +60,7 @@ def weighted(
 def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampler:
     """Draw indices so that each label is equally likely. `labels`: one a sample. `samples`: as in
     `weighted`. Raises `RecipeError`."""
-    counts: dict[Hashable, int] = {}
-    for label in labels:
-        counts[label] = counts.get(label, 0) + 1
+    counts = Counter(labels)
     return weighted([1 / counts[label] for label in labels], samples=samples)
 
 
@@ -89,9 +87,8 @@ def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> S
         )
     shares = [samples * ratio / sum(ratios) for ratio in ratios]
     counts = [int(share) for share in shares]
-    for place in sorted(range(len(shares)), key=lambda place: counts[place] - shares[place])[
-        : samples - sum(counts)
-    ]:
+    most_lost = sorted(range(len(shares)), key=lambda place: counts[place] - shares[place])
+    for place in most_lost[: samples - sum(counts)]:
         counts[place] += 1
     starts = np.cumsum([0, *sizes[:-1]])
 
@@ -125,14 +122,8 @@ def by_length(lengths: Sequence[int], *, tokens: int, microbatches: int = 1) -> 
     def sampler(epoch: int, seed: int) -> list[list[NDArray[np.int64]]]:
         made: list[NDArray[np.int64]] = []
         for number, members in enumerate(buckets):
-            shuffled = members[
-                _places(
-                    len(members),
-                    len(members),
-                    key(seed, RandomStream.SAMPLER, number),
-                    epoch * len(members),
-                )
-            ]
+            count, own = len(members), key(seed, RandomStream.SAMPLER, number)
+            shuffled = members[_places(count, count, own, epoch * count)]
             size = max(1, tokens // int(given[members].max()))
             made += [shuffled[start : start + size] for start in range(0, len(shuffled), size)]
         order = _places(len(made), len(made), seed, epoch * len(made)).tolist()

@@ -39,11 +39,10 @@ class Origin(NamedTuple):
     """The shard's position after it."""
 
     def __str__(self) -> str:
+        pairs = zip(self.epochs, self.numbers, strict=True)
         parts = [
             f"{some([number for _, number in several])} of shard {self.shard} in epoch {epoch}"
-            for epoch, several in groupby(
-                zip(self.epochs, self.numbers, strict=True), key=lambda pair: pair[0]
-            )
+            for epoch, several in groupby(pairs, key=lambda pair: pair[0])
         ]
         return "samples " + " and ".join(parts)
 
@@ -78,19 +77,14 @@ class StreamFetcher:
             return self._digests(again=request.again)
         shard = request.shard
         if request.begin is not None:
-            self._open[shard] = samples(
-                self._stream,
-                shard,
-                seed=self._seed,
-                epoch=request.begin.epoch,
-                position=request.begin.seen,
+            epoch, position = request.begin
+            self._open[shard] = shard_samples(
+                self._stream, shard, seed=self._seed, epoch=epoch, position=position
             )
         taken = list(islice(self._open[shard], request.size))
         after = ShardPosition(taken[-1].epoch, taken[-1].position + 1)
-        origin = Origin(
-            shard, [sample.epoch for sample in taken], [sample.number for sample in taken], after
-        )
-        values = [sample.value for sample in taken]
+        epochs, _, numbers, values = map(list, zip(*taken, strict=True))
+        origin = Origin(shard, epochs, numbers, after)
         return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
 
     def _digests(self, *, again: bool) -> Digests:
@@ -122,7 +116,7 @@ class StreamFetcher:
         self._open.clear()
 
 
-def samples(
+def shard_samples(
     stream: Stream, shard: int, *, seed: int, epoch: int, position: int
 ) -> Iterator[Sample]:
     """Yield a shard's samples from a position on, epoch after epoch, with one window in memory.
@@ -131,10 +125,8 @@ def samples(
         first = position - position % stream.window
         opened = _opened(stream, shard, seed, epoch, first)
         while window := list(islice(opened, stream.window)):
-            for place in _order(
-                len(window),
-                key(seed, keys.RandomStream.WINDOW, shard, epoch, first // stream.window),
-            )[position - first :]:
+            own = key(seed, keys.RandomStream.WINDOW, shard, epoch, first // stream.window)
+            for place in _order(len(window), own)[position - first :]:
                 value, window[place] = window[place], None
                 yield Sample(epoch, position, first + place, value)
                 position += 1

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from lockstep.base import accelerator
-from lockstep.base.container import container_engine, process_id_space
-from lockstep.base.control_group import (
+from lockstep.base.container import (
     available_memory_bytes,
+    container_engine,
     cpu_quota,
     free_tasks,
     memory_limit_bytes,
     number_in,
+    process_id_space,
     scheduled_cpus,
 )
 from lockstep.base.processes import own_python

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lockstep.base.container import LARGER_SHARED_MEMORY, ONE_CONTAINER
-from lockstep.base.control_group import whole_cpus
+from lockstep.base.container import LARGER_SHARED_MEMORY, ONE_CONTAINER, whole_cpus
 from lockstep.doctor.check_result import (
     CheckResult,
     Verdict,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from lockstep.base.control_group import usable_cpus
+from lockstep.base.container import usable_cpus
 from lockstep.base.errors import LaunchError
 from lockstep.options import MPI_SIZES, RunOptions, non_negative_int, read_options
 from lockstep.plan import Plan, Size

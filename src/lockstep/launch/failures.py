@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.base.control_group import memory_limit_bytes
+from lockstep.base.container import memory_limit_bytes
 from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
 from lockstep.base.files import write_atomically
 from lockstep.launch.termination import (

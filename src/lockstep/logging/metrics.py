@@ -17,8 +17,7 @@ import crc32c
 
 from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, cannot_write
-from lockstep.base.files import write_atomically
-from lockstep.base.foreign_files import MOST_BYTES, lines_below
+from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
 """Keys of every line beside the metrics, whose names they cannot be."""

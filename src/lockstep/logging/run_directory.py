@@ -22,11 +22,16 @@ from safetensors.torch import save_file
 
 from lockstep.base import accelerator
 from lockstep.base.closing import Closing
-from lockstep.base.container import process_id_space
-from lockstep.base.control_group import usable_cpus
+from lockstep.base.container import process_id_space, usable_cpus
 from lockstep.base.errors import RecipeError, RunDirectoryError
-from lockstep.base.files import replace_atomically, try_lock, write_atomically
-from lockstep.base.foreign_files import open_below, parse_object, read_object
+from lockstep.base.files import (
+    open_below,
+    parse_object,
+    read_object,
+    replace_atomically,
+    try_lock,
+    write_atomically,
+)
 from lockstep.base.version import __version__
 
 _RUN_FILE = "run.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import RunDirectoryError
-from lockstep.base.foreign_files import (
+from lockstep.base.files import (
     MOST_BITS,
     MOST_BYTES,
     NUMBER,

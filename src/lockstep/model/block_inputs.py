@@ -1,17 +1,16 @@
-"""The order in which gradients of a block's input are summed: first over its uses in the block.
-FSDP2 has a node in autograd's graph between a block and its inputs, which has this effect under
-`shard`. For the same bits, a bitwise run has such a node under every plan."""
+"""Hooks on inputs of blocks: a tensor that a block gets several times stays one object, and the
+gradients of its uses in the block are summed first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.torch_private import changed_grad_tensors
-from lockstep.model.repeated_inputs import RepeatedInputs
+from lockstep.base.torch_private import changed_grad_tensors, tree_flatten, tree_unflatten
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -33,3 +32,54 @@ def _through_a_node(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
 
 def _views(*tensors: Tensor) -> list[Tensor]:
     return [tensor.view_as(tensor) for tensor in tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class _SameAs:
+    """A stand-in for a tensor that occurs earlier in the same call."""
+
+    place: int
+
+
+class RepeatedInputs:
+    """Hooks of a block that leave a tensor one object. FSDP2 makes a new tensor of each input:
+    `query is key` would be False, and nn.MultiheadAttention would compute other bits.
+
+    Create it before the block is sharded and install it afterwards, so that its hooks run around
+    FSDP2's.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._stands_in = False
+        block.register_forward_pre_hook(self._put_back, prepend=True, with_kwargs=True)
+
+    def install(self) -> None:
+        self._block.register_forward_pre_hook(self._take_out, prepend=True, with_kwargs=True)
+
+    def _take_out(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self._stands_in = False
+        is_one_tensor = not keywords and len(arguments) == 1 and isinstance(arguments[0], Tensor)
+        if is_one_tensor or not torch.is_grad_enabled():
+            return None
+        leaves, structure = tree_flatten((arguments, keywords))
+        first: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.requires_grad
+                and first.setdefault(id(leaf), place) != place
+            ):
+                leaves[place] = _SameAs(first[id(leaf)])
+                self._stands_in = True
+        return tree_unflatten(leaves, structure) if self._stands_in else None
+
+    def _put_back(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if not self._stands_in:
+            return None
+        self._stands_in = False
+        leaves, structure = tree_flatten((arguments, keywords))
+        return tree_unflatten(
+            [leaves[leaf.place] if isinstance(leaf, _SameAs) else leaf for leaf in leaves],
+            structure,
+        )

@@ -30,11 +30,9 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
         # twice
         return
     forward: Callable[..., Any] = block.forward
-    contexts: Callable[[], tuple[Any, Any]] = (
-        noop_context_fn
-        if mode == "full"
-        else functools.partial(create_selective_checkpoint_contexts, _expensive())
-    )
+    contexts: Callable[[], tuple[Any, Any]] = noop_context_fn
+    if mode != "full":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _expensive())
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -110,9 +108,8 @@ def _without_cache(item: Any) -> Any:
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
     """Explain an error of torch in compiled blocks; None for another error. `plan`: compiles
     them."""
-    if not isinstance(
-        error, RuntimeError
-    ) or "does not currently support double backward" not in str(error):
+    said = "does not currently support double backward"
+    if not isinstance(error, RuntimeError) or said not in str(error):
         return None
     return PlanError(
         f"{plan}: torch.compile cannot differentiate a gradient (autograd.grad with"
@@ -134,18 +131,7 @@ def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
 @functools.cache
 def _expensive() -> list[Any]:
     aten = torch.ops.aten
-    attention = (
-        "flash_attention_for_cpu",
-        "flash_attention",
-        "efficient_attention",
-        "cudnn_attention",
-    )
-    named = [
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        *(f"_scaled_dot_product_{kind}" for kind in attention),
-    ]
+    attention = "flash_attention_for_cpu flash_attention efficient_attention cudnn_attention"
+    named = ["mm", "addmm", "bmm", "baddbmm", "convolution"]
+    named += [f"_scaled_dot_product_{kind}" for kind in attention.split()]
     return [getattr(aten, name).default for name in named]

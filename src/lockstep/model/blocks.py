@@ -110,7 +110,7 @@ def numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
+def module_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 

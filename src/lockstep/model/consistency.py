@@ -23,24 +23,18 @@ def check_structure(model: Any, world: World) -> None:
     first, *others = world.gather_values(_structure(model))
     for rank, other in enumerate(others, start=1):
         if other != first:
-            here, there = dict(first), dict(other)
-            named = [
-                (
-                    name,
-                    (
-                        f"is {_described(here.get(name))} on one and {_described(there.get(name))}"
-                        " on the other"
-                    ),
-                )
-                for name in {**here, **there}
-                if here.get(name) != there.get(name)
-            ]
-            moved = [
-                (mine, "is at another place")
-                for (mine, _), (theirs, _) in zip(first, other, strict=False)
-                if mine != theirs
-            ]
-            raise _different(*[*named, *moved][0], 0, rank, "whatever its rank")
+            raise _different(*_first_difference(first, other), 0, rank, "whatever its rank")
+
+
+def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
+    """Return the name that differs, and how."""
+    here, there = dict(first), dict(other)
+    for name in {**here, **there}:
+        mine, theirs = here.get(name), there.get(name)
+        if mine != theirs:
+            return name, f"is {_described(mine)} on one and {_described(theirs)} on the other"
+    pairs = zip(first, other, strict=False)
+    return next(mine for (mine, _), (theirs, _) in pairs if mine != theirs), "is at another place"
 
 
 def check_checksums(checksums: Mapping[str, int], world: World) -> None:
@@ -63,14 +57,14 @@ def check_checksums(checksums: Mapping[str, int], world: World) -> None:
 def checksums_of(model: Any) -> dict[str, int]:
     """Return the checksum of every parameter and buffer that has dense bytes, by name."""
     return {
-        name: checksum(tensor)
+        name: tensor_checksum(tensor)
         for name, tensor in (_tensors(model) if isinstance(model, nn.Module) else ())
         if tensor.layout == torch.strided
         and not (tensor.is_meta or tensor.is_quantized or _is_lazy(tensor))
     }
 
 
-def checksum(tensor: Tensor) -> int:
+def tensor_checksum(tensor: Tensor) -> int:
     """Return the CRC-32C of the elements in the order of memory. Copies only tensors with gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
@@ -86,19 +80,12 @@ def _structure(model: Any) -> list[Any]:
 
 
 def _kind(tensor: Tensor) -> list[Any]:
-    role = (
-        "buffer"
-        if not isinstance(tensor, nn.Parameter)
-        else "parameter"
-        if tensor.requires_grad
-        else "frozen parameter"
-    )
-    shaped = tensor.layout == torch.strided and not _is_lazy(tensor)
-    return [
-        role,
-        str(tensor.dtype),
-        [tensor.shape, tensor.stride()] if shaped else str(tensor.layout),
-    ]
+    role = "parameter" if tensor.requires_grad else "frozen parameter"
+    if not isinstance(tensor, nn.Parameter):
+        role = "buffer"
+    is_shaped = tensor.layout == torch.strided and not _is_lazy(tensor)
+    form = [tensor.shape, tensor.stride()] if is_shaped else str(tensor.layout)
+    return [role, str(tensor.dtype), form]
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -113,10 +100,9 @@ def _described(kind: str | list[Any] | None) -> str:
     if kind is None or isinstance(kind, str):
         return kind or "missing"
     role, dtype, form = kind
-    shaped = (
-        form if isinstance(form, str) else f"of shape {tuple(form[0])}, strides {tuple(form[1])}"
-    )
-    return f"a {role}, {dtype} {shaped}"
+    if not isinstance(form, str):
+        form = f"of shape {tuple(form[0])}, strides {tuple(form[1])}"
+    return f"a {role}, {dtype} {form}"
 
 
 def _different(name: str, how: str, one: int, other: int, rule: str) -> RecipeError:

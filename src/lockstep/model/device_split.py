@@ -1,7 +1,12 @@
-"""Naive model parallelism: each layer of one process is on one of its devices, and activations move
-between them. Consecutive layers share a device. Everything else, the batches and the model's output
-are on the first device, `home`. A layer's output moves to `home`, unless it is the input of the
-next layer, as in a list of layers."""
+"""One process on several devices: naive model parallelism, and `torch.nn.DataParallel`.
+
+Naive model parallelism: each layer is on one device, and activations move between them. Consecutive
+layers share a device. Everything else, the batches and the model's output are on the first device,
+`home`. A layer's output moves to `home`, unless it is the input of the next layer, as in a list of
+layers.
+
+DataParallel splits each microbatch over several GPUs. Each forward copies the model to the other
+GPUs, and one Python process drives them all: `replicate` is faster."""
 
 from __future__ import annotations
 
@@ -18,13 +23,14 @@ from torch import Tensor, nn
 from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import (
+    BatchNormBase,
     apply_to_own_tensors,
     own_buffers,
     own_modules,
     own_parameters,
 )
-from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters, tensors_of
-from lockstep.model.pipeline.stages import balanced
+from lockstep.model.blocks import blocks_of, blocks_with_shared_parameters, module_tensors
+from lockstep.model.pipeline.stages import balanced_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +73,13 @@ def layers_of(
             if name not in shared
         ]
     lists = [name.rpartition(".")[0] for name in blocks]
-    chained = [
-        isinstance(model.get_submodule(each), nn.ModuleList | nn.Sequential) for each in lists
-    ]
     return [
-        PlacedLayer(name, chained[i] and lists[i] in lists[i + 1 : i + 2])
-        for i, name in enumerate(blocks)
+        PlacedLayer(
+            name,
+            own == following
+            and isinstance(model.get_submodule(own), nn.ModuleList | nn.Sequential),
+        )
+        for name, own, following in zip(blocks, lists, [*lists[1:], None], strict=True)
     ]
 
 
@@ -97,11 +104,11 @@ def device_indices(
             "least one; use fewer devices, or name smaller parts in Recipe.blocks (parts that "
             "share a parameter stay together)"
         )
-    runs = balanced([nbytes[0] + rest_bytes, *nbytes[1:]], wanted)
+    runs = balanced_runs([nbytes[0] + rest_bytes, *nbytes[1:]], wanted)
     return [device for device, run in enumerate(runs) for _ in run]
 
 
-def split(
+def split_over_devices(
     model: nn.Module,
     layers: Sequence[PlacedLayer],
     devices: Sequence[torch.device],
@@ -112,9 +119,9 @@ def split(
     tensors of two devices."""
     names = [layer.name for layer in layers]
     modules = [model.get_submodule(name) for name in names]
-    nbytes = [sum(tensor.nbytes for tensor in tensors_of(module)) for module in modules]
+    nbytes = [sum(tensor.nbytes for tensor in module_tensors(module)) for module in modules]
     numbers = device_indices(
-        names, nbytes, sum(tensor.nbytes for tensor in tensors_of(model)) - sum(nbytes), wanted
+        names, nbytes, sum(tensor.nbytes for tensor in module_tensors(model)) - sum(nbytes), wanted
     )
     _check_shared(names, modules, numbers)
     home = devices[0]
@@ -150,21 +157,17 @@ def move_tensors(
     if isinstance(value, tuple):
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied: Any = copy.copy(value)
-    for place, part in zip(
-        value if isinstance(value, Mapping) else range(len(parts)), parts, strict=True
-    ):
-        copied[place] = part
+    keys = value if isinstance(value, Mapping) else range(len(parts))
+    for key, part in zip(keys, parts, strict=True):
+        copied[key] = part
     if copies is not None:
         copies.append((copied, parts))
     return copied
 
 
 def _members(part: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]:
-    if (
-        name in blocks
-        or not isinstance(part, nn.Sequential)
-        or type(part).forward is not nn.Sequential.forward
-    ):
+    is_list = isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward
+    if name in blocks or not is_list:
         yield name
         return
     for child_name, child in own_modules(part).items():
@@ -179,7 +182,7 @@ def _check_shared(
     no layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
-        for tensor in tensors_of(module):
+        for tensor in module_tensors(module):
             first = holders.setdefault(id(tensor), place)
             if numbers[first] != numbers[place]:
                 raise RecipeError(
@@ -197,16 +200,13 @@ def _compute_on(
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         copies: list[tuple[Any, list[Any]]] = []
-        args, kwargs = (
-            move_tensors(args, device, copies),
-            {name: move_tensors(value, device, copies) for name, value in kwargs.items()},
-        )
+        args = move_tensors(args, device, copies)
+        kwargs = {name: move_tensors(value, device, copies) for name, value in kwargs.items()}
         with _current_device(device, home):
             output = forward(*args, **kwargs)
         for copied, members in copies:
-            if not _identical(
-                list(copied.values()) if isinstance(copied, Mapping) else copied, members
-            ):
+            now = list(copied.values()) if isinstance(copied, Mapping) else copied
+            if not _identical(now, members):
                 raise RecipeError(
                     f"the forward of a {type(module).__name__} changed a {type(copied).__name__} "
                     "among its arguments; split gave it a copy on another device, so the change "
@@ -255,3 +255,56 @@ def _explain(model: nn.Module) -> None:
             ) from error
 
     model.forward = explained
+
+
+def gpus_of(home: torch.device, count: int) -> list[int]:
+    """Return the indices of the GPUs, `home` first. Raises `PlanError` for too few GPUs, or a
+    device that torch's DataParallel does not support."""
+    if accelerator.is_accelerator(home) and not accelerator.runs_data_parallel(home):
+        raise PlanError(
+            f"data_parallel={count} on {home.type}; torch.nn.DataParallel works on CUDA and ROCm"
+            f" alone; use replicate={count}, which works on every device, and is faster"
+        )
+    there = accelerator.count() if accelerator.is_accelerator(home) else 0
+    if there < count:
+        raise PlanError(
+            f"data_parallel={count} and {there} GPUs; it splits each microbatch over the GPUs of"
+            f" one process; use replicate={count}, which runs on CPUs too, and faster on GPUs"
+        )
+    return list(range(count))
+
+
+def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
+    """Let `torch.nn.DataParallel` run the model's forward: each GPU gets a slice of dim 0 of every
+    tensor argument. The model and its output stay on the first GPU. Raises `RecipeError` for a
+    model with BatchNorm."""
+    modules = model.named_modules()
+    layer = next((name for name, each in modules if isinstance(each, BatchNormBase)), None)
+    if layer is not None:
+        raise RecipeError(
+            f"data_parallel={len(gpus)} and a model with BatchNorm ({layer!r}); each GPU would "
+            "take the statistics of its part of a microbatch, and only the first GPU's would be "
+            f"kept; use replicate={len(gpus)}"
+        )
+    parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # drawn from the microbatch's generator, so that each part has other masks
+        for gpu in gpus[1:]:
+            generator = accelerator.generator(torch.device(str(accelerator.kind()), gpu))
+            generator.manual_seed(int(torch.randint(2**62, ())))
+        return parallel(*args, **kwargs)
+
+    model.forward = forward
+
+
+class _OwnForward(nn.Module):
+    """The module that DataParallel replicates. It calls the class's forward: `model.forward` is
+    DataParallel's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).forward(self.model, *args, **kwargs)

@@ -69,15 +69,12 @@ class ModelSnapshot:
         self.check_parts()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
-            place = next(
-                i
-                for i, (now, then) in enumerate(zip(trainable, self._trainable, strict=True))
-                if now is not then
-            )
+            before = zip(self._parameter_names, trainable, self._trainable, strict=True)
+            name, now, then = next(each for each in before if each[1] is not each[2])
             raise RecipeError(
-                f"parameter {self._parameter_names[place]!r} has requires_grad={trainable[place]} "
-                f"and had {self._trainable[place]} when the model was prepared, or after "
-                "run.freeze; ranks sum the gradients of the parameters that were trainable then; "
+                f"parameter {name!r} has requires_grad={now} and had {then} when the model was "
+                "prepared, or after run.freeze; ranks sum the gradients of the parameters that "
+                "were trainable then; "
                 "call run.freeze(name) or run.unfreeze(name) in a hook, on every rank"
             )
         if [module.training for module in self._modules] == self._modes:
@@ -98,11 +95,8 @@ class ModelSnapshot:
                     "parameter.copy_(value)"
                 )
         if (storages := self._storages_now()) != self._storages:
-            name = next(
-                name
-                for name, now, then in zip(self._sharded, storages, self._storages, strict=True)
-                if now != then
-            )
+            pairs = zip(self._sharded, storages, self._storages, strict=True)
+            name = next(name for name, now, then in pairs if now != then)
             raise RecipeError(
                 f"parameter {name!r} was given other values by parameter.data = value, which has "
                 "no effect: the plan splits the parameter over ranks, and each rank trains its "
@@ -136,9 +130,7 @@ class ModelSnapshot:
         return list(map(id, chain.from_iterable(map(dict.values, self._owned))))
 
     def _storages_now(self) -> list[int]:
-        return [
-            storage_address(parameter.untyped_storage()) for parameter in self._sharded.values()
-        ]
+        return [storage_address(each.untyped_storage()) for each in self._sharded.values()]
 
     def _grouped_now(self) -> list[list[int]]:
         return [
@@ -151,10 +143,11 @@ class ModelSnapshot:
         """Name the first module or parameter that differs from the snapshot."""
         then = iter(self._members)
         for name, module in zip(self._names, self._modules, strict=True):
-            for kind, own in (
-                ("module", own_modules(module)),
-                ("parameter", own_parameters(module)),
-            ):
+            owned: dict[str, dict[str, Any]] = {
+                "module": own_modules(module),
+                "parameter": own_parameters(module),
+            }
+            for kind, own in owned.items():
                 for key, member in own.items():
                     if next(then, None) != id(member):
                         return f"{kind} {f'{name}.{key}'.lstrip('.')!r}"

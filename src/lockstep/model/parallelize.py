@@ -12,12 +12,16 @@ from torch import nn
 
 from lockstep.base.errors import PlanError
 from lockstep.comm.mesh import Mesh
-from lockstep.model.autocast_weights import AutocastWeights
 from lockstep.model.block_inputs import sum_in_blocks
 from lockstep.model.block_wrappers import checkpoint_activations, compile_forward
 from lockstep.model.blocks import blocks_of
-from lockstep.model.data_parallel import gpus_of, wrap_data_parallel
-from lockstep.model.device_split import devices_of, layers_of, split
+from lockstep.model.device_split import (
+    devices_of,
+    gpus_of,
+    layers_of,
+    split_over_devices,
+    wrap_data_parallel,
+)
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.stages import (
     STAGES_PER_RANK,
@@ -30,6 +34,7 @@ from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.shard import shard, shard_parts
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import check_stage_parts, tensor_styles
+from lockstep.model.weight_casts import AutocastWeights
 from lockstep.plan import Plan
 
 if TYPE_CHECKING:
@@ -65,30 +70,22 @@ def parallelize(
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
     streams = ModuleRandomStreams(model, parts, begin) if parts else None
-    styles = (
-        tensor_styles(model, tensor, mesh.axis("tensor").size)
-        if mesh.axis("tensor").size > 1
-        else {}
-    )
+    styles: Mapping[str, str] = {}
+    if (size := mesh.axis("tensor").size) > 1:
+        styles = tensor_styles(model, tensor, size)
     pipeline: Pipeline | None = None
     shared: Sequence[SharedParameter] = ()
     roots = [""]
     if mesh.stages.size > 1:
         from lockstep.model.pipeline.pipeline import Pipeline  # torch's schedules take long
 
-        split_stages = Stages.split(
-            model, stages, ranks=mesh.stages.size, per_rank=STAGES_PER_RANK[plan.schedule]
-        )
+        per_rank = STAGES_PER_RANK[plan.schedule]
+        split_stages = Stages.split(model, stages, ranks=mesh.stages.size, per_rank=per_rank)
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
         shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
         pipeline = Pipeline(
-            model,
-            split_stages,
-            mesh.stages,
-            streams,
-            schedule=plan.schedule,
-            shards=shards,
+            model, split_stages, mesh.stages, streams, schedule=plan.schedule, shards=shards
         )
         shared = split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
@@ -112,29 +109,30 @@ def parallelize(
     if plan.numerics == "bitwise" and not sharded:
         sum_in_blocks(model, map(model.get_submodule, block_names))
     if sharded:
+        free = plan.sharding == "full"
         options: dict[str, Any] = {
+            "free_after_forward": free,
             "offload": plan.offload,
             "materialize": materialize,
             "short": short,
+            "keep_casts": autocast_dtype is None,  # then there are none
         }
-        options["keep_casts"] = autocast_dtype is None  # then there are none
-        _shard(
-            model,
-            mesh,
-            block_names,
-            roots if pipeline is not None else None,
-            free=plan.sharding == "full",
-            **options,
-        )
+        if pipeline is None:
+            shard(model, mesh, block_names, **options)
+        else:
+            parts_held = {root: _blocks_within([root], block_names) for root in roots}
+            shard_parts(model, mesh, parts_held, free_root=free, **options)
     materialize(model)
     if plan.split != 1:
-        split(model, layers, devices_of(mesh.world.device, plan.split_devices), plan.split)
+        split_over_devices(
+            model, layers, devices_of(mesh.world.device, plan.split_devices), plan.split
+        )
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
     return Parallelized(streams, pipeline, shared)
 
 
-def check_devices(plan: Plan, home: torch.device) -> None:
+def check_plan_devices(plan: Plan, home: torch.device) -> None:
     """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first of
     them."""
     if plan.offload and home.type == "cpu":
@@ -169,29 +167,12 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
             checkpoint_activations(block, "full" if plan.compile else plan.checkpointing)
 
 
-def _shard(
-    model: nn.Module,
-    mesh: Mesh,
-    blocks: Sequence[str],
-    roots: Sequence[str] | None,
-    *,
-    free: bool,
-    **options: Any,
-) -> None:
-    """Shard the whole model, or each of the parts `roots` that this rank of a pipeline holds."""
-    if roots is None:
-        shard(model, mesh, blocks, free_after_forward=free, **options)
-    else:
-        parts = {root: _blocks_within([root], blocks) for root in roots}
-        shard_parts(model, mesh, parts, free_after_forward=free, free_root=free, **options)
-
-
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
     """Return the blocks inside these parts. A part that lies inside a block counts as a block."""
     found = []
     for part in parts:
-        held = any(part.startswith(f"{block}.") for block in blocks)
-        found += (
-            [part] if held else [block for block in blocks if f"{block}.".startswith(f"{part}.")]
-        )
+        if any(part.startswith(f"{block}.") for block in blocks):
+            found.append(part)
+        else:
+            found += [block for block in blocks if f"{block}.".startswith(f"{part}.")]
     return found

@@ -60,11 +60,8 @@ class ModuleRandomStreams:
         for place, module in enumerate(modules):
             self._places.setdefault(id(module), []).append(place)
         once = {id(module): module for module in modules}
-        self._handles = (
-            [module.register_forward_hook(self._ended) for module in once.values()]
-            if self._several
-            else []
-        )
+        hooked = once.values() if self._several else ()
+        self._handles = [module.register_forward_hook(self._ended) for module in hooked]
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
         """Start the stream of `part` in a microbatch's first forward. `part`: the first one of a

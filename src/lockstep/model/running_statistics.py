@@ -1,26 +1,29 @@
-"""Running statistics of BatchNorm that do not depend on the assignment of microbatches to ranks
-(law 2).
+"""Buffers that do not depend on the assignment of microbatches to ranks (law 2).
 
 Each microbatch's forward updates scratch buffers. The update of a running statistic r by one
 microbatch is r -> keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies
 them in the microbatches' order, so the buffers are equal on all ranks and at any world size.
-Self-updating buffers are updated from the first microbatch. Changes of other buffers are refused:
-in the same step if torch counts the change; through `.data`, at steps where bits are compared."""
+Self-updating buffers (the vectors of `spectral_norm`, the codes of a vector quantizer) are updated
+once a step, from the first microbatch; every microbatch's forward begins with the values from
+before the step. Changes of other buffers are refused: in the same step if torch counts the change;
+through `.data`, at steps where bits are compared."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import BatchNormBase, own_buffers, versions
+from lockstep.base.torch_private import BatchNormBase, forward_pre_hooks, own_buffers, versions
 from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.model.self_updating import SelfUpdatingBuffers, self_updating
+from lockstep.comm.world import World
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -36,10 +39,10 @@ class _ScratchBuffers:
 
     @classmethod
     def of(cls, module: BatchNormBase) -> _ScratchBuffers:
-        kept = {name: own_buffers(module)[name] for name in BUFFERS}
-        scratch = cls(
-            module, {name: buffer for name, buffer in kept.items() if buffer is not None}, {}
-        )
+        kept = {
+            name: buffer for name in BUFFERS if (buffer := own_buffers(module)[name]) is not None
+        }
+        scratch = cls(module, kept, {})
         scratch.renew()
         return scratch
 
@@ -96,19 +99,17 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._data = mesh.data
-        modules = [
-            m
-            for m in model.modules()
-            if isinstance(m, BatchNormBase) and m.running_mean is not None
+        self._scratches = [
+            _ScratchBuffers.of(module)
+            for module in model.modules()
+            if isinstance(module, BatchNormBase) and module.running_mean is not None
         ]
-        self._scratches = [_ScratchBuffers.of(module) for module in modules]
-        self._hooks = [
-            scratch.module.register_forward_pre_hook(scratch.swap_in) for scratch in self._scratches
-        ]
-        self._hooks += [
-            scratch.module.register_forward_hook(scratch.swap_out, always_call=True)
-            for scratch in self._scratches
-        ]
+        self._hooks = []
+        for scratch in self._scratches:
+            self._hooks += [
+                scratch.module.register_forward_pre_hook(scratch.swap_in),
+                scratch.module.register_forward_hook(scratch.swap_out, always_call=True),
+            ]
         self._rows: list[Tensor] = []
         self._updating = [
             SelfUpdatingBuffers(prefix, module, names)
@@ -166,9 +167,8 @@ class RunningStatistics:
         """Record the updates of the forward that has just ended, but not of a recomputation in the
         backward."""
         if self._scratches:
-            self._rows.append(
-                torch.cat([scratch.row().to(self._world.device) for scratch in self._scratches])
-            )
+            rows = [scratch.row().to(self._world.device) for scratch in self._scratches]
+            self._rows.append(torch.cat(rows))
         for updating in self._updating:
             updating.note_microbatch()
 
@@ -185,13 +185,10 @@ class RunningStatistics:
         calls it, and all raise the same error."""
         changed = self._changed()
         if compare and self._compares:
-            found = self._world.gather_rows(
-                torch.tensor([changed is not None]), [1] * self._world.size
-            )
-            if found.any():
-                changed = next(
-                    each for each in self._world.gather_values(changed) if each is not None
-                )
+            flag = torch.tensor([changed is not None])
+            if self._world.gather_rows(flag, [1] * self._world.size).any():
+                everyone = self._world.gather_values(changed)
+                changed = next(each for each in everyone if each is not None)
         if changed is not None and changed.startswith("shape"):
             raise RecipeError(
                 f"the model's forward changed the {changed}; a buffer in self_updating_buffers "
@@ -200,9 +197,8 @@ class RunningStatistics:
                 "and count the rows in use in another buffer"
             )
         if changed is not None:
-            where = (
-                "forward" if changed.startswith("buffer") else "forward, or a hook of its backward,"
-            )
+            is_buffer = changed.startswith("buffer")
+            where = "forward" if is_buffer else "forward, or a hook of its backward,"
             raise RecipeError(
                 f"the model's {where} changed its {changed}; microbatches are computed on different"
                 " ranks, so it would depend on the number of processes; update it outside the"
@@ -213,27 +209,16 @@ class RunningStatistics:
 
     def _changed(self) -> str | None:
         """Describe the first tensor that has changed since `begin`; None if nothing has changed."""
-        found = versions(self._watched)
-        if found != self._versions:
-            return next(
-                name
-                for name, now, then in zip(self._names, found, self._versions, strict=True)
-                if now != then
-            )
+        if (found := versions(self._watched)) != self._versions:
+            pairs = zip(self._names, found, self._versions, strict=True)
+            return next(name for name, now, then in pairs if now != then)
         for name, (own, key) in self._places.items():
             if own.get(key) is not self._others[name]:
                 return f"buffer {name!r}"
         for name, bits in self._bits.items():
             if not torch.equal(bits, _bits(self._others[name])):
                 return f"buffer {name!r}"
-        return next(
-            (
-                reshaped
-                for updating in self._updating
-                if (reshaped := updating.reshaped()) is not None
-            ),
-            None,
-        )
+        return next(filter(None, (updating.reshaped() for updating in self._updating)), None)
 
     def commit(self, assignment: MicrobatchAssignment, count: int, *, apply: bool | Tensor) -> None:
         """Gather the updates of all `count` microbatches, and apply them if the step was applied.
@@ -244,18 +229,15 @@ class RunningStatistics:
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
-        mine = (
-            torch.stack(self._rows)
-            if self._rows
-            else torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
-        )
+        mine = torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
+        if self._rows:
+            mine = torch.stack(self._rows)
         self._rows = []
         # all slices of a microbatch say the same
         everyone = in_order(mine, count, assignment, self._data)[:: assignment.slices or 1]
         if apply is not False:
-            for scratch, rows in zip(
-                self._scratches, torch.split(everyone, widths, dim=1), strict=True
-            ):
+            parts = torch.split(everyone, widths, dim=1)
+            for scratch, rows in zip(self._scratches, parts, strict=True):
                 scratch.apply(rows, None if apply is True else apply)
 
 
@@ -264,11 +246,101 @@ def _bits(tensor: Tensor) -> Tensor:
     part = to_local(tensor)
     if part.layout != torch.strided or part.is_quantized:
         return torch.empty(0, dtype=torch.uint8)
-    return (
-        part.detach()
-        .resolve_conj()
-        .resolve_neg()
-        .clone(memory_format=torch.contiguous_format)
-        .reshape(-1)
-        .view(torch.uint8)
-    )
+    dense = part.detach().resolve_conj().resolve_neg()
+    return dense.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+ATTRIBUTE = "self_updating_buffers"
+"""The attribute of a module, or of its class, that names such buffers."""
+
+
+def self_updating(module: nn.Module) -> Sequence[str]:
+    """Return the names of the module's own buffers that its forward updates. Raises
+    `RecipeError`."""
+    names = list(getattr(module, ATTRIBUTE, ()))
+    if type(module).__name__ == "_SpectralNorm":  # torch.nn.utils.parametrizations.spectral_norm
+        # a vector needs none
+        names += [name for name in ("_u", "_v") if own_buffers(module).get(name) is not None]
+    for hook in forward_pre_hooks(module):
+        if isinstance(hook, SpectralNorm):  # torch.nn.utils.spectral_norm
+            names += [f"{hook.name}_u", f"{hook.name}_v"]
+    for name in names:
+        if own_buffers(module).get(name) is None:
+            raise RecipeError(
+                f"{type(module).__name__}.{ATTRIBUTE} names {name!r}, which is none of its "
+                "buffers; name buffers that it registers"
+            )
+    return names
+
+
+class SelfUpdatingBuffers:
+    """The buffers of one module. Each call of its forward in a microbatch gets a copy, which that
+    call may change."""
+
+    def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
+        self._prefix = f"{prefix}." if prefix else ""
+        self.kept: dict[str, Tensor] = {
+            name: buffer for name in names if (buffer := own_buffers(module)[name]) is not None
+        }
+        self._first: dict[str, Tensor] | None = None
+        self.discard()
+        # Runs before spectral_norm's hook, which updates its buffers.
+        self.hooks = [
+            module.register_forward_pre_hook(self._swap_in, prepend=True),
+            module.register_forward_hook(self._swap_out, always_call=True),
+        ]
+
+    def discard(self) -> None:
+        """Begin the next microbatch's forward, or a recomputation, with the values from before the
+        step."""
+        self._taken: dict[str, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._first = None
+        self.discard()
+
+    def note_microbatch(self) -> None:
+        """Keep the updates of this rank's first microbatch."""
+        if self._first is None and self._taken is not None:
+            self._first = self._taken
+        self.discard()
+
+    def reshaped(self) -> str | None:
+        """Describe a buffer whose shape this rank's first microbatch has changed. None if there is
+        none."""
+        for name, updated in (self._first or {}).items():
+            if updated.shape != self.kept[name].shape:
+                return (
+                    f"shape of its buffer {self._prefix + name!r} from"
+                    f" {tuple(self.kept[name].shape)} to {tuple(updated.shape)}"
+                )
+        return None
+
+    def commit(
+        self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
+    ) -> None:
+        """Take over the updates of the first of all `count` microbatches. Every rank calls it."""
+        by_rank = assignment.indices_by_rank(count)
+        owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
+        for name, buffer in self.kept.items():
+            updated = buffer.clone()
+            if self._first is not None:
+                updated = self._first[name].to(buffer.dtype).contiguous()
+            data.broadcast(updated, owner)
+            if isinstance(apply, Tensor):
+                updated = torch.where(apply.to(buffer.device), updated, buffer)
+            if apply is not False:
+                buffer.copy_(updated)
+        self._first = None
+
+    def _swap_in(self, module: nn.Module, _: Any) -> None:
+        if module.training:
+            if self._taken is None:
+                self._taken = {name: buffer.clone() for name, buffer in self.kept.items()}
+            own_buffers(module).update(self._taken)
+
+    def _swap_out(self, module: nn.Module, _: Any, __: Any) -> None:
+        if self._taken is not None and module.training:
+            self._taken = {name: own_buffers(module)[name] for name in self.kept}  # type: ignore[misc]  # the forward may replace them
+        own_buffers(module).update(self.kept)

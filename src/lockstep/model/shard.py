@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.base.torch_private import is_fsdp_root, set_unshard_async
+from lockstep.base.torch_private import (
+    is_fsdp_root,
+    set_unshard_async,
+    tree_flatten,
+    tree_unflatten,
+)
 from lockstep.comm.mesh import Mesh
-from lockstep.model.autocast_weights import AutocastWeights
+from lockstep.model.block_inputs import RepeatedInputs
 from lockstep.model.blocks import share_parameter, shared_names
-from lockstep.model.repeated_inputs import RepeatedInputs
-from lockstep.model.skipped_blocks import SkippedBlockGuard
-from lockstep.model.weight_casts import drop_casts
+from lockstep.model.weight_casts import AutocastWeights, drop_casts
 
 SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
@@ -118,11 +122,8 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     for group in (*blocks, model):
-        own = [
-            parameter
-            for parameter in group.parameters()
-            if id(parameter) not in seen and parameter.requires_grad
-        ]
+        new = (each for each in group.parameters() if id(each) not in seen)
+        own = [each for each in new if each.requires_grad]
         seen.update(map(id, own))
         for parameter in own:
             if parameter.dtype != own[0].dtype:
@@ -152,12 +153,8 @@ def shard_parts(
     for name, blocks in parts.items():
         part = model.get_submodule(name)
         if any(True for _ in part.parameters()):
-            shard(
-                part,
-                mesh,
-                [block.removeprefix(f"{name}.") for block in blocks if block != name],
-                **how,
-            )
+            inner = [block.removeprefix(f"{name}.") for block in blocks if block != name]
+            shard(part, mesh, inner, **how)
     for names in shared:
         share_parameter(model, names)
 
@@ -192,3 +189,78 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
     for child in group.children():
         if not isinstance(child, FSDPModule):
             yield from modules_of(child)
+
+
+class SkippedBlockGuard:
+    """Create it before the model is sharded and install it afterwards, so that its hooks run
+    outside FSDP2's."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
+        """`blocks`: in their order. `gathers_ahead`: gather a block's parameters when the block
+        before it runs."""
+        self._model = model
+        self._blocks = list(blocks)
+        self._gathers_ahead = gathers_ahead
+        self._next = 0
+        self._passing_through = False
+        model.register_forward_hook(self._after_all)
+
+    def install(self) -> None:
+        self._model.register_forward_pre_hook(self._start, prepend=True)
+        for place, block in enumerate(self._blocks):
+            block.register_forward_pre_hook(self._before(place), prepend=True, with_kwargs=True)
+
+    def _start(self, _: nn.Module, __: Any) -> None:
+        self._next = 0
+
+    def _before(self, place: int) -> Any:
+        def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            if self._passing_through:
+                return None
+            first = place >= self._next
+            skipped, self._next = range(self._next, place), max(self._next, place + 1)
+            changed = self._pass_through(skipped, (arguments, keywords)) if skipped else None
+            # gathered blocks run in this forward, before weights can change
+            if first and self._gathers_ahead:
+                for block in self._blocks[place : place + 2]:
+                    block.unshard(async_op=True)
+            return changed
+
+        return hook
+
+    def _after_all(self, _: nn.Module, __: Any, output: Any) -> Any:
+        skipped, self._next = range(self._next, len(self._blocks)), len(self._blocks)
+        return self._pass_through(skipped, output) if skipped else None
+
+    def _pass_through(self, skipped: range, value: Any) -> Any:
+        """Pass one tensor of `value` through the skipped blocks. Return the same structure."""
+        leaves, structure = tree_flatten(value)
+        tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        place = next((place for place in tensors if leaves[place].requires_grad), None)
+        if place is None and torch.is_grad_enabled():
+            raise RecipeError(
+                f"a forward left out block {skipped[0]} of {len(self._blocks)} before any tensor "
+                "with a gradient; with sharded parameters every rank must gather every block; "
+                "call the first block in every forward, or name other blocks in Recipe.blocks"
+            )
+        passed = tensor = leaves[tensors[0] if place is None else place]
+        self._passing_through = True
+        try:
+            for block in skipped:
+                passed = _pass_through_block(self._blocks[block], passed)
+        finally:
+            self._passing_through = False
+        return tree_unflatten([passed if leaf is tensor else leaf for leaf in leaves], structure)
+
+
+def _pass_through_block(block: nn.Module, tensor: Tensor) -> Tensor:
+    own = block.__dict__.get("forward")
+    block.forward = lambda value: value.view_as(value)
+    try:
+        passed: Tensor = block(tensor)
+    finally:
+        if own is None:
+            del block.forward
+        else:
+            block.forward = own
+    return passed

@@ -83,12 +83,10 @@ def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
                     "processes split a microbatch; leave process_group out"
                 )
             kind = type(module)
-            if not issubclass(kind, SyncBatchNorm):
-                module.__class__ = (
-                    SyncBatchNorm
-                    if kind is nn.SyncBatchNorm
-                    else type(kind.__name__, (kind, SyncBatchNorm), {})
-                )
+            if kind is nn.SyncBatchNorm:
+                module.__class__ = SyncBatchNorm
+            elif not issubclass(kind, SyncBatchNorm):
+                module.__class__ = type(kind.__name__, (kind, SyncBatchNorm), {})
             module._exchange = exchange  # type: ignore[assignment]
 
 
@@ -129,10 +127,10 @@ def split_microbatches(
 
 def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
     """Return the names and layers of BatchNorm, SyncBatchNorm too, in training mode."""
-    named = [item for model in models for item in model.named_modules()]
     return [
         (name, module)
-        for name, module in named
+        for model in models
+        for name, module in model.named_modules()
         if isinstance(module, BatchNormBase) and module.training
     ]
 
@@ -173,12 +171,8 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, variance, number)
         ctx.mark_non_differentiable(mean, variance, number)
         scale, shift = (None if each is None else each.to(kind) for each in (weight, bias))
-        return (
-            functional.batch_norm(x, mean.to(kind), variance.to(kind), scale, shift, eps=eps),
-            mean,
-            variance,
-            number,
-        )
+        output = functional.batch_norm(x, mean.to(kind), variance.to(kind), scale, shift, eps=eps)
+        return output, mean, variance, number
 
     @staticmethod
     @once_differentiable
@@ -187,17 +181,9 @@ class _Normalise(torch.autograd.Function):
         kind = torch.float64 if x.dtype is torch.float64 else torch.float32
         scale = torch.ones_like(mean, dtype=kind) if weight is None else weight.to(kind)
         mean, variance, wide = mean.to(kind), variance.to(kind), x.to(kind)
+        given = gradient.to(kind), wide, scale, mean, variance
         with_fixed_statistics, for_scale, for_shift = torch.ops.aten.native_batch_norm_backward(
-            gradient.to(kind),
-            wide,
-            scale,
-            mean,
-            variance,
-            None,
-            None,
-            False,
-            ctx.eps,
-            [True, True, True],
+            *given, None, None, False, ctx.eps, [True, True, True]
         )
         sums = torch.stack([for_scale, for_shift]).double()
         if ctx.is_dummy:

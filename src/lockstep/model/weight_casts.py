@@ -1,38 +1,166 @@
-"""Casts of gathered weights that autograd does not keep: it casts the weight again in the backward,
-to the same bits.
+"""Casts of sharded weights that autocast makes in every use.
 
-A product under autocast saves the cast of its weight for its backward, where FSDP2 cannot free it:
-the full model in bf16 on every rank. After the forward of a block this module replaces each such
-cast by a recipe to make it from the weight, which FSDP2 gathers again for the block's backward.
-Other tensors that autograd has saved stay.
-"""
+FSDP2 gathers the weights of torch's layers in autocast's precision: casting a gathered weight gives
+the same bits as gathering the casts of its shards. Other code could use such a weight in another
+operation and get a rounded one; `check_uses` finds it in the first backward.
+
+A product under autocast saves the cast of any other weight for its backward, where FSDP2 cannot
+free it: the full model in bf16 on every rank. After the forward of a block `drop_casts` replaces
+each such cast by a recipe to make it, to the same bits, from the weight, which FSDP2 gathers again
+for the block's backward. Other tensors that autograd has saved stay."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lockstep.base.errors import PlanError
 from lockstep.base.torch_private import (
     base_of,
     begins_forward_of,
     fsdp_parameter_group,
+    gather_in,
     gathered,
+    gathered_short,
     is_distributed,
-    name_of,
     output_shape,
+    own_parameters,
+    owners_of,
+    parameter_name,
     saved_tensors,
     saved_value,
     tree_leaves,
     version,
 )
-from lockstep.model.autocast_weights import VIEWS
+
+_WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
+    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), ("weight",)),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ("weight",)),
+    nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+}
+"""Modules of torch -> the parameters that their forwards use in matrix products and convolutions
+alone."""
+SMALL_PART = 200
+"""A weight is small if it has less than 1 / 200 of the elements of its group. A router has at most
+1 / (2 h), where h is the width of the experts' hidden layer; the smallest projection of a large
+model's attention has 1 / 100."""
+VIEWS = (
+    "(T|Transpose|Permute|View|UnsafeView|Split|SplitWithSizes|Chunk|Slice|Select|Squeeze|Unsqueeze"
+    "|Expand|Alias|Unbind)"
+)
+"""Nodes of autograd's graph that are views."""
+_PRODUCTS = r"Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution"
+_OTHERS = rf"(?!({VIEWS}|{_PRODUCTS})Backward)\w+Backward\d"
+"""Torch's own operations that are no products and no views."""
+_TWO_DTYPES = (
+    r"[^\n]*(have the same dtype|should be the same|expected scalar"
+    r" type)[^\n]*(BFloat16|Half)[^\n]*"
+)
+_A_FORWARD_OF_ITS_OWN = (
+    "give the layer a class with a forward of its own, class Gate(nn.Linear): def forward(self, x):"
+    " return super().forward(x), whose weights are gathered as they are, or use replicate"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastWeights:
+    """The weights of a model that FSDP2 gathers in `dtype`. `owners`: their modules and names."""
+
+    dtype: torch.dtype
+    owners: Collection[tuple[nn.Module, str]]
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype) -> Self:
+        """Find the float32 weights that autocast to `dtype` casts whenever their module computes:
+        weights of torch's layers and of transformers' `Conv1D`, if the class's forward is
+        unchanged. Call it before the model's forwards are changed."""
+        kinds = dict(_WEIGHTS)
+        if transformers := sys.modules.get("transformers.pytorch_utils"):
+            kinds[transformers.Conv1D] = ("weight",)
+        owners = {
+            (module, name)
+            for module in model.modules()
+            for name, parameter in own_parameters(module).items()
+            if parameter is not None and parameter.dtype is torch.float32
+            if any(name in names and _computes_as(module, kind) for kind, names in kinds.items())
+        }
+        return cls(dtype, owners)
+
+    def gather_short(self, groups: Iterable[nn.Module]) -> None:
+        """Have FSDP2's groups gather these weights in `dtype`, except weights that another module
+        uses too, and small ones: a router may be called outside of autocast."""
+        for group in groups:
+            held = fsdp_parameter_group(group)
+            parameters = [] if held is None else held.fsdp_params
+            elements = sum(each.sharded_param.numel() for each in parameters)
+            for parameter in parameters:
+                is_large = parameter.sharded_param.numel() * SMALL_PART >= elements
+                if is_large and all(owner in self.owners for owner in owners_of(parameter)):
+                    gather_in(parameter, self.dtype)
+
+
+def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
+    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered short in another
+    operation than matrix products and convolutions. Cannot see into compiled code and the user's
+    autograd functions."""
+    held = filter(None, map(fsdp_parameter_group, groups))
+    parameters = [each for group in held for each in group.fsdp_params]
+    names = {id(gathered): name for name, gathered in filter(None, map(gathered_short, parameters))}
+    waiting = [loss.grad_fn] if names and loss.grad_fn is not None else []
+    found = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for following in [each for each, _ in node.next_functions if each is not None]:
+            if (name := _name_of(following, names)) and re.match(_OTHERS, node.name()):
+                operation = node.name().partition("Backward")[0]
+                raise PlanError(
+                    f"under shard the weight {name!r} is gathered in the precision of autocast, and"
+                    f" {operation} uses it too, which would have it in float32 under other plans;"
+                    f" {_A_FORWARD_OF_ITS_OWN}"
+                )
+            if following not in found:
+                found.add(following)
+                waiting.append(following)
+
+
+def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
+    """Explain an error of torch about two dtypes, if weights are gathered short; None for another
+    error. `plan`: shards them."""
+    if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
+        return None
+    return PlanError(
+        f"{plan}: {said.group()}; under shard the weights of torch's layers are gathered in the"
+        " precision of autocast, and one may have been called without it; if so, call the model"
+        f" within session.autocast(); to compute a layer in float32, {_A_FORWARD_OF_ITS_OWN}"
+    )
+
+
+def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
+    """Return the name of the weight whose gradient, or whose view's gradient, `node`
+    accumulates."""
+    while (
+        re.match(f"{VIEWS}Backward", node.name())
+        and (following := node.next_functions[0][0]) is not None
+    ):
+        node = following
+    return names.get(id(getattr(node, "variable", None)))
+
+
+def _computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return (
+        isinstance(module, kind)
+        and type(module).forward is kind.forward
+        and "forward" not in vars(module)
+    )
+
 
 BLOCK = "lockstep: output of a block"
 """Key in the metadata of nodes."""
@@ -53,27 +181,23 @@ def drop_casts(group: nn.Module, *, is_root: bool) -> None:
             for leaf in tree_leaves(output)
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None
         ]
-        held = (
-            [(gathered(each), each) for each in parameters.fsdp_params]
-            if parameters is not None and outputs
-            else []
-        )
+        held = parameters.fsdp_params if parameters is not None and outputs else ()
         if weights := {
-            id(weight): name_of(each)
-            for weight, each in held
-            if weight is not None and _may_be_cast(weight)
+            id(weight): parameter_name(each)
+            for each in held
+            if (weight := gathered(each)) is not None and _may_be_cast(weight)
         }:
-            is_end = (
-                (lambda node: BLOCK in node.metadata)
-                if is_root
-                else partial(begins_forward_of, parameters)
-            )
+            is_end = _is_output_of_block if is_root else partial(begins_forward_of, parameters)
             drop_from_graph(list(outputs), weights, is_end, compared)
         if not is_root:
             for node in outputs:
                 node.metadata[BLOCK] = True
 
     group.register_forward_hook(after_forward)
+
+
+def _is_output_of_block(node: Any) -> bool:
+    return BLOCK in node.metadata
 
 
 def _may_be_cast(weight: Tensor) -> bool:
@@ -134,10 +258,8 @@ def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    bits = tensor.detach().view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    )
-    return bits.sum(dtype=torch.int64)
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(whole[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,28 +291,14 @@ class _Cast:
         weight = getattr(node, "variable", None)
         if weight is None or id(weight) not in weights or weight.dtype is cast.dtype:
             return None
-        made = cls(
-            weight,
-            tuple(reversed(views)),
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
-        # FSDP2 has freed the weight's memory by now.
-        again = (
-            made._seen(torch.empty_strided(weight.shape, weight.stride(), device="meta")).to(
-                tensor.dtype
-            )
-            if views
-            else weight
-        )
-        laid_out_alike = (again.shape, again.stride(), weight.device) == (
-            cast.shape,
-            cast.stride(),
-            cast.device,
-        )
-        return made if laid_out_alike else None
+        layout = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        made = cls(weight, tuple(reversed(views)), tensor.dtype, *layout)
+        again = weight
+        if views:  # FSDP2 has freed the weight's memory by now.
+            freed = torch.empty_strided(weight.shape, weight.stride(), device="meta")
+            again = made._seen(freed).to(tensor.dtype)
+        here = again.shape, again.stride(), weight.device
+        return made if here == (cast.shape, cast.stride(), cast.device) else None
 
     def _seen(self, source: Tensor) -> Tensor:
         for view in self.views:
@@ -201,16 +309,12 @@ class _Cast:
         """Return the cast of the weight, if its memory exists: a backward also unpacks tensors that
         it does not use."""
         if not self.weight.untyped_storage().nbytes():
-            freed = torch.empty_strided(
-                self.size, self.stride, dtype=self.dtype, device=self.weight.device
-            )
+            device = self.weight.device
+            freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
             freed.untyped_storage().resize_(0)
             return freed
-        return (
-            self._seen(self.weight.detach())
-            .to(self.dtype)
-            .as_strided(self.size, self.stride, self.offset)
-        )
+        cast = self._seen(self.weight.detach()).to(self.dtype)
+        return cast.as_strided(self.size, self.stride, self.offset)
 
 
 @cache
@@ -220,6 +324,10 @@ def _is_cast_or_view(kind: Any) -> bool:
 
 def _view_of(node: Any, place: int) -> View | None:
     """Return the view whose backward, for output `place`, is `node`; None for another operation."""
+
+    def saved(*names: str) -> dict[str, Any]:
+        return {name: saved_value(node, name) for name in names}
+
     match type(node).__name__.rstrip("0123456789"):
         case "ViewBackward" | "UnsqueezeBackward" | "SqueezeBackward" | "AliasBackward":
             return partial(torch.Tensor.view, size=output_shape(node, place))
@@ -228,36 +336,22 @@ def _view_of(node: Any, place: int) -> View | None:
         case "TBackward":
             return torch.t
         case "TransposeBackward":
-            return partial(
-                torch.transpose, dim0=saved_value(node, "dim0"), dim1=saved_value(node, "dim1")
-            )
+            return partial(torch.transpose, **saved("dim0", "dim1"))
         case "PermuteBackward":
-            return partial(torch.permute, dims=saved_value(node, "dims"))
+            return partial(torch.permute, **saved("dims"))
         case "SelectBackward":
-            return partial(
-                torch.select, dim=saved_value(node, "dim"), index=saved_value(node, "index")
-            )
+            return partial(torch.select, **saved("dim", "index"))
         case "UnbindBackward":
-            return partial(torch.select, dim=saved_value(node, "dim"), index=place)
+            return partial(torch.select, **saved("dim"), index=place)
         case "SliceBackward":
-            return partial(
-                torch.ops.aten.slice,
-                **{name: saved_value(node, name) for name in ("dim", "start", "end", "step")},
-            )
+            return partial(torch.ops.aten.slice, **saved("dim", "start", "end", "step"))
         case "SplitBackward":
             return partial(
-                _part,
-                sizes=saved_value(node, "split_size"),
-                dim=saved_value(node, "dim"),
-                place=place,
+                _part, sizes=saved_value(node, "split_size"), **saved("dim"), place=place
             )
         case "SplitWithSizesBackward":
-            return partial(
-                _part,
-                sizes=saved_value(node, "split_sizes"),
-                dim=saved_value(node, "dim"),
-                place=place,
-            )
+            sizes = saved_value(node, "split_sizes")
+            return partial(_part, sizes=sizes, **saved("dim"), place=place)
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lockstep.base.control_group import usable_cpus
+from lockstep.base.container import usable_cpus
 from lockstep.base.errors import RecipeError, UserError
 from lockstep.base.processes import die_with_parent
 from lockstep.base.units import size

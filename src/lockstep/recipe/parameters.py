@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.foreign_files import read_object
+from lockstep.base.files import read_object
 
 Value = bool | int | float | str | None
 T = TypeVar("T", bool, int, float, str, None)

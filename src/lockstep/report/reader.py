@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.base.container import process_id_space
 from lockstep.base.errors import RunDirectoryError
-from lockstep.base.foreign_files import MOST_BITS, read_object
+from lockstep.base.files import MOST_BITS, read_object
 from lockstep.logging.run_files import (
     EVENTS,
     METRICS,

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from lockstep.base.errors import LaunchError
-from lockstep.base.files import write_atomically
-from lockstep.base.foreign_files import from_json, parse_object
+from lockstep.base.files import from_json, parse_object, write_atomically
 from lockstep.options import variable
 
 REQUEST = variable("request")

@@ -20,8 +20,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lockstep.base.errors import LaunchError
-from lockstep.base.files import try_lock
-from lockstep.base.foreign_files import open_below
+from lockstep.base.files import open_below, try_lock
 from lockstep.base.urls import without_password
 from lockstep.search.results import Direction
 

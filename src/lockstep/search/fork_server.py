@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.base.errors import LaunchError
-from lockstep.base.files import write_atomically
-from lockstep.base.foreign_files import from_json, read_object
+from lockstep.base.files import from_json, read_object, write_atomically
 from lockstep.base.processes import (
     adopt_orphans,
     descendants,

@@ -19,7 +19,7 @@ from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
 from lockstep.keys import key
 from lockstep.logging.flops import Flops
-from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.boundary import PipelineLoss, PipelineMicrobatch
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.training.losses.loss import Contribution
 

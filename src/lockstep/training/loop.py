@@ -12,7 +12,13 @@ from torch.utils.data import DataLoader, default_collate
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LossError, RecipeError
-from lockstep.data.digests import Digests, changing, check_same, check_unchanged, not_compared
+from lockstep.data.digests import (
+    Digests,
+    changing,
+    check_same_samples,
+    check_unchanged,
+    not_compared,
+)
 from lockstep.data.loader import Loader, StreamLoader
 from lockstep.data.sampled_order import PURE, BatchOrder, SampledOrder, SampleOrder, order_of
 from lockstep.model.pipeline.stages import check_microbatches
@@ -332,7 +338,7 @@ def compare_data(
     """
     everyone = [Digests(**found) for found in training.context.world.gather_values(asdict(digests))]
     reason = changing(name, everyone)
-    check_same(name, everyone, lengths_only=reason is not None)
+    check_same_samples(name, everyone, lengths_only=reason is not None)
     if (unread := not_compared(name, everyone)) is not None:
         training.run.event("data-not-compared", parts=unread)
     if reason is None:

@@ -18,7 +18,7 @@ from lockstep.checkpoint.pretrained_files import TensorFiles, open_tensors
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
-from lockstep.model.consistency import checksum
+from lockstep.model.consistency import tensor_checksum
 from lockstep.recipe.recipe import Weights
 from lockstep.training.state import aliases, listed, tensors_of
 
@@ -101,7 +101,7 @@ class PretrainedWeights:
             part = self._read(copy)
             to_local(state[copy.shard.name])[copy.target].copy_(part)
             filled[copy.shard.name] += part.numel()
-            checksums[_part_key(copy)] = checksum(part)
+            checksums[_part_key(copy)] = tensor_checksum(part)
         for name, tensor in state.items():
             assert filled[name] == to_local(tensor).numel(), f"{name} was filled in part"
         return checksums
@@ -110,7 +110,7 @@ class PretrainedWeights:
         first, *others = self.theirs[copy.shard.name]
         part = self.tensors.read(first, copy.source)
         for other in others:
-            if checksum(self.tensors.read(other, copy.source)) != checksum(part):
+            if tensor_checksum(self.tensors.read(other, copy.source)) != tensor_checksum(part):
                 raise RecipeError(
                     f"weights {self.weights.path!r} have different values for {first!r} and"
                     f" {other!r}, and the model has one parameter for both; leave one out,"

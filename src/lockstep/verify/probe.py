@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.base.torch_private import BatchNormBase, TorchDispatchMode
 from lockstep.comm.mesh import full_tensor
-from lockstep.data.digests import digest_parts
+from lockstep.data.digests import sample_digests
 from lockstep.data.loader import Microbatch
 from lockstep.evidence.noise import add_noise, perturb_parameters
 from lockstep.evidence.tracer import NamedTensors, Tracer
@@ -117,7 +117,7 @@ class TraceHook(ControlHook):
 
     def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
         """Record what a batch holds, and return it, in float64 if that is requested."""
-        self._batches[microbatch.index] = digest_parts(batch)
+        self._batches[microbatch.index] = sample_digests(batch)
         return to_float64(batch) if self._request.float64 else batch
 
     @contextmanager

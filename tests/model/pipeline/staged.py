@@ -20,7 +20,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.initialization.deferred_init import DeferredModel, build
 from lockstep.model.initialization.initial_model import InitialModel
-from lockstep.model.pipeline.microbatch import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.boundary import PipelineLoss, PipelineMicrobatch
 from lockstep.model.pipeline.pipeline import Pipeline
 from lockstep.model.pipeline.stages import (
     STAGES_PER_RANK,

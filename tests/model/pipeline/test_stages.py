@@ -12,7 +12,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.model.pipeline.stages import (
     SharedParameter,
     Stages,
-    balanced,
+    balanced_runs,
     check_microbatches,
     keep_only_parts,
     schedule_calls,
@@ -152,7 +152,7 @@ def test_no_cut_is_more_even(costs: list[int], count: int) -> None:
         [range(start, stop) for start, stop in zip((0, *inner), (*inner, len(costs)), strict=True)]
         for inner in combinations(range(1, len(costs)), count - 1)
     ]
-    found = balanced(costs, count)
+    found = balanced_runs(costs, count)
     assert found in every
     assert uneven(found) == min(map(uneven, every))
 

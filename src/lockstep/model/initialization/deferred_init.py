@@ -1,10 +1,12 @@
 """Deferred initialization: a model is built without values, and the initial value of each tensor is
-computed alone. Under `KeyedInit` each random operation draws from a generator seeded by the
-operation's number, so its result does not depend on earlier operations. `DeferredModel.build` runs
-the user's factory on fake tensors and logs every operation that writes; `materialize` replays only
-the operations on which one tensor depends. Tensors made from values (lists, NumPy, a file), and
-results of such tensors alone, have their values at once. If Python asks for a value (`.item()`,
-`if mask.any():`), it is computed from the log."""
+computed alone.
+
+Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so
+its result does not depend on earlier operations. `DeferredModel.build` runs the user's factory on
+fake tensors and logs every operation that writes; `materialize` replays only the operations on
+which one tensor depends. Tensors made from values (lists, NumPy, a file), and results of such
+tensors alone, have their values at once. If Python asks for a value (`.item()`, `if mask.any():`),
+it is computed from the log."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.base.garbage import is_frozen
-from lockstep.base.torch_private import gradient_hooks, post_accumulate_hooks, storage_address
-from lockstep.model.initialization.fake_parameters import (
-    fake_parameters_keep_class,
-    replace_contents,
+from lockstep.base.torch_private import (
+    FAKE_PARAMETER_MARK,
+    FakeTensor,
+    FakeTensorMode,
+    gradient_hooks,
+    make_subclass,
+    post_accumulate_hooks,
+    storage_address,
+    swap_implementations,
 )
 from lockstep.model.initialization.operation_log import OperationLog, StorageView
 from lockstep.model.initialization.recorder import CannotDefer, InitRecorder, KeyedInit
@@ -94,9 +102,8 @@ class DeferredModel:
         """Bytes of the values from NumPy, lists and files, which stay in memory as long as this
         object."""
         made = sum(value.nbytes() for value in self._log.constants.values())
-        return made + sum(
-            source.nbytes for source in self._sources.values() if isinstance(source, Tensor)
-        )
+        given = (each for each in self._sources.values() if isinstance(each, Tensor))
+        return made + sum(each.nbytes for each in given)
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
@@ -122,20 +129,14 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
     if other:
         gc.collect()
         other = [fake for fake in _fakes(recorder) if id(fake) not in named]
-    _check(
-        recorder,
-        [
-            *named.values(),
-            *(("a tensor outside its parameters and buffers", tensor) for tensor in other),
-        ],
-    )
+    outside = [("a tensor outside its parameters and buffers", tensor) for tensor in other]
+    _check(recorder, [*named.values(), *outside])
     sources: dict[int, StorageView | Tensor] = {}
     for _, tensor in named.values():
         source = recorder.view(tensor) if recorder.is_fake(tensor) else None
-        before = replace_contents(
-            tensor,
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"),
-        )
+        shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        before = replace_contents(tensor, empty)
         sources[id(tensor)] = before.detach() if source is None else source
     for tensor in other:
         replace_contents(tensor, recorder.log.replay([recorder.view(tensor)])[0].clone())
@@ -195,3 +196,66 @@ def _reason(error: Exception, recorder: InitRecorder) -> str:
     operation = f"{recorder.failed}: " if error is recorder.failure else ""
     said = str(error) if isinstance(error, CannotDefer) else f"{type(error).__name__}: {error}"
     return place + operation + said
+
+
+def replace_contents(tensor: Any, new: Any) -> Any:
+    """Exchange two tensors' contents; `tensor` keeps identity, class and attributes. Returns its
+    former contents."""
+    kind = _plain_class(tensor)
+    if issubclass(kind, nn.Parameter):
+        new = make_subclass(kind, new, tensor.requires_grad)
+    else:
+        new.requires_grad_(tensor.requires_grad)
+    kept = {name: value for name, value in vars(tensor).items() if name not in _fake_attributes()}
+    former = vars(tensor).copy()
+    swap_implementations(tensor, new)
+    tensor.__class__, new.__class__ = new.__class__, tensor.__class__
+    vars(tensor).clear()
+    vars(tensor).update(kept)
+    vars(new).update(former)
+    return new
+
+
+def _plain_class(tensor: Any) -> Any:
+    """Return the class that a tensor would have if it were not fake."""
+    if not isinstance(tensor, FakeTensor):
+        return type(tensor)
+    if type(tensor) is not FakeTensor:
+        return type(tensor).__mro__[2]
+    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+
+
+@cache
+def _fake_attributes() -> frozenset[str]:
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(1))) | {FAKE_PARAMETER_MARK}
+
+
+@contextmanager
+def fake_parameters_keep_class(fake_class: Any, is_fake: Callable[[Any], bool]) -> Iterator[None]:
+    """Let fake parameters keep their subclass, and let `module.to` keep parameters with their
+    attributes."""
+    make: Any = nn.Parameter.__new__
+    swap: Any = torch.utils.swap_tensors
+
+    def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        parameter: Any = make(cls, data, requires_grad)
+        if cls is not nn.Parameter and is_fake(parameter):
+            parameter.__class__ = type(cls.__name__, (fake_class, cls), {})
+        return parameter
+
+    def swapped(one: Any, other: Any) -> None:
+        if is_fake(one) and is_fake(other):
+            former = one.detach()
+            one.data = other
+            other.data = former
+        else:
+            swap(one, other)
+
+    nn.Parameter.__new__ = made  # type: ignore[method-assign]
+    torch.utils.swap_tensors = swapped
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = make  # type: ignore[method-assign]
+        torch.utils.swap_tensors = swap

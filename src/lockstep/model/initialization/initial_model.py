@@ -17,7 +17,12 @@ from lockstep.base.torch_private import (
 )
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.model.consistency import check_checksums, check_structure, checksum, checksums_of
+from lockstep.model.consistency import (
+    check_checksums,
+    check_structure,
+    checksums_of,
+    tensor_checksum,
+)
 from lockstep.model.initialization.deferred_init import DeferredModel, build
 from lockstep.model.initialization.recorder import CannotDefer
 
@@ -53,9 +58,7 @@ class InitialModel:
                     deferred = DeferredModel.build(factory, key)
             except CannotDefer as error:
                 reason = str(error)
-            reason = next(
-                (each for each in mesh.world.gather_values(reason) if each is not None), None
-            )
+            reason = next(filter(None, mesh.world.gather_values(reason)), None)
             deferred = deferred if reason is None else None  # if one rank cannot defer, none does
         initial = cls(
             build(factory, key) if deferred is None else deferred.module, deferred, reason
@@ -72,22 +75,16 @@ class InitialModel:
         model."""
         if self.deferred is None:
             return
-        empty = {
-            id(tensor): tensor for tensor in (*part.parameters(), *part.buffers()) if tensor.is_meta
-        }
         values = {
-            number: self._value(tensor, self.deferred, device) for number, tensor in empty.items()
+            id(tensor): self._value(tensor, self.deferred, device)
+            for tensor in (*part.parameters(), *part.buffers())
+            if tensor.is_meta
         }
         for module in self.module.modules():
             tensors: tuple[dict[str, Any], ...] = own_parameters(module), own_buffers(module)
             for named in tensors:
-                named.update(
-                    {
-                        name: values[id(tensor)]
-                        for name, tensor in named.items()
-                        if id(tensor) in values
-                    }
-                )
+                for name, tensor in named.items():
+                    named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
         """Compute the values of these parts for `check_values`, which compares them with the rank
@@ -97,7 +94,7 @@ class InitialModel:
                 module = self.module.get_submodule(part)
                 for tensor in (*module.parameters(), *module.buffers()):
                     if (name := self.deferred.names[id(tensor)]) not in self.given:
-                        self.checksums[name] = checksum(self.deferred.materialize(tensor))
+                        self.checksums[name] = tensor_checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
         """Raise `RecipeError` on all ranks if two have different values of a tensor. Every rank
@@ -106,12 +103,11 @@ class InitialModel:
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:
         if (name := deferred.names[id(tensor)]) in self.given:
-            value = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
+            shape, stride = tensor.shape, tensor.stride()
+            value = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
         else:
             value = deferred.materialize(tensor)
-            self.checksums[name] = checksum(value)
+            self.checksums[name] = tensor_checksum(value)
             value = value.to(device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)

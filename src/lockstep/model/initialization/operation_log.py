@@ -98,11 +98,8 @@ class OperationLog:
         self._entries.append(entry)
 
     def is_whole(self, view: StorageView) -> bool:
-        return (
-            view.offset == 0
-            and view.bytes == self.storages[view.storage].nbytes()
-            and _is_dense(view)
-        )
+        is_full = view.bytes == self.storages[view.storage].nbytes()
+        return view.offset == 0 and is_full and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
         """Run the operations on which `views` depend again. Return their values at the end of the
@@ -165,11 +162,9 @@ class OperationLog:
 
     def _run(self, entry: LoggedOperation, values: dict[int, torch.UntypedStorage]) -> None:
         def real(item: Any) -> Any:
-            return (
-                item.of(self._value(item.storage, values))
-                if isinstance(item, StorageView)
-                else item
-            )
+            if not isinstance(item, StorageView):
+                return item
+            return item.of(self._value(item.storage, values))
 
         args, kwargs = tree_map(real, entry.args), tree_map(real, entry.kwargs)
         if entry.number is not None:
@@ -182,7 +177,7 @@ class OperationLog:
                 (args, kwargs),
             )
         torch.set_default_dtype(entry.dtype)
-        outputs = tensors_of(entry.func(*args, **kwargs))
+        outputs = tensor_leaves(entry.func(*args, **kwargs))
         for view, output in zip(entry.outputs, outputs, strict=True):
             if view is None:
                 continue
@@ -192,7 +187,7 @@ class OperationLog:
                 view.of(self._value(view.storage, values)).copy_(output)
 
 
-def tensors_of(tree: Any) -> list[Any]:
+def tensor_leaves(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

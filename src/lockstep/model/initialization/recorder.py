@@ -10,31 +10,26 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LockstepError
-from lockstep.base.torch_private import TorchDispatchMode, schema, storage_address, tree_map
+from lockstep.base.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    schema,
+    storage_address,
+    tree_map,
+)
 from lockstep.model.initialization.operation_log import (
     LoggedOperation,
     OperationLog,
     OperationSeeds,
     StorageView,
-    tensors_of,
+    tensor_leaves,
 )
 
-OVERWRITES = frozenset(
-    f"aten::{name}_"
-    for name in (
-        "normal",
-        "uniform",
-        "exponential",
-        "random",
-        "log_normal",
-        "cauchy",
-        "geometric",
-        "bernoulli",
-        "fill",
-        "zero",
-        "copy",
-    )
-)
+DRAWN = "normal uniform exponential random log_normal cauchy geometric bernoulli"
+OVERWRITES = frozenset(f"aten::{name}_" for name in f"{DRAWN} fill zero copy".split())
 """In-place operations whose result does not depend on the former contents."""
 
 
@@ -78,14 +73,6 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
-        # Importing it takes a quarter of a second.
-        from lockstep.base.torch_private import (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            FakeTensor,
-            FakeTensorMode,
-        )
-
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake_class = FakeTensor
         self._needs_values = (DataDependentOutputException, DynamicOutputShapeException)
@@ -106,7 +93,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
 
     def values(self, tree: Any) -> Any:
         """Return `tree` with the values of its tensors."""
-        views = [self.view(item) for item in tensors_of(tree) if self.is_fake(item)]
+        views = [self.view(item) for item in tensor_leaves(tree) if self.is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
 
@@ -121,7 +108,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
             raise
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_of((args, kwargs))
+        tensors = tensor_leaves((args, kwargs))
         given = _generator(args, kwargs)
         number = self.seeds.next() if _draws(func) and given is None else None
         if not any(map(self.is_fake, tensors)) and (tensors or _is_empty(func, args, kwargs)):
@@ -165,7 +152,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
     def _record(
         self, func: Any, args: Any, kwargs: Any, out: Any, number: int | None, state: Tensor | None
     ) -> None:
-        inputs = tensors_of((args, kwargs))
+        inputs = tensor_leaves((args, kwargs))
         written = [self.view(tensor) for tensor in _written(func, args, kwargs)]
         outputs, new = self._outputs(out)
         if not written and not new:
@@ -193,7 +180,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         """Return an operation's outputs as in `LoggedOperation.outputs`, and the new storages."""
         outputs: list[StorageView | None] = []
         new: set[int] = set()
-        for tensor in tensors_of(out):
+        for tensor in tensor_leaves(out):
             if tensor.device.type != "cpu":
                 raise CannotDefer(f"it makes a tensor on the device {tensor.device}")
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -238,7 +225,7 @@ def _draws(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     positions, names = _writes(func)
-    return tensors_of(
+    return tensor_leaves(
         (
             [args[place] for place in positions if place < len(args)],
             [kwargs[name] for name in names if name in kwargs],

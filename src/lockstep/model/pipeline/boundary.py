@@ -1,13 +1,43 @@
-"""The boundary between two stages of a pipeline: a tensor or a tuple of tensors."""
+"""A pipeline's microbatches, and the boundary between stages: a tensor or a tuple of tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.base.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLoss:
+    """A microbatch's loss, as scalars: the backward accumulates the gradient of `grad_output *
+    total`."""
+
+    total: Tensor
+    grad_output: Tensor
+    record: Sequence[Tensor | float]
+    """Numbers that are sent to every rank, such as the loss's value and weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineMicrobatch:
+    """One microbatch. Every rank has the same ones in the same order; a rank may pass anything for
+    functions that it does not call."""
+
+    position: tuple[int, ...]
+    """The start of its random streams, see `ModuleRandomStreams.start`."""
+    inputs: Callable[[], Any]
+    """The first part's arguments: a tuple, a dict of keywords, or one tensor. Called twice, on the
+    first rank."""
+    score: Callable[[Any], Any]
+    """(output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last
+    rank."""
+    is_dummy: bool = False
+    """True if it is computed only for other ranks' collectives."""
 
 
 class Boundary(NamedTuple):
@@ -80,10 +110,9 @@ class Boundary(NamedTuple):
             )
 
     def describe(self) -> str:
-        each = zip(self.dtypes, self.shapes, self.gradients, strict=True)
         listed = ", ".join(
             f"{dtype} {list(shape)}{'' if gradient else ' without gradient'}"
-            for dtype, shape, gradient in each
+            for dtype, shape, gradient in zip(self.dtypes, self.shapes, self.gradients, strict=True)
         )
         return listed if self.single else f"({listed})"
 
@@ -123,14 +152,11 @@ class _StageOutputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return tuple(
-            gradient if needs else None
-            for gradient, needs in zip(gradients, ctx.needs_input_grad, strict=True)
-        )
+        needed = zip(gradients, ctx.needs_input_grad, strict=True)
+        return tuple(gradient if needs else None for gradient, needs in needed)
 
 
 def _identity(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    ctx.mark_non_differentiable(
-        *(output for output, needs in zip(outputs, ctx.needs_input_grad, strict=True) if not needs)
-    )
+    needed = zip(outputs, ctx.needs_input_grad, strict=True)
+    ctx.mark_non_differentiable(*(output for output, needs in needed if not needs))
     return outputs

@@ -1,24 +1,148 @@
-"""Discovery of the shapes that a pipeline's stages exchange: one microbatch of each kind is
-computed stage by stage. Torch's own shape inference repeats every part and the loss for each
-schedule, and deadlocks if one rank fails."""
+"""Discovery of the shapes that a pipeline's stages exchange, and errors that reach every rank.
+
+One microbatch of each kind is computed stage by stage. Torch's own shape inference repeats every
+part and the loss for each schedule, and deadlocks if one rank fails."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base.errors import RecipeError
+from lockstep.base import errors
+from lockstep.base.errors import LockstepError, RecipeError, UserError
 from lockstep.base.torch_private import tree_leaves
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, sendable_outputs
-from lockstep.model.pipeline.failure import PipelineFailure
-from lockstep.model.pipeline.microbatch import PipelineMicrobatch
-from lockstep.model.pipeline.sequential_check import SequentialCheck
+from lockstep.model.pipeline.boundary import Boundary, PipelineMicrobatch, sendable_outputs
 from lockstep.model.pipeline.stage import StageForwards, call_with, unchanged_buffers
+
+
+class StageFailed(LockstepError):
+    """Another rank of the pipeline failed with an error that is not a user's mistake."""
+
+
+class PipelineFailure:
+    """The first error on this rank since `clear`. Every rank of the pipeline has one."""
+
+    def __init__(self, world: World) -> None:
+        self.error: Exception | None = None
+        self._world = world
+
+    def raise_on_all_ranks(self, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`. If it fails on any rank, every rank raises. Every rank calls it."""
+        self.error, result = None, None
+        try:
+            result = compute()
+        except Exception as error:
+            self.error = error
+        self.raise_if_any()
+        return result
+
+    def raise_if_any(self) -> None:
+        """Raise on every rank if any rank has an error. Every rank calls it."""
+        # exchanged between hosts, which do not wait for their devices
+        if self._world.any(self.error is not None):
+            self.raise_known()
+
+    def raise_known(self) -> None:
+        """Raise this rank's error, or the first of another rank. Every rank calls it once all know
+        of an error."""
+        mine, self.error = self.error, None
+        told = None if mine is None else [type(mine).__name__, str(mine)]
+        everyone = self._world.gather_values(told)
+        if mine is not None:
+            raise mine
+        rank = next(rank for rank, theirs in enumerate(everyone) if theirs is not None)
+        name, text = everyone[rank]
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, UserError):
+            raise kind(text)
+        raise StageFailed(f"rank {rank} of the pipeline failed: {name}: {text}")
+
+
+class SequentialCheck:
+    """The parts of a model, and its original forward. Create it before any axis changes the
+    modules' calls."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
+        self._forward = model.forward
+        self._parts = parts
+        self._modules = [model.get_submodule(name) for name in parts]
+        self._forwards = {id(module): module.forward for module in model.modules()}
+
+    def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
+        """Raise `RecipeError` unless the forward passes each part the output of the one before, and
+        returns the last. `call`: calls a function with the model's inputs. The parts are not
+        computed, so they need no values."""
+        handed: list[_Placeholder] = []
+        original: Any = nn.Module.__call__
+        known = {id(module) for module in self._modules}
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(module) not in known:
+                return self._forwards.get(id(module), partial(original, module))(*args, **kwargs)
+            place = len(handed)
+            if place == len(self._modules) or module is not self._modules[place]:
+                raise _NotSequential(self._out_of_turn(place))
+            if handed and (kwargs or len(args) != 1 or args[0] is not handed[-1]):
+                before = self._parts[place - 1]
+                raise _NotSequential(
+                    f"must call {self._parts[place]!r} with exactly one argument, the output of "
+                    f"{before!r}"
+                )
+            handed.append(_Placeholder(self._parts[place]))
+            return handed[-1]
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+        try:
+            with torch.no_grad():
+                returned = call(self._forward)
+            if len(handed) < len(self._modules) or returned is not handed[-1]:
+                raise _NotSequential(
+                    f"returns something other than the output of {self._parts[-1]!r}"
+                )
+        except Exception as error:
+            raise RecipeError(self._said(error, len(handed))) from error
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    def _out_of_turn(self, place: int) -> str:
+        if place == len(self._parts):
+            return f"calls a part after {self._parts[-1]!r}, the last one"
+        after = f"after {self._parts[place - 1]!r}" if place else "first"
+        return f"calls another part instead of {self._parts[place]!r}, which comes {after}"
+
+    def _said(self, error: Exception, place: int) -> str:
+        after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
+        own = f"has code of its own {after} ({type(error).__name__}: {error})"
+        return (
+            f"the model's forward {error if isinstance(error, _NotSequential) else own}; a "
+            "pipeline calls only the recipe's stages, each with the output of the one before; "
+            "move other code into a part, or name parts that hold it"
+        )
+
+
+class _NotSequential(Exception):
+    pass
+
+
+class _Placeholder:
+    """A part's output, which the forward can only pass on."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __iter__(self) -> Any:
+        raise _NotSequential(f"takes the output of {self._part!r} apart")
+
+    def __getitem__(self, _: Any) -> Any:
+        self.__iter__()
+
 
 FAILED = -1
 
@@ -55,12 +179,8 @@ class BoundaryDiscovery:
         """The first microbatch of each new kind; if ranks run in lockstep, of each kind that is new
         to any rank."""
         if self._forwards.lockstep_ranks is None:
-            firsts = {
-                key: index
-                for index, key in reversed(list(enumerate(keys)))
-                if key not in self._known
-            }
-            return sorted(firsts.values())
+            new_kinds = dict.fromkeys(key for key in keys if key not in self._known)
+            return [keys.index(key) for key in new_kinds]
         new = torch.tensor([float(key not in self._known) for key in keys])
         self._forwards.lockstep_ranks.all_reduce(new)
         return [index for index, flag in enumerate(new.tolist()) if flag]
@@ -88,10 +208,9 @@ class BoundaryDiscovery:
         if self._model.training not in self._checked_modes:
             self._sequential_check.check(lambda forward: call_with(forward, inputs))
             self._checked_modes.add(self._model.training)
-        leaves = tree_leaves(inputs)
         described = [
             (list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__
-            for leaf in leaves
+            for leaf in tree_leaves(inputs)
         ]
         text = f"{described} {self._model.training}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import schedule_losses
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, received_inputs, sendable_outputs
-from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
-from lockstep.model.pipeline.failure import PipelineFailure
-from lockstep.model.pipeline.microbatch import PipelineMicrobatch
+from lockstep.model.pipeline.boundary import (
+    Boundary,
+    PipelineMicrobatch,
+    received_inputs,
+    sendable_outputs,
+)
+from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery, PipelineFailure
 from lockstep.model.pipeline.stage import (
     ONE_STAGE_A_RANK,
     SEVERAL_STAGES_A_RANK,
@@ -101,15 +105,13 @@ class Pipeline:
         self._run_all(microbatches, backward=True)
         if accelerator.is_accelerator(self.world.device):
             self._failure.raise_if_any()
-        flat = torch.zeros(
-            len(microbatches) * columns + 1, dtype=torch.float64, device=self.world.device
-        )
+        size, device = len(microbatches) * columns + 1, self.world.device
+        flat = torch.zeros(size, dtype=torch.float64, device=device)
         if self._failure.error is not None:
             flat[-1] = 1.0
         elif self.world.rank == self.last_rank:
-            numbers = [
-                number for index in range(len(microbatches)) for number in self._results[index]
-            ]
+            rows = map(self._results.__getitem__, range(len(microbatches)))
+            numbers = [number for row in rows for number in row]
             flat[:-1] = torch.stack([_float64(number, flat.device) for number in numbers])
         self._microbatches, self._results = (), {}
         dist.all_reduce(flat, group=self._group)
@@ -127,26 +129,20 @@ class Pipeline:
         self._run_all(microbatches, backward=False)
         results, self._microbatches, self._results = self._results, (), {}
         self._failure.raise_if_any()
-        return (
-            [results[index] for index in range(len(microbatches))]
-            if self.world.rank == self.last_rank
-            else []
-        )
+        if self.world.rank != self.last_rank:
+            return []
+        return [results[index] for index in range(len(microbatches))]
 
     def _run_all(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
         self._microbatches, self._results = microbatches, {}
         self._failure.error = None
         self._routes = self._discovery.routes(microbatches, backward=backward)
         start = 0
-        for stop in range(1, len(microbatches) + 1):
-            if stop == len(microbatches) or _signatures(self._routes[stop]) != _signatures(
-                self._routes[start]
-            ):
-                for first, end, schedule in schedule_calls(
-                    stop - start, self.stages, self.schedule
-                ):
-                    self._run_schedule(start + first, start + end, schedule, backward)
-                start = stop
+        for _, alike in groupby(self._routes, _signatures):
+            count = len(list(alike))
+            for first, end, schedule in schedule_calls(count, self.stages, self.schedule):
+                self._run_schedule(start + first, start + end, schedule, backward)
+            start += count
 
     def _run_schedule(self, start: int, stop: int, schedule: str, backward: bool) -> None:
         key = stop - start, schedule, _signatures(self._routes[start]), backward
@@ -156,11 +152,8 @@ class Pipeline:
             )
         run, stages = self._schedules[key]
         for stage in stages:
-            stage.first, stage.routes, stage.losses = (
-                start,
-                self._routes[start:stop],
-                schedule_losses(run),
-            )
+            stage.first, stage.routes = start, self._routes[start:stop]
+            stage.losses = schedule_losses(run)
             stage.around = lambda chunk: self._forwards.computing(self._microbatches[start + chunk])
             stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
         try:
@@ -195,9 +188,8 @@ class Pipeline:
             for local, stage in enumerate(self._forwards.own)
         ]
         if schedule in ONE_STAGE_A_RANK:
-            if not backward:
-                schedule = "gpipe"
-            return ONE_STAGE_A_RANK[schedule](stages[0], count, loss, scale_grads=False), stages
+            kind = ONE_STAGE_A_RANK[schedule if backward else "gpipe"]
+            return kind(stages[0], count, loss, scale_grads=False), stages
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
@@ -224,11 +216,9 @@ class Pipeline:
         if stage < len(route):
             route[stage].check(value, self.stages.last_part(stage))
             return sendable_outputs(value)
-        return (
-            value.total * value.grad_output
-            if torch.is_grad_enabled()
-            else torch.zeros((), device=self.world.device)
-        )
+        if torch.is_grad_enabled():
+            return value.total * value.grad_output
+        return torch.zeros((), device=self.world.device)
 
     def _missing_gradient(self, stage: int) -> None:
         first = self.stages.parts[self.stages.ranges[stage].start]
@@ -248,16 +238,15 @@ class Pipeline:
         )
         route = self._routes[index]
         if stage == len(route):
-            return (
-                link if link.requires_grad or not torch.is_grad_enabled() else link.requires_grad_()
-            )
+            has_gradient = link.requires_grad or not torch.is_grad_enabled()
+            return link if has_gradient else link.requires_grad_()
         outputs = []
         for tensor in route[stage].tensors(self.world.device):
             zeros = torch.zeros_like(tensor)
-            if tensor.requires_grad:
-                zeros = (
-                    zeros + link.to(zeros.dtype) if link.requires_grad else zeros.requires_grad_()
-                )
+            if tensor.requires_grad and link.requires_grad:
+                zeros = zeros + link.to(zeros.dtype)
+            elif tensor.requires_grad:
+                zeros.requires_grad_()
             outputs.append(zeros)
         return tuple(outputs)
 

@@ -22,8 +22,7 @@ from torch.distributed.pipelining import (
 
 from lockstep.base.torch_private import stage_input_gradients
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, received_inputs
-from lockstep.model.pipeline.microbatch import PipelineMicrobatch
+from lockstep.model.pipeline.boundary import Boundary, PipelineMicrobatch, received_inputs
 from lockstep.model.pipeline.stages import Stages
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
@@ -53,16 +52,14 @@ class VariableShapeStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
-            self._renew(
-                self.args_recv_info[fwd_chunk_id], self.routes[fwd_chunk_id][self.stage_index - 1]
-            )
+            before = self.routes[fwd_chunk_id][self.stage_index - 1]
+            self._renew(self.args_recv_info[fwd_chunk_id], before)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
-            self._renew(
-                self.grad_recv_info[bwd_chunk_id], self.routes[bwd_chunk_id][self.stage_index]
-            )
+            after = self.routes[bwd_chunk_id][self.stage_index]
+            self._renew(self.grad_recv_info[bwd_chunk_id], after)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -110,9 +107,8 @@ class VariableShapeStage(PipelineStage):
     def _free(self, received: Sequence[Any]) -> None:
         for info in received:
             if info.buffer is not None:
-                info.buffer = (
-                    None if _allocates_at_receive(info) else torch.empty(0, device=self.device)
-                )
+                empty = torch.empty(0, device=self.device)
+                info.buffer = None if _allocates_at_receive(info) else empty
 
     def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
         for info, tensor in zip(received, boundary.tensors("meta"), strict=True):
@@ -206,13 +202,9 @@ class StageForwards:
 
 def call_with(function: Callable[..., Any], inputs: Any) -> Any:
     """Call the function with a tuple of arguments, a dict of keywords, or one argument."""
-    return (
-        function(**inputs)
-        if isinstance(inputs, dict)
-        else function(*inputs)
-        if isinstance(inputs, tuple)
-        else function(inputs)
-    )
+    if isinstance(inputs, dict):
+        return function(**inputs)
+    return function(*inputs) if isinstance(inputs, tuple) else function(inputs)
 
 
 @contextmanager

@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from torch import nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
-from lockstep.model.blocks import check_not_nested, matching_names, numel, outermost, tensors_of
+from lockstep.model.blocks import check_not_nested, matching_names, module_tensors, numel, outermost
 
 STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
 """The number of stages that a schedule puts on each rank."""
@@ -58,12 +59,7 @@ class Stages:
             )
         modules = [model.get_submodule(name) for name in parts]
         costs = [numel(module) for module in modules] if costs is None else costs
-        units = _units(
-            [
-                any(parameter.requires_grad for parameter in module.parameters())
-                for module in modules
-            ]
-        )
+        units = _units([any(each.requires_grad for each in part.parameters()) for part in modules])
         count = ranks * per_rank
         if count > len(units):
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
@@ -73,7 +69,7 @@ class Stages:
                 f"parameters for {len(units)} (from {', '.join(names)}); each stage needs at least "
                 "one; use a smaller pipeline, or name smaller parts in Recipe.stages"
             )
-        runs = balanced([sum(costs[place] for place in unit) for unit in units], count)
+        runs = balanced_runs([sum(costs[place] for place in unit) for unit in units], count)
         ranges = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
         _check_statistics(model, parts, ranges)
         return cls(tuple(parts), ranges, ranks, _shared_parameters(model, parts, ranges, ranks))
@@ -112,7 +108,7 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
     return parts
 
 
-def balanced(costs: Sequence[float], count: int) -> list[range]:
+def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
     """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum, and then
     most evenly."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
@@ -154,7 +150,7 @@ def check_microbatches(count: int, stages: Stages) -> None:
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
     """Remove the parameters and buffers outside of these parts. Modules and names of other tensors
     stay."""
-    held = {id(tensor) for name in names for tensor in tensors_of(model.get_submodule(name))}
+    held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
             for name, tensor in tensors.items():
@@ -175,7 +171,7 @@ def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _check_complete(model: nn.Module, parts: Sequence[str]) -> None:
-    held = {id(tensor) for name in parts for tensor in tensors_of(model.get_submodule(name))}
+    held = {id(tensor) for name in parts for tensor in module_tensors(model.get_submodule(name))}
     left_out = [
         name
         for named in (model.named_parameters, model.named_buffers)
@@ -197,11 +193,9 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
         for place in places:
             for module in model.get_submodule(parts[place]).modules():
                 first, part = holders.setdefault(id(module), (stage, parts[place]))
-                if (
-                    first != stage
-                    and isinstance(module, BatchNormBase)
-                    and module.running_mean is not None
-                ):
+                if first == stage or not isinstance(module, BatchNormBase):
+                    continue
+                if module.running_mean is not None:
                     raise RecipeError(
                         f"the stages {part!r} and {parts[place]!r} share a "
                         f"{type(module).__name__}; its running statistics follow from all of its "
@@ -231,11 +225,7 @@ def _units(trainable: Sequence[bool]) -> list[range]:
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
-    starts[0] = 0
-    return [
-        range(start, stop)
-        for start, stop in zip(starts, [*starts[1:], len(trainable)], strict=True)
-    ]
+    return [range(*bounds) for bounds in pairwise([0, *starts[1:], len(trainable)])]
 
 
 def _best(
@@ -248,21 +238,14 @@ def _best(
     """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop has the
     least value of costs[:stop] in `row` runs with no sum above `most`, and the start of the last
     run."""
-    length = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    length, sums = len(costs), list(accumulate(costs, initial=0.0))
     table = [(math.inf, 0)] * ((count + 1) * (length + 1))
     table[0] = (0.0, 0)
     for row in range(1, count + 1):
         for stop in range(row, length - count + row + 1):
+            before = (row - 1) * (length + 1)
             options = [
-                (
-                    join(
-                        table[(row - 1) * (length + 1) + start][0], value(sums[stop] - sums[start])
-                    ),
-                    start,
-                )
+                (join(table[before + start][0], value(sums[stop] - sums[start])), start)
                 for start in range(row - 1, stop)
                 if sums[stop] - sums[start] <= most
             ]

@@ -64,28 +64,15 @@ def tensor_parallel(
     for name, style in styles.items():
         layer, hooks = model.get_submodule(name), _ShardedLayer(name, style, unsharded_now)
         materialize(layer)
-        placing: Any = (
-            hooks.place_input,
-            hooks.place_output,
-        )  # torch's types say less than its docs
+        # torch's types say less than its docs
+        placing: Any = hooks.place_input, hooks.place_output
         distribute_module(layer, mesh, hooks.shard_parameters, *placing)
     for names in shared:
         share_parameter(model, names)
     features = ShardedFeatures(mesh)
-    check = FirstForwardCheck(
-        model,
-        [name for name, style in styles.items() if STYLES[style].exposes_shards],
-        unsharded_now,
-    )
-    owners = {name.rpartition(".")[0] for name in styles}
-    around = {
-        "",
-        *(
-            owner[:end]
-            for owner in owners
-            for end in (*(dot.start() for dot in re.finditer(r"\.", owner)), len(owner))
-        ),
-    }
+    exposed = [name for name, style in styles.items() if STYLES[style].exposes_shards]
+    check = FirstForwardCheck(model, exposed, unsharded_now)
+    around = {"", *(name[: dot.start()] for name in styles for dot in re.finditer(r"\.", name))}
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
@@ -144,9 +131,8 @@ class _ShardedLayer:
             )
         given = inputs[0]
         if not isinstance(given, DTensor):
-            given = DTensor.from_local(
-                given, mesh, (self._placement(module, given, mesh.size()),), run_check=False
-            )
+            placements = (self._placement(module, given, mesh.size()),)
+            given = DTensor.from_local(given, mesh, placements, run_check=False)
         if self._style.input_layout == "sequence" and given.dim() < 2:
             raise RecipeError(
                 f"{self._name} has the style 'sequence' and an input of shape {tuple(given.shape)};"
@@ -165,11 +151,8 @@ class _ShardedLayer:
         if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
             return Shard(given.dim() - 1)
         if wants_shard:
-            remedy = (
-                "'rowwise_split'"
-                if given.shape[-1] == sizes_of(module)[1]
-                else "a 'colwise' layer before it"
-            )
+            is_whole = given.shape[-1] == sizes_of(module)[1]
+            remedy = "'rowwise_split'" if is_whole else "a 'colwise' layer before it"
             raise RecipeError(
                 f"{self._name} has the style {self._style_name!r} and {sizes_of(module)[1]} "
                 f"inputs, split over {size} ranks, but got {given.shape[-1]}; give it {remedy}, or "
@@ -187,9 +170,8 @@ class _ShardedLayer:
         if self._name in self._unsharded_now:
             return output
         layouts: dict[str, Placement] = {"replicated": Replicate(), "sequence": Shard(1)}
-        spread = output.redistribute(
-            placements=(layouts.get(self._style.output_layout, Shard(output.dim() - 1)),)
-        )
+        layout = layouts.get(self._style.output_layout, Shard(output.dim() - 1))
+        spread = output.redistribute(placements=(layout,))
         if self._style.output_layout == "classes":
             logits: Tensor = as_sharded_logits(spread)
             return logits
@@ -224,9 +206,8 @@ class _TensorParallelForward:
         """Replace the forward in a new class of the module, so that a copy of the module runs its
         own forward."""
         if "forward" in vars(module):  # an attribute of the module, which goes before its class's
-            module.forward = functools.wraps(module.forward)(
-                functools.partial(self.run, module, module.forward)
-            )
+            run = functools.partial(self.run, module, module.forward)
+            module.forward = functools.wraps(module.forward)(run)
         else:
             kind: Any = type(module)
             module.__class__ = _class_with_tensor_parallel_forward(kind)
@@ -250,13 +231,11 @@ class _TensorParallelForward:
 def _class_with_tensor_parallel_forward(kind: Any) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return self.lockstep_forward.run(
-            self, functools.partial(kind.forward, self), *arguments, **keywords
-        )
+        own = functools.partial(kind.forward, self)
+        return self.lockstep_forward.run(self, own, *arguments, **keywords)
 
-    made: type[nn.Module] = type(
-        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__}
-    )
+    members = {"forward": forward, "__module__": kind.__module__}
+    made: type[nn.Module] = type(kind.__name__, (kind,), members)
     return made
 
 

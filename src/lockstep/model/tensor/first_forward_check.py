@@ -11,6 +11,7 @@ one attention's, or one MLP's. Both forwards leave out arguments other than tens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,24 +59,23 @@ class FirstForwardCheck:
         outputs are sharded."""
         if self._comparing or not self._unchecked:
             return
+        prefix = f"{name}." if name else ""
         inside = [
             layer
             for layer in self._modules
-            if layer in self._unchecked and (not name or layer.startswith(f"{name}."))
+            if layer in self._unchecked and layer.startswith(prefix)
         ]
         if not inside:
             return
-        kind = (
-            type(module),
-            tuple((layer.removeprefix(name), type(self._modules[layer])) for layer in inside),
+        layers = [(layer.removeprefix(name), type(self._modules[layer])) for layer in inside]
+        kind, most = (
+            (type(module), *layers),
+            max(MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2),
         )
-        if kind not in self._checked_kinds and self._size(inside) <= max(
-            MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2
-        ):
+        if kind not in self._checked_kinds and self._size(inside) <= most:
             given = [_plain(list(arguments)), _plain(keywords)]
-            blocks = any(
-                isinstance(child, FSDPModule) for child in module.modules() if child is not module
-            )
+            _, *children = module.modules()
+            blocks = any(isinstance(child, FSDPModule) for child in children)
             if blocks or any(is_sharded(leaf) for leaf in tree_leaves(given)):
                 return
             given = tree_map(
@@ -145,12 +145,9 @@ class FirstForwardCheck:
             if torch.is_autocast_enabled(truth.device.type):
                 kinds.append(torch.get_autocast_dtype(truth.device.type))
             allowed = ROUNDINGS * max(torch.finfo(kind).eps for kind in kinds) ** 0.5
-            same_shape = found.shape == truth.shape
-            error = (
-                float((found.double() - truth.double()).norm() / truth.double().norm())
-                if same_shape
-                else float("inf")
-            )
+            error = math.inf
+            if found.shape == truth.shape:
+                error = float((found.double() - truth.double()).norm() / truth.double().norm())
             if error > allowed:
                 raise RecipeError(
                     f"{name} computes something else with its layers "

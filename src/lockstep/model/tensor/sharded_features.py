@@ -39,34 +39,13 @@ MARK = "_lockstep_sharded"
 SEEDS = 2**32
 DROPOUT = {F.dropout: "p", torch.dropout: "p"}
 RANDOM = frozenset(
-    {
-        *(
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.alpha_dropout,
-            F.feature_alpha_dropout,
-            F.gumbel_softmax,
-            F.rrelu,
-        ),
-        *(
-            torch.rand_like,
-            torch.randn_like,
-            torch.randint_like,
-            torch.bernoulli,
-            torch.multinomial,
-            torch.normal,
-            torch.poisson,
-        ),
-        *(
-            Tensor.bernoulli,
-            Tensor.bernoulli_,
-            Tensor.normal_,
-            Tensor.uniform_,
-            Tensor.exponential_,
-            Tensor.multinomial,
-        ),
-    }
+    getattr(owner, name)
+    for owner, names in {
+        F: "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax rrelu",
+        torch: "rand_like randn_like randint_like bernoulli multinomial normal poisson",
+        Tensor: "bernoulli bernoulli_ normal_ uniform_ exponential_ multinomial",
+    }.items()
+    for name in names.split()
 )
 """Functions that draw random numbers."""
 
@@ -183,11 +162,8 @@ class ShardedFeatures(TorchFunctionMode):
         if func not in DROPOUT:
             return None
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        tensor, p, training = (
-            given["input"],
-            given.get("p", given.get("train", 0.5)),
-            given.get("training", given.get("train", True)),
-        )
+        tensor, p = given["input"], given.get("p", given.get("train", 0.5))
+        training = given.get("training", given.get("train", True))
         return (lambda: self._masked(tensor, p)) if training and p else None
 
     def _masked(self, tensor: Tensor, p: float) -> Tensor:
@@ -234,22 +210,15 @@ class ShardedFeatures(TorchFunctionMode):
                 tensor.repeat_interleave(groups, -3) if groups > 1 else tensor
                 for tensor in (key, value)
             )
-            scores = (
-                query
-                @ keys.transpose(-2, -1)
-                * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-            )
-            allowed = attn_mask
+            factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+            scores, allowed = query @ keys.transpose(-2, -1) * factor, attn_mask
             if is_causal:
-                allowed = torch.ones(
-                    scores.shape[-2:], dtype=torch.bool, device=scores.device
-                ).tril()
-            if allowed is not None:
-                scores = (
-                    scores.masked_fill(~allowed, -math.inf)
-                    if allowed.dtype is torch.bool
-                    else scores + allowed
-                )
+                whole = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+                allowed = whole.tril()
+            if allowed is not None and allowed.dtype is torch.bool:
+                scores = scores.masked_fill(~allowed, -math.inf)
+            elif allowed is not None:
+                scores = scores + allowed
             return self._masked(scores.softmax(-1), dropout_p) @ values
 
         return attend

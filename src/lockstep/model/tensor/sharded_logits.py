@@ -23,34 +23,33 @@ from lockstep.base.torch_private import (
 )
 
 KEEPS_CLASSES = frozenset(
-    {
-        *(
-            "view",
-            "reshape",
-            "flatten",
-            "unflatten",
-            "squeeze",
-            "unsqueeze",
-            "transpose",
-            "permute",
-            "movedim",
-            "contiguous",
-        ),
-        *(
-            "float",
-            "double",
-            "to",
-            "detach",
-            "__getitem__",
-            "__get__",
-            "size",
-            "dim",
-            "numel",
-            "stride",
-            "__len__",
-        ),
-        *("register_hook", "retain_grad", "is_floating_point", "_is_view"),
-    }
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "permute",
+        "movedim",
+        "contiguous",
+        "float",
+        "double",
+        "to",
+        "detach",
+        "__getitem__",
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "__len__",
+        "register_hook",
+        "retain_grad",
+        "is_floating_point",
+        "_is_view",
+    ]
 )
 """Names of functions that compute nothing: their result is still sharded, or no tensor."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
@@ -140,16 +139,13 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    dim = 1 if isinstance(input, ShardedLogits) and input.dim() > 1 else 0
-    indices = (
-        isinstance(target, Tensor)
-        and not isinstance(target, DTensor)
-        and not target.is_floating_point()
-    )
     usual = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not (
-        isinstance(input, ShardedLogits) and input.placements == (Shard(dim),) and indices and usual
-    ):
+    if not usual or not isinstance(input, ShardedLogits) or not isinstance(target, Tensor):
+        return None
+    dim = 1 if input.dim() > 1 else 0
+    if input.placements != (Shard(dim),) or isinstance(target, DTensor):
+        return None
+    if target.is_floating_point():
         return None
     part = local_shard(input).movedim(dim, -1)
     if torch.is_autocast_enabled(part.device.type):

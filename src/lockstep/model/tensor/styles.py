@@ -1,5 +1,5 @@
-"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module. No
-communication."""
+"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module, also
+of layers that peft has wrapped in LoRA adapters. No communication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
 from lockstep.model.blocks import matching_names
-from lockstep.model.tensor.adapters import styles_with_adapters, without_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,11 @@ HUGGING_FACE = {
 }
 """Styles by their names in transformers."""
 
+SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
+    "embedding": {0: "embedding", 1: "colwise_gathered"},
+    "linear": {0: "vocabulary", 1: "rowwise_split"},
+}
+"""Kind of a layer without a style -> dim of its shared weight that is sharded -> its style."""
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
@@ -164,11 +168,8 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
             )
         # a plan of transformers may name layers of other models
         if source or any(fnmatchcase(name, pattern) for name in names):
-            chosen.update(
-                dict.fromkeys(
-                    matching_names(names, pattern, f"{source} has", "blocks.*.query"), style
-                )
-            )
+            matching = matching_names(names, pattern, f"{source} has", "blocks.*.query")
+            chosen |= dict.fromkeys(matching, style)
     if not chosen:
         raise RecipeError(
             f"the plan of {type(model).__name__} matches none of its modules; give Recipe.tensor a"
@@ -196,10 +197,7 @@ def _add_layers_with_shared_weights(model: nn.Module, chosen: dict[str, str]) ->
             if name in chosen:
                 continue
             kind = kind_of(model.get_submodule(name))
-            style = {
-                "embedding": {0: "embedding", 1: "colwise_gathered"},
-                "linear": {0: "vocabulary", 1: "rowwise_split"},
-            }.get(kind, {})
+            style = SAME_SHARDS.get(kind, {})
             if len(dims) == 1 and (dim := next(iter(dims))) in style:
                 chosen[name] = style[dim]
         dims = {
@@ -326,3 +324,45 @@ def shard_dim(module: nn.Module, parameter: str, style: str) -> int | None:
         return 0
     transposed = is_transposed(module) or isinstance(module, nn.Embedding)
     return int((shards == "inputs") != transposed)
+
+
+_ADAPTER_STYLES = {
+    "colwise": ("", "colwise"),
+    "colwise_gathered": ("", ""),
+    "rowwise": ("rowwise", ""),
+    "rowwise_split": ("", ""),
+}
+"""Style of a layer -> styles of its adapter's matrices: features -> rank, and rank -> features. "":
+unsharded."""
+
+
+def without_adapters(model: Any) -> tuple[str, Any]:
+    """Return the name and the module of the model that peft has wrapped; ("", `model`) for any
+    other."""
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return "", model
+    inner = model.get_base_model()
+    return next(name for name, module in model.named_modules() if module is inner), inner
+
+
+def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles, with each wrapper's replaced by styles of its layer and adapters."""
+    found: dict[str, str] = {}
+    for name, style in chosen.items():
+        module: Any = model.get_submodule(name)
+        if not all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B")):
+            found[name] = style
+            continue
+        if style not in _ADAPTER_STYLES:
+            raise RecipeError(
+                f"the style {style!r} for {name!r}, a layer with LoRA adapters; they can be sharded"
+                f" with {', '.join(_ADAPTER_STYLES)}; leave the layer out of the plan, by a map in"
+                " Recipe.tensor, or out of LoraConfig.target_modules"
+            )
+        found[f"{name}.base_layer"] = style
+        for part, adapter_style in zip(("lora_A", "lora_B"), _ADAPTER_STYLES[style], strict=True):
+            if adapter_style:
+                found |= {
+                    f"{name}.{part}.{adapter}": adapter_style for adapter in getattr(module, part)
+                }
+    return found

@@ -22,8 +22,7 @@ from lockstep.base.torch_private import disable_current_modes, tree_map
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 from lockstep.model.pipeline.boundary import Boundary
-from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery
-from lockstep.model.pipeline.failure import PipelineFailure
+from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery, PipelineFailure
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.planner.tracing.torch_fakes import (
     IS_PINNED,

@@ -34,8 +34,8 @@ from lockstep.base.torch_private import (
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
-from lockstep.model.autocast_weights import check_uses
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
+from lockstep.model.weight_casts import check_uses
 from lockstep.training.reducers.gradient_hooks import (
     refuse_gradient_hooks,
     refuse_post_accumulate_hooks,
