@@ -79,7 +79,7 @@ def layers_of(
             own == following
             and isinstance(model.get_submodule(own), nn.ModuleList | nn.Sequential),
         )
-        for name, own, following in zip(blocks, lists, [*lists[1:], None], strict=True)
+        for name, own, following in zip(blocks, lists, [*lists[1:], None], strict=False)
     ]
 
 
