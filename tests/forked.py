@@ -36,7 +36,7 @@ from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import SITE
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import freeze_for_good
-from lockstep.recipe.sources import texts
+from lockstep.recipe.code import texts
 
 TESTS = Path(__file__).parent
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")

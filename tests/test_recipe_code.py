@@ -16,8 +16,7 @@ import pytest
 
 from lockstep.base import contents
 from lockstep.data.digests import differing_part
-from lockstep.recipe.code import digest, parts
-from lockstep.recipe.sources import note_source, other_sources, programs, texts
+from lockstep.recipe.code import digest, note_source, other_sources, parts, programs, texts
 from lockstep.schedule import warmup_cosine
 
 BASE = """

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from lockstep.saving import Saving as Saving
     from lockstep.schedule import warmup_cosine as warmup_cosine
     from lockstep.session import Session as Session
-    from lockstep.training.ensembles.ensemble import Ensemble as Ensemble
+    from lockstep.training.ensemble import Ensemble as Ensemble
     from lockstep.training.hook import Hook as Hook
     from lockstep.training.optim.schedule import OnMetric as OnMetric
 
 _HOME = {
     "EarlyStopping": "lockstep.hooks.early_stopping",
-    "Ensemble": "lockstep.training.ensembles.ensemble",
+    "Ensemble": "lockstep.training.ensemble",
     "Evaluation": "lockstep.recipe.recipe",
     "ExponentialMovingAverage": "lockstep.hooks.moving_average",
     "Gathered": "lockstep.recipe.recipe",

@@ -25,7 +25,7 @@ from lockstep.recipe.recipe import Evaluation
 from lockstep.saving import check_out_of_memory
 from lockstep.training.deterministic import FillsInFirstStep
 from lockstep.training.hook import Hook
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery
 from lockstep.training.run import Run
 
 

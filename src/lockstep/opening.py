@@ -44,16 +44,15 @@ from lockstep.recipe.checks import (
     check_precision,
     check_seed,
 )
-from lockstep.recipe.code import Digests
+from lockstep.recipe.code import Digests, other_sources, programs, sources
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Evaluation
-from lockstep.recipe.sources import other_sources, programs, sources
 from lockstep.saving import Resume, Saving, check_allow_change, check_resume, differences, interval
 from lockstep.scripts.request import answered_by
 from lockstep.training.context import Context, Overrides
 from lockstep.training.hook import Hook
 from lockstep.training.loop import NUMBERS, SETTINGS
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery
 from lockstep.training.set_up import (
     Remark,
     check_compression_fits,

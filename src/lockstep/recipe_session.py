@@ -21,8 +21,8 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.saving import Best
 from lockstep.session import Session
 from lockstep.training.context import Context
-from lockstep.training.losses.loss_module import with_loss_in_model
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.loss import with_loss_in_model
+from lockstep.training.recovery import Recovery
 from lockstep.training.set_up import check_microbatch_is_fixed
 
 

@@ -19,7 +19,7 @@ from lockstep.recipe_session import RecipeSession, Result
 from lockstep.saving import Resume, Saving
 from lockstep.scripts.request import answered_by
 from lockstep.training.hook import Hook
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery
 
 
 def train(

@@ -34,7 +34,7 @@ from lockstep.training.context import Context
 from lockstep.training.deterministic import error_of_determinism
 from lockstep.training.hook import Hook, check_hooks
 from lockstep.training.prepare import ModelOptions, prepare
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.training import Training

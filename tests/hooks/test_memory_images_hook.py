@@ -14,8 +14,7 @@ from lockstep.hooks.loss_check import LossCheck
 from lockstep.hooks.memory_images import MemoryImages
 from lockstep.plan import Plan
 from lockstep.training.consensus import NOTHING
-from lockstep.training.recovery import recovery as recoveries
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery, recovery as recoveries
 
 
 def a_run(step: int, recovered_from: str | None) -> Any:

@@ -20,9 +20,9 @@ from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.comm.world import World
 from lockstep.data.digests import check_unchanged
 from lockstep.data.fetch import ShardPosition
-from lockstep.training.loop_state import LoopState
 from lockstep.training.microbatches import positions_in
 from lockstep.training.state import damage_in, restore, state_of
+from lockstep.training.training import LoopState
 
 
 class Kept:

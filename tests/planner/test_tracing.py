@@ -40,7 +40,7 @@ from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.stand_ins import ValueNeeded, Values
 from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode
-from lockstep.training.losses import loss as losses
+from lockstep.training import loss as losses
 from lockstep.training.optim import gradient_norm
 
 HERE = Path(__file__)

@@ -1323,6 +1323,12 @@ def one_backward(step: Any, model: Any, optimizer: Any) -> None:
     step.commit(optimizer)
 
 
+def accumulated(step: Any, model: Any, optimizer: Any) -> None:
+    for batch in step.microbatches():
+        step.accumulate(squared_error(model, batch))
+    step.commit(optimizer)
+
+
 def one_left_out(step: Any, model: Any, optimizer: Any) -> None:
     for batch in step.microbatches():
         if not is_first(batch):
@@ -1411,6 +1417,7 @@ def backward_in_loop(step: Any, model: Any, optimizer: Any) -> None:
 
 LOOPS = [
     Remedy(loops(two_backwards), "add the losses and call it on their sum", loops(one_backward)),
+    Remedy(loops(accumulated), "call step.backward(loss)", loops(plain)),
     Remedy(loops(one_left_out), "multiply its loss by 0", loops(one_of_weight_0), by_one_rank=True),
     Remedy(
         loops(no_commit, models=2),
@@ -1774,7 +1781,8 @@ PLACES = (
     "training/evaluate.py",
     "training/hook.py",
     "training/loop.py",
-    "training/losses/*.py",
+    "training/loss.py",
+    "training/batch_loss.py",
     "training/optim/*.py",
     "training/reducers/*.py",
     "training/run.py",

@@ -18,7 +18,7 @@ import lockstep as ls
 from lockstep.base.errors import LossError, RecipeError
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.optim.closure import check_closures, needs_closure
+from lockstep.training.optim.optimizers import check_closures, needs_closure
 from lockstep.training.training import Training
 
 

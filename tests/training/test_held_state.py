@@ -19,9 +19,13 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.recovery import hook_state
-from lockstep.training.recovery.held_state import HeldState, ReplicaReader
-from lockstep.training.recovery.hook_state import hook_states, why_not_set_back
+from lockstep.training import recovery as hook_state
+from lockstep.training.recovery import (
+    HeldState,
+    ReplicaReader,
+    hook_states,
+    why_not_set_back,
+)
 
 
 def state_after(step: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import sys
 
 from hypothesis import given, strategies as st
 
-from lockstep.training.loop_state import LoopState
+from lockstep.training.training import LoopState
 
 LOOPS = st.lists(st.integers(0, 20), min_size=1, max_size=5)
 """The steps of each loop of a script."""

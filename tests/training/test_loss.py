@@ -17,7 +17,7 @@ from training.subjects import each_of, network, recipe, rows, same, samples_at, 
 import lockstep as ls
 from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.losses.loss import Weights, contribution, measured, weights_of
+from lockstep.training.loss import Weights, contribution, measured, weights_of
 
 W = torch.ones((), requires_grad=True)
 

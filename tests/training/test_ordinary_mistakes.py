@@ -19,7 +19,7 @@ from training.subjects import OUTPUTS, each_of, learned, recipe, rows, squared_e
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
-from lockstep.recipe.sources import texts
+from lockstep.recipe.code import texts
 from lockstep.testing.pool import WorkerPool
 
 BITWISE = "numerics=bitwise"
@@ -223,7 +223,7 @@ def test_what_a_loss_asks_for_itself_and_what_hooks_keep_may_depend_on_the_rank(
 def another_copy(run_dir: str) -> None:
     found = {**texts(), "numbers": f"x = {rank()}", "fractions": f"x = 1  # on rank {rank()}"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.recipe.sources.texts", lambda: found)
+        patch.setattr("lockstep.recipe.code.texts", lambda: found)
         ls.train(recipe(), run_dir=run_dir)
 
 

@@ -18,7 +18,7 @@ from training.subjects import each_of
 import lockstep as ls
 from lockstep.base.errors import LossError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.losses.samples import rows_of, rows_per_sample
+from lockstep.training.loss import rows_of, rows_per_sample
 
 SAMPLES = 64
 KEPT = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1)) > 0.3

@@ -28,7 +28,7 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.training import precision as precisions
 from lockstep.training.context import Context
 from lockstep.training.executor import call_model
-from lockstep.training.losses.loss import contribution, weights_of
+from lockstep.training.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0

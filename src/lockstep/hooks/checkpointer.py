@@ -30,11 +30,10 @@ from lockstep.comm.world import World
 from lockstep.logging.run_files import EVENTS, read_rows
 from lockstep.saving import Best, Resume, Saving, differences
 from lockstep.training.device_progress import EndedStep
-from lockstep.training.loop_state import LoopState
-from lockstep.training.optim import settings
+from lockstep.training.optim import optimizer_state as settings
 from lockstep.training.run import Run
 from lockstep.training.state import State, StateReader, damage_in, restore, state_of
-from lockstep.training.training import Training
+from lockstep.training.training import LoopState, Training
 
 WAIT_SECONDS = 0.5  # between two exchanges of a save's state by the ranks that wait for it
 LAST_SECONDS = 10.0  # after an error, the longest wait for the save under way

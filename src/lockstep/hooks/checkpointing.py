@@ -31,7 +31,7 @@ from lockstep.training.consensus import NOTHING, Request
 from lockstep.training.device_progress import DeviceProgress
 from lockstep.training.hook import ControlHook
 from lockstep.training.left_out import LeftOut
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery
 from lockstep.training.run import Run
 
 DEVICE_SECONDS = (5.0, 60.0)

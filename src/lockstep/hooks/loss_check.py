@@ -36,7 +36,7 @@ from lockstep.model.shard import reset_after_error, reshard
 from lockstep.recipe.recipe import Gathered, Recipe
 from lockstep.training.evaluate import in_evaluation_mode
 from lockstep.training.hook import ControlHook
-from lockstep.training.losses.loss import Weights, measured, numbers_on_host, weights_of
+from lockstep.training.loss import Weights, measured, numbers_on_host, weights_of
 from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from lockstep.checkpoint.image_writer import ImageWriter, image_interval
 from lockstep.training.consensus import Request
 from lockstep.training.hook import ControlHook
-from lockstep.training.recovery.held_state import values_to_hold
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery, values_to_hold
 from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 

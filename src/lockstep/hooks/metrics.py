@@ -16,7 +16,7 @@ from lockstep.training.consensus import Request
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.hook import ControlHook, Hook
 from lockstep.training.loop import compare_data
-from lockstep.training.losses.loss import SINGLE
+from lockstep.training.loss import SINGLE
 from lockstep.training.run import Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule

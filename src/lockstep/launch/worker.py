@@ -43,7 +43,7 @@ from lockstep.launch.recovery.rejoin import use_channel
 from lockstep.launch.seeding import seed_workers_generators
 from lockstep.launch.termination import PREEMPTED_STATUS, Preempted, Terminated, in_a_worker
 from lockstep.launch.worker_files import WORKER, WorkerStart, damaged_start, use_files
-from lockstep.recipe.sources import note_source
+from lockstep.recipe.code import note_source
 
 _INTERRUPTED_STATUS = 128 + signal.SIGINT
 

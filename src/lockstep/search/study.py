@@ -24,8 +24,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from lockstep.base.errors import LaunchError, RecipeError
 from lockstep.base.files import check_kinds, read_object, replace_atomically, try_lock
 from lockstep.base.urls import without_password
+from lockstep.recipe.code import other_sources
 from lockstep.recipe.parameters import Parameter
-from lockstep.recipe.sources import other_sources
 from lockstep.search.database import (
     alone,
     existing_study,

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 from lockstep.base.errors import RecipeError, UserError
 from lockstep.hooks.metrics import check_metric
 from lockstep.launch.recovery.channel import Channel
+from lockstep.recipe.code import programs, texts
 from lockstep.recipe.parameters import declared
 from lockstep.recipe.recipe import Recipe
-from lockstep.recipe.sources import programs, texts
 from lockstep.search.request import PRUNED, TrialRequest
 from lockstep.training.context import Overrides
 from lockstep.training.hook import Hook

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.base.errors import UserError
 from lockstep.base.garbage import freeze_for_good
 from lockstep.comm.mesh import forget_meshes
-from lockstep.recipe.sources import texts
+from lockstep.recipe.code import texts
 from lockstep.testing import leaks
 
 if TYPE_CHECKING:

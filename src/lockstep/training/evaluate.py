@@ -27,8 +27,9 @@ from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
 from lockstep.plan import Plan
 from lockstep.recipe.recipe import Evaluation, Gathered, Mean, Recipe
+from lockstep.training.batch_loss import Columns, checked_columns, distinct_kinds, gather_columns
 from lockstep.training.context import Context
-from lockstep.training.losses.loss import (
+from lockstep.training.loss import (
     SINGLE,
     Sums,
     measured,
@@ -36,7 +37,6 @@ from lockstep.training.losses.loss import (
     numbers_on_host,
     weights_of,
 )
-from lockstep.training.losses.rows import Columns, checked_columns, distinct_kinds, gather_columns
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.train_module import TrainModule
 

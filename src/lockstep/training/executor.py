@@ -21,7 +21,7 @@ from lockstep.keys import key
 from lockstep.logging.flops import Flops
 from lockstep.model.pipeline.boundary import PipelineLoss, PipelineMicrobatch
 from lockstep.model.random_streams import ModuleRandomStreams
-from lockstep.training.losses.loss import Contribution
+from lockstep.training.loss import Contribution
 
 if TYPE_CHECKING:
     from lockstep.model.pipeline.pipeline import Pipeline

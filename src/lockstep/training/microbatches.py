@@ -28,7 +28,7 @@ from lockstep.data.sampled_order import BatchOrder, SampleOrder
 from lockstep.data.streams import Origin
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
-from lockstep.training.losses.loss import Weights, weights_of
+from lockstep.training.loss import Weights, weights_of
 
 Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch
 

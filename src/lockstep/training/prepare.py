@@ -20,9 +20,9 @@ from lockstep.recipe.recipe import Weights
 from lockstep.training import precision
 from lockstep.training.context import Context
 from lockstep.training.optim import optimizers as optim
-from lockstep.training.optim.closure import check_closures
 from lockstep.training.optim.element_wise import needing_whole_tensors
 from lockstep.training.optim.modes import has_modes
+from lockstep.training.optim.optimizers import check_closures
 from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.reducers.gradient_hooks import carried_over

@@ -27,8 +27,7 @@ from lockstep.data.digests import differing_part
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.checks import Precision
-from lockstep.recipe.code import Digests
-from lockstep.recipe.sources import other_sources
+from lockstep.recipe.code import Digests, other_sources
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 

@@ -21,9 +21,9 @@ from lockstep.model.model_snapshot import remark_on_modes
 from lockstep.model.shard import reshard
 from lockstep.recipe.checks import check_clip_norm
 from lockstep.recipe.recipe import Gathered
+from lockstep.training.batch_loss import BatchLoss
 from lockstep.training.executor import call_model
-from lockstep.training.losses.batch_loss import BatchLoss
-from lockstep.training.losses.loss import SINGLE, Contribution, LossKind, contribution
+from lockstep.training.loss import SINGLE, Contribution, LossKind, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.set_up import Remark
@@ -154,7 +154,12 @@ class Step:
         self.accumulate(loss)
 
     def accumulate(self, loss: Any) -> None:
-        """`backward`, once the accumulation has begun."""
+        """`backward`, once the accumulation has begun. Lockstep calls it."""
+        if not self._has_begun:
+            raise LossError(
+                f"after step {self.index}: step.accumulate without step.backward, which names the"
+                " model; call step.backward(loss)"
+            )
         current, module = self.current, self._module
         if not current.is_dummy and self._seen and self._seen[-1] >= current.index:
             raise LossError(

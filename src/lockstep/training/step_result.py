@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.base.errors import LossError
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import exact_sum
-from lockstep.training.losses.loss import no_weight
+from lockstep.training.loss import no_weight
 from lockstep.training.microbatches import StepLayout
 from lockstep.training.train_module import TrainModule
 

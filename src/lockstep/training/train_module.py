@@ -29,12 +29,12 @@ from lockstep.training import precision
 from lockstep.training.context import Context
 from lockstep.training.executor import Executor, PipelineExecutor, SerialExecutor
 from lockstep.training.left_out import LeftOut, complete_state_dict
-from lockstep.training.losses.loss import Contribution, LossKind
+from lockstep.training.loss import Contribution, LossKind
 from lockstep.training.optim import gradient_norm
-from lockstep.training.optim.closure import needs_closure
 from lockstep.training.optim.modes import OptimizerModes
+from lockstep.training.optim.optimizer_state import Settings, differing, settings_of
+from lockstep.training.optim.optimizers import needs_closure
 from lockstep.training.optim.schedule import Schedule
-from lockstep.training.optim.settings import Settings, differing, settings_of
 from lockstep.training.reducers.compression import compression_for
 from lockstep.training.reducers.gradient_hooks import GradientHooks
 from lockstep.training.reducers.reducer import (

@@ -44,7 +44,7 @@ from lockstep.logging.phases import Phases
 from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery
 from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2

@@ -36,8 +36,8 @@ from lockstep.planner.tracing.torch_fakes import (
     mesh_methods,
     propagation_methods,
 )
-from lockstep.training.losses import loss
-from lockstep.training.losses.loss import LossKind
+from lockstep.training import loss
+from lockstep.training.loss import LossKind
 from lockstep.training.microbatches import Batching, Microbatches, Spans
 from lockstep.training.train_module import TrainModule
 

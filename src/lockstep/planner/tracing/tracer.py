@@ -54,7 +54,7 @@ from lockstep.recipe_session import RecipeSession
 from lockstep.run import train_in
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook
-from lockstep.training.recovery.recovery import Recovery
+from lockstep.training.recovery import Recovery
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule

@@ -1,22 +1,144 @@
-"""Checks and scales the results of the user's loss and weight functions: terms of Σ total / Σ
+"""The results of the user's loss and weight functions, checked and scaled: terms of Σ total / Σ
 weight."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base import accelerator
-from lockstep.base.errors import LossError
-from lockstep.recipe.recipe import Loss, Sum
-from lockstep.training.losses.samples import rows_per_sample
+from lockstep.base.errors import LossError, RecipeError
+from lockstep.recipe.recipe import Loss, Recipe, Sum
 from lockstep.training.reducers.step_stats import Number
+
+_LISTS = (list, tuple)
+
+
+def rows_per_sample(name: str, batch: Any, samples: int) -> int:
+    """Return how many rows the batch has for each of the `samples` that were asked for: 1, or more
+    if all are repeated (several views). Raises `LossError` if that is no whole number: a mean over
+    the rows is then no mean over samples. `name`: of the term that is one. A batch in which nothing
+    can be counted is taken at its word."""
+    kind = type(batch)  # the common cases, asked for each microbatch
+    first = (
+        batch[0]
+        if kind in _LISTS and batch
+        else next(iter(batch.values()), None)
+        if kind is dict
+        else batch
+    )
+    if type(first) is Tensor and first.shape[:1] == (samples,):
+        return 1
+    if (rows := rows_of(batch, samples)) is None or rows == samples:
+        return 1
+    if rows and rows % samples == 0:
+        return rows // samples
+    found = f"has {rows} rows" if rows >= 0 else "has nothing with one row a sample"
+    raise LossError(
+        f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples, and"
+        f" the batch {found} for {samples} samples, as where collate leaves samples out, filters,"
+        f" packs or crops; a mean over what it holds would be weighted as one over {samples};"
+        " return ls.Sum(loss * n) with Recipe.weight = batch -> n, what the mean is over (its"
+        " rows, or its tokens), or ls.Loss(loss * n, n)"
+    )
+
+
+def rows_of(batch: Any, samples: int) -> int | None:
+    """Return the number of samples in a batch for which `samples` were asked: the rows of its
+    tensors, or the lengths of its lists. -1: its tensors have unequally many, and nothing has
+    `samples`. None: nothing can be counted."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return len(batch) if batch.ndim else None
+    if is_dataclass(batch):
+        batch = vars(batch)
+    if not isinstance(batch, list | tuple | Mapping):
+        return None
+    parts = list(batch.values() if isinstance(batch, Mapping) else batch)
+    tensors, lists = (
+        set(_tensor_rows(parts)),
+        {len(part) for part in parts if isinstance(part, list | tuple)},
+    )
+    if samples in tensors:
+        return samples
+    if not any(isinstance(part, Tensor | np.ndarray) for part in parts):
+        if len(lists) == 1 and all(isinstance(part, list | tuple) for part in parts):
+            return lists.pop()  # a list of images and one of targets
+        if not isinstance(batch, Mapping) and not lists and parts:
+            return len(parts)  # a list of samples, each a dict or a text
+    if len(tensors) == 1:
+        return tensors.pop()
+    if samples in lists or (len(parts) == samples and not isinstance(batch, Mapping)):
+        return samples
+    return -1 if tensors else None
+
+
+def _tensor_rows(parts: Iterable[Any]) -> Iterable[int]:
+    for part in parts:
+        if isinstance(part, Tensor | np.ndarray):
+            if part.ndim:
+                yield len(part)
+        elif isinstance(part, list | tuple):
+            yield from _tensor_rows(part)
+        elif isinstance(part, Mapping):
+            yield from _tensor_rows(part.values())
+
+
+NAME = "loss_module"
+"""The loss's name in the model, and in the names of its parameters."""
+
+
+def with_loss_in_model(recipe: Recipe) -> Recipe:
+    """The recipe with a loss module as a part of the model, where optimizer, plans and checkpoints
+    find its parameters. Unchanged if the loss has none."""
+    if not isinstance(recipe.loss, nn.Module) or not any(
+        parameter.requires_grad for parameter in recipe.loss.parameters()
+    ):
+        return recipe
+    joined = _LossInModel(recipe.model, recipe.loss)
+    return replace(recipe, model=joined.build, loss=joined)
+
+
+class _LossInModel:
+    def __init__(self, build_model: Callable[[], Any], loss: nn.Module) -> None:
+        self._build_model = build_model
+        self._loss = loss
+        self._model: Any = None
+
+    def build(self) -> Any:
+        model = self._build_model()
+        if not isinstance(model, nn.Module):
+            return model
+        if hasattr(model, NAME):
+            raise RecipeError(
+                f"Recipe.loss is a module with parameters, and the model has a {NAME!r} already;"
+                " rename that attribute"
+            )
+        if type(model).forward is nn.Sequential.forward:
+            model.__class__ = type(type(model).__name__, (_SequentialBeforeLoss, type(model)), {})
+        model.add_module(NAME, copy.deepcopy(self._loss))
+        self._model = model
+        return model
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        return getattr(self._model, NAME)(output, batch)
+
+
+class _SequentialBeforeLoss(nn.Sequential):
+    def forward(self, input: Any) -> Any:
+        for name, module in self._modules.items():  # a module may stand in it twice
+            if name != NAME:
+                input = module(input)
+        return input
+
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict

@@ -6,12 +6,20 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from lockstep.base.errors import LockstepError, PlanError, UserError
+import torch
+from torch import Tensor
+
+from lockstep.base.contents import CodeReader, Part, digest_parts
+from lockstep.base.errors import LockstepError, PlanError, UserError, first_few
+from lockstep.base.torch_private import version
 from lockstep.checkpoint.images import open_images
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.comm.mesh import to_local
 from lockstep.comm.regroup import leave_groups
 from lockstep.comm.world import World
 from lockstep.launch.failures import FailureRecord
@@ -19,10 +27,165 @@ from lockstep.launch.recovery.rejoin import Rejoin, session_was_opened
 from lockstep.launch.worker import prepare_process
 from lockstep.plan import Plan
 from lockstep.recipe.data import Stream
-from lockstep.training.recovery.held_state import HeldState, ReplicaReader
-from lockstep.training.recovery.hook_state import HookState, hook_states, why_not_set_back
 from lockstep.training.run import Run
-from lockstep.training.state import StateReader
+from lockstep.training.state import Stateful, StateReader, state_of
+from lockstep.training.training import Training
+
+MOST_BYTES = 2**26
+"""The largest tensor or array that is read. Of a larger tensor, torch's count of changes is
+compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookState:
+    """All that a hook holds or uses, at one time."""
+
+    digests: Mapping[str, str]
+    """Digests by path: attributes, what functions close over, and the variables of their
+    modules."""
+    unread: list[str]
+    """The paths of what cannot be read, and so cannot be compared."""
+
+
+def hook_states(training: Training) -> dict[str, HookState]:
+    """Return the state of each hook of the user without a state_dict, by the hook's place and
+    name."""
+    hooks = [
+        hook
+        for hook in training.hooks.all
+        if not type(hook).__module__.startswith("lockstep.") and not isinstance(hook, Stateful)
+    ]
+    return {
+        f"{place} {type(hook).__name__}": HookState(
+            *digest_parts(_HookReader(training).parts(hook))
+        )
+        for place, hook in enumerate(hooks)
+    }
+
+
+def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
+    """Return why a new process would begin with another hook than this process has; None if it
+    would not."""
+    for name, state in before.items():
+        found = now[name]
+        changed = [
+            path
+            for path in {**state.digests, **found.digests}
+            if state.digests.get(path) != found.digests.get(path)
+        ]
+        for paths, what in (
+            (changed, "has changed since the start"),
+            (found.unread, "cannot be compared"),
+        ):
+            if paths:
+                parts = first_few([path.removeprefix(".") or "it" for path in paths])
+                return (
+                    f"hook {name.partition(' ')[2]} has no state_dict, and {parts} {what}: it"
+                    " cannot be set back; add one"
+                )
+    return None
+
+
+class _HookReader(CodeReader):
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        models = [module.model for module in training.modules]
+        parts = (
+            part
+            for model in models
+            for part in (*model.modules(), *model.parameters(), *model.buffers())
+        )
+        self._of_the_run = {
+            id(each)
+            for each in (
+                *parts,
+                *(optimizer for module in training.modules for optimizer in module.optimizers),
+            )
+        }
+
+    def read(self, value: Any, path: str) -> Iterator[Part]:
+        if id(value) in self._of_the_run or type(value).__module__.startswith("lockstep."):
+            yield path, [b"of the run"]
+        else:
+            yield from super().read(value, path)
+
+    def _tensor_bytes(self, value: Any) -> Iterable[bytes] | None:
+        return (
+            super()._tensor_bytes(value)
+            if value.nbytes <= MOST_BYTES
+            else [f"{id(value)} {version(value)}".encode()]
+        )
+
+    def _array_bytes(self, value: Any) -> Iterable[bytes] | None:
+        if value.nbytes <= MOST_BYTES:
+            return super()._array_bytes(value)
+        return [f"{id(value)}".encode()] if not value.flags.writeable else None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """The full state of a replica after a step: the tensors of the modules that trained until then,
+    not copied."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    """JSON, such as a checkpoint's manifest has."""
+
+    @classmethod
+    def of(cls, training: Training) -> HeldState:
+        """The state of this process; it must be that of a complete step."""
+        state = state_of(training.modules, training.stateful)
+        return cls(training.run.step, state.tensors, values_to_hold(training, state.values))
+
+
+def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is held in memory beside tensors, with the recipe by which it was trained.
+    `values`: of the state."""
+    learned = {"recipe": training.context.recorder.summary.get("recipe"), "code": training.code}
+    return {**values, **training.loop.values(), **learned, "step": training.run.step}
+
+
+class ReplicaReader:
+    """Reads the state that some of the ranks hold, as `CheckpointReader` reads a checkpoint. The
+    newest one counts."""
+
+    def __init__(self, held: HeldState | None, world: World) -> None:
+        """Every rank makes one, with the state that it holds."""
+        steps = world.gather_values(-1 if held is None else held.step)
+        newest = max(steps)
+        self._source = steps.index(newest)
+        self._held = held if held is not None and held.step == newest else None
+        self._is_held_by_all = min(steps) == newest
+        described = None
+        if self._held is not None and world.rank == self._source:
+            kinds = {
+                name: [str(t.dtype).removeprefix("torch."), list(t.shape)]
+                for name, t in self._held.tensors.items()
+            }
+            described = [kinds, dict(self._held.values)]
+        kinds, values = world.value_of(self._source, described) or ({}, {})
+        self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
+        """Its step is -1 if no rank holds a state."""
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
+        }
+        """Name -> dtype and shape of each tensor."""
+
+    @torch.no_grad()
+    def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
+        """Load the values into this rank's tensors. Every rank calls it, with the same names."""
+        for name, target in state.items():
+            local = to_local(target).detach()
+            if self._held is not None:
+                local.copy_(to_local(self._held.tensors[name]))
+            if not self._is_held_by_all:
+                sent = local.contiguous()
+                flat = torch.view_as_real(sent) if sent.is_complex() else sent
+                world.broadcast(flat.reshape(-1).view(torch.uint8), self._source)
+                if sent is not local:
+                    local.copy_(sent)
+
 
 T = TypeVar("T")
 
