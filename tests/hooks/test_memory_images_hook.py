@@ -13,8 +13,9 @@ from checkpoint.states import alone
 from lockstep.hooks.loss_check import LossCheck
 from lockstep.hooks.memory_images import MemoryImages
 from lockstep.plan import Plan
+from lockstep.training import recovery as recoveries
 from lockstep.training.consensus import NOTHING
-from lockstep.training.recovery import Recovery, recovery as recoveries
+from lockstep.training.recovery import Recovery
 
 
 def a_run(step: int, recovered_from: str | None) -> Any:
