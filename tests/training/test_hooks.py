@@ -280,6 +280,14 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
             "Old.on_step would never be called; the methods of an ls.Hook",
         ),
         (
+            [type("Lockstep", (ls.Hook,), {"before_steps": print})()],
+            "Lockstep.before_steps would never be called",
+        ),
+        (
+            [type("Lockstep", (ls.Hook,), {"between_steps": print})()],
+            "Lockstep.between_steps would never be called",
+        ),
+        (
             [ls.Hook],
             "hooks has <class 'lockstep.training.hook.Hook'>; a hook is an object of a subclass"
             " of ls.Hook; make it one",

@@ -92,7 +92,7 @@ def check_hooks(hooks: Any) -> None:
             )
         kind = ControlHook if isinstance(hook, ControlHook) else Hook
         for name in dir(type(hook)):
-            if name.startswith(("on_", "before_", "after_")) and not hasattr(kind, name):
+            if name.startswith(("on_", "before_", "after_", "between_")) and not hasattr(kind, name):
                 moments = ", ".join(each for each in vars(Hook) if not each.startswith("_"))
                 raise RecipeError(
                     f"{type(hook).__name__}.{name} would never be called; the methods of an ls.Hook"
