@@ -81,6 +81,10 @@ class ControlHook(Hook):
         """After `between_steps`, with what all ranks agreed on. Every rank calls it."""
 
 
+MOMENTS = ("on_", "before_", "after_", "between_")
+"""The beginnings of the names of all moments."""
+
+
 def check_hooks(hooks: Any) -> None:
     """Raise `RecipeError` unless `hooks` is a sequence of `Hook`s whose methods are called at
     moments that exist."""
@@ -92,7 +96,7 @@ def check_hooks(hooks: Any) -> None:
             )
         kind = ControlHook if isinstance(hook, ControlHook) else Hook
         for name in dir(type(hook)):
-            if name.startswith(("on_", "before_", "after_", "between_")) and not hasattr(kind, name):
+            if name.startswith(MOMENTS) and not hasattr(kind, name):
                 moments = ", ".join(each for each in vars(Hook) if not each.startswith("_"))
                 raise RecipeError(
                     f"{type(hook).__name__}.{name} would never be called; the methods of an ls.Hook"
