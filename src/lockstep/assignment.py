@@ -92,7 +92,7 @@ def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     as possible.
 
     `speeds`: microbatches a second of each rank, above 0. Each rank has at least one if there are
-    enough. With equal speeds the sizes are those of `contiguous_range`.
+    enough. Equal speeds give the sizes of `contiguous_range`.
     """
     sizes = [int(count >= len(speeds))] * len(speeds)
     next_end = [

@@ -81,8 +81,8 @@ class RunRequest:
     recipe: dict[str, Any] | None
     code: Mapping[str, str]
     code_and_objects: Digests
-    """Digests of the functions of the recipe; compared with those of the run that is resumed, and
-    of other ranks."""
+    """Digests of the recipe's functions, which are compared with the resumed run's and with other
+    ranks'."""
     saving: Saving
     resume: Resume
     allow_change: frozenset[str]
@@ -180,8 +180,8 @@ class RunRequest:
         overrides: Overrides,
         recovered_from: str | None = None,
     ) -> Context:
-        """The context of a run that is open, with this request's settings, or those of
-        `overrides`."""
+        """Return the context of an open run, with the settings of `overrides`, or else of this
+        request."""
         return Context(
             world=world,
             mesh=mesh,
@@ -245,7 +245,7 @@ def open_run(
     stack: ExitStack,
     recovery: Recovery | None = None,
 ) -> Opened:
-    """Every rank calls it. `stack` closes what it opens. `recovery`: that of the run, if it can
+    """Every rank calls it. `stack` closes what it opens. `recovery`: the run's, if it can
     recover in place. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
     check_torch(torch.__version__)
     set_task_variables(os.environ)
@@ -254,7 +254,7 @@ def open_run(
     overrides, hooks = read_probe(os.environ)
     if recovery is None:
         refuse_recovery(
-            "the script has its own loop, and only that of ls.train can be entered again"
+            "the script has its own loop, and only the loop of ls.train can be entered again"
         )
     world, devices = _join(request, environment, recovers=recovery is not None)
     asked = request.over(environment)
@@ -381,7 +381,7 @@ def _join(
 
 def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark | None]) -> None:
     """Write run.json, and events and messages on how this run differs from what was asked for in
-    `request`. `devices`: remarks on those of the ranks."""
+    `request`. `devices`: remarks on the ranks' devices."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,

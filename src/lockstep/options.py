@@ -189,7 +189,7 @@ OTHER_VARIABLES = {
     "worker": "What a launcher tells one process, see `launch.worker_files.WorkerStart`.",
     "started_by": "Whose worker has started a process, see `launch.worker_files`.",
 }
-"""The variables beside those of `RunOptions`: there are no others."""
+"""Lockstep's variables that are not in `RunOptions`: there are no others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ class Session:
     `PlanError`, `LaunchError` and `RunDirectoryError` on entering.
     """
 
-    # those of `train`; None in a script's own session
+    # `train`'s evaluations; None in a script's own session
     _evaluations: Mapping[str, Evaluation] | None = None
     code: Mapping[str, str] = MappingProxyType({})
     """Digests of the functions of the recipe; empty in a script's own session."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.assignment import contiguous_range
-from lockstep.data.digests import digest_parts
+from lockstep.data.digests import sample_digests
 from lockstep.evidence.trace import Trace, read_traces
 from lockstep.evidence.tracer import Tracer
 from lockstep.keys import key
@@ -232,7 +232,7 @@ class Engine:
             step,
             index,
             samples,
-            digest_parts([x[batch], y[batch]]),
+            sample_digests([x[batch], y[batch]]),
             [(name, found.get(name)) for name in named],
         )
         return found, float(total.detach())

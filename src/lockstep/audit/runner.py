@@ -145,8 +145,8 @@ def command_line(options: AuditOptions, folder: Path, *, torchrun: bool) -> list
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the script: that of the audit with the probes, without what a
-    launcher has set."""
+    """Return the script's environment: the audit's, with the probes and without the variables that
+    a launcher has set."""
     kept = {
         name: value
         for name, value in environ.items()

@@ -38,7 +38,7 @@ _VISIBLE = (
 TF32_SINCE = (8, 0)
 """Ampere's compute capability, the first with TF32."""
 MIG = "MIG"
-"""The `identity` of every MIG instance: NCCL takes those of one GPU for one device."""
+"""The `identity` of every MIG instance: NCCL takes all instances of a GPU for one device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
 """Values that hide all GPUs on purpose; Slurm gives the last."""
 
@@ -340,7 +340,7 @@ def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
 
 
 def profiled(device: torch.device) -> list[ProfilerActivity]:
-    """Return what a profiler records of such a rank."""
+    """Return the activities to profile on a rank with this device."""
     return list(supported_activities()) if is_accelerator(device) else [ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
 
 
@@ -447,7 +447,7 @@ def leaves_tf32_unused(device: torch.device) -> bool:
 
 
 def free_unused_memory(device: torch.device) -> None:
-    """Return memory that torch keeps to the device."""
+    """Free the unused memory that torch's allocator caches."""
     if has_streams(device):
         torch.accelerator.empty_cache()
 

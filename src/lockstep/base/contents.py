@@ -285,7 +285,7 @@ class Reader:
             for each in sorted(of_it):
                 if each in own:
                     yield from self.read(own[each], f"{name}.{each}")
-                else:  # a method, or a property: it may use all
+                else:  # a method or a property: it may use all of the object
                     yield from self.read(content, name)
         else:
             yield name, [content.__name__.encode()]

@@ -8,8 +8,8 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """Passes on whole lines, and the rest at a flush: a notebook's stream passes on each write, of
-    which `print` makes several, and those of processes would mix."""
+    """Passes on whole lines, and the rest at a flush. A notebook's stream passes on each write, and
+    `print` makes several for a line, so lines of several processes would mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

@@ -493,7 +493,7 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Let torch's elastic rendezvous look for machines that often, not once a second."""
+    """Let torch's elastic rendezvous look for machines every `seconds`, not every second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -542,7 +542,7 @@ def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return the tensor that a grouped parameter is gathered in, perhaps without memory; None
+    """Return the tensor into which FSDP2 gathers this `FSDPParam`; its memory may be freed. None
     before the first forward."""
     return getattr(parameter, "_unsharded_param", None)
 
@@ -605,7 +605,7 @@ def set_unshard_async(root: Any, enabled: bool) -> None:
     root._set_unshard_async_op(enabled)
 
 
-# Pipelines: `torch.distributed.pipelining` keeps these for itself.
+# Pipelines: private attributes of `torch.distributed.pipelining`.
 
 
 def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:

@@ -98,7 +98,7 @@ class ImageWriter:
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
         """Plan again if the layout changed on any rank. Returns the newest step whose image all
-        ranks have, over which no rank writes, and the largest figures."""
+        ranks have, which no rank overwrites, and for each figure its maximum over the ranks."""
         # finding a DTensor's shard takes 100 µs, comparing what it depends on costs next to nothing
         last = self._last
         kinds = {

@@ -125,9 +125,9 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 
 class abortable:
-    """Turn an error of a collective in the body into `CollectivesAborted`, if an abort came or
-    comes within this time: a peer's end may show before the abort. The exception refers to no
-    variables of the body."""
+    """Turn an error of a collective in the body into `CollectivesAborted`, if collectives were
+    aborted or are within this time: a lost peer may cause the error before the abort is known. The
+    exception keeps no variables of the body alive."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds

@@ -19,7 +19,7 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Positions of an epoch of batches, more than it has samples."""
+"""Positions that an epoch of batches takes up: more than it has samples."""
 PURE = (
     "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
     " from torch's or NumPy's default generators"
@@ -49,7 +49,7 @@ class SampleOrder(ABC):
     @property
     @abstractmethod
     def stride(self) -> int:
-        """Positions of an epoch."""
+        """The number of positions that an epoch takes up."""
 
     @abstractmethod
     def indices(self, epoch: int) -> Indices:

@@ -33,8 +33,8 @@ def weighted(
     count = len(given) if samples is None else samples
     if given.ndim != 1 or not np.isfinite(given).all() or (given < 0).any() or not given.sum() > 0:
         raise RecipeError(
-            "weighted(weights): they are finite, not negative, not all 0, and one a sample of the"
-            " dataset; correct them"
+            "weighted(weights): it takes one weight for each sample of the dataset, finite and at"
+            " least 0, and not all 0; correct them"
         )
     if count < 1 or (not replacement and count > np.count_nonzero(given)):
         raise RecipeError(

@@ -154,8 +154,8 @@ class Checkpointer:
 
     def begin(self, saved: int, *, again: bool = False) -> None:
         """Called before the first step, with `saved` steps done in the newest checkpoint. Every
-        rank calls it. Raises `CheckpointError` if nothing can be saved. `again`: the run goes on in
-        place, and that is known; what a save needs is prepared when the next one comes."""
+        rank calls it. Raises `CheckpointError` if nothing can be saved. `again`: the run recovered
+        in place and could save before, so nothing is checked or prepared until the next save."""
         self._saved, self._began_at = saved, self.run.step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
         if not again:
@@ -274,9 +274,9 @@ class Checkpointer:
 
     @contextmanager
     def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
-        """The state as it is saved, while the context is entered. `ended`: see `rescue`. Raises
-        `CheckpointError`; `RecipeError` if the model or an optimizer has parts that it was not
-        prepared with, with which no run could be resumed."""
+        """Yield the state to save; it is valid inside the context. `ended`: see `rescue`. Raises
+        `CheckpointError`; `RecipeError` if the model or an optimizer has other parts than when
+        prepared: no run could be resumed with them."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 module.snapshot.check_parts()
@@ -303,7 +303,7 @@ class Checkpointer:
         if resume == "never" and names:
             raise CheckpointError(
                 f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest"
-                f" {names[-1]}; each run needs a folder of its own; give another folder, or remove"
+                f" {names[-1]}; each run needs its own folder; give another folder, or remove"
                 " those"
             )
         for name in reversed(names):

@@ -223,7 +223,7 @@ class Checkpointing(ControlHook):
             if len(run.training.stateful) > 1 and not (is_now and run.training.is_consistent):
                 raise CheckpointError(
                     f"the device has done {ended.step} steps, and the hooks, which have a state,"
-                    " have seen more: no state is that of one step"
+                    " have seen more: their states do not belong to one step"
                 )
             # not on the current stream, which may wait for ever for a collective
             with suppress(StateChangedError), torch.Stream(run.context.device):

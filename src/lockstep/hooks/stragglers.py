@@ -230,7 +230,7 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
-    """Return the logging steps until the next exchange. `seconds`: of the last such step."""
+    """Return after how many logging steps to exchange next. `seconds`: time of one logging step."""
     # One value says little: the first step, and a step that saves, take longer. So the interval at
     # most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
@@ -248,7 +248,7 @@ class Straggler(NamedTuple):
     part: str  # the one of `PARTS` with the largest difference
     seconds: float  # a step, in that part
     usual_seconds: float  # the median of the others
-    times: float  # the ratio of its own work's time to that of the others
+    times: float  # its own work's time, divided by the others'
 
 
 class StragglerFinder:

@@ -314,7 +314,7 @@ class Throughput:
         self.total_samples = 0
 
     def count(self, samples: int, weights: Mapping[str, float] | None) -> None:
-        """Add a step. `weights`: of each loss term."""
+        """Add a step. `weights`: loss term -> its weight in the step."""
         self._samples += samples
         self.total_samples += samples
         if weights is not None and len(weights) == 1:

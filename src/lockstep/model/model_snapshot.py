@@ -109,7 +109,7 @@ class ModelSnapshot:
             raise RecipeError(
                 f"the optimizer has {sum(map(len, grouped))} parameters in {len(grouped)} groups, "
                 f"and had {sum(map(len, self._grouped))} in {len(self._grouped)} when it was "
-                "built; ranks sum the gradients of its first parameters; give it all parameters "
+                "built; ranks sum only the gradients of those; give it all parameters "
                 "where it is built; to train some later, call run.freeze and run.unfreeze in a "
                 "hook"
             )

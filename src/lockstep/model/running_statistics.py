@@ -173,7 +173,7 @@ class RunningStatistics:
             updating.note_microbatch()
 
     def discard(self) -> None:
-        """Discard the updates of other forwards: recomputations, or those of another model."""
+        """Discard the updates by other forwards: recomputations, or forwards of another model."""
         for scratch in self._scratches:
             scratch.renew()
         for updating in self._updating:

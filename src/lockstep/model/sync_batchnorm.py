@@ -74,7 +74,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
     """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm`, with the exchange.
-    Raises `RecipeError` if a layer has a process group of its own."""
+    Raises `RecipeError` if a layer has its own process group."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:

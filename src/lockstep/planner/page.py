@@ -21,7 +21,7 @@ from lockstep.planner.forecast import (
 
 
 def plan_page(forecasts: Sequence[Forecast]) -> str:
-    """Return the HTML document; of several targets, the best plan of each side by side first."""
+    """Return the HTML document. Several targets: a table of their best plans comes first."""
     first, several = forecasts[0], len(forecasts) > 1
     targets = ", ".join(each.target for each in forecasts)
     best = _plans(SIDE_BY_SIDE, side_by_side(forecasts)) if several else None

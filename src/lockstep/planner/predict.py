@@ -215,7 +215,7 @@ def _extended(step: StepTime, shape: _Shape) -> StepTime:
 
 
 def _twice(costs: Costs, what: str) -> Costs:
-    """Return the costs where one thing is twice as fast."""
+    """Return the costs if `what` (arithmetic, memory or network) were twice as fast."""
 
     def operation(each: Operation) -> float:
         faster = (what == "memory") == (each.kind == "memory")

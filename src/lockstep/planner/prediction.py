@@ -50,7 +50,7 @@ class Ended:
 
     @classmethod
     def read(cls, folder: Path) -> Ended | None:
-        """Return the end; None if the search has not ended."""
+        """Read what `write` wrote; None if the search has not ended."""
         path = folder / ENDED
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 

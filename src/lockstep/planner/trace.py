@@ -22,7 +22,7 @@ class Operation:
     """One kernel."""
 
     kind: Kind
-    """`memory`: the time is that of moving bytes."""
+    """`memory`: its time is the time to move its bytes."""
     dtype: str
     """Dtype of the arithmetic, such as `bfloat16`."""
     flops: int

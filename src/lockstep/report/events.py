@@ -58,7 +58,7 @@ class EventGroup:
 
 
 def group_consecutive(events: Iterable[RunEvent]) -> list[EventGroup]:
-    """Return consecutive events of one kind as one group. Each error is a group of its own."""
+    """Return consecutive events of one kind as one group. Each error is a separate group."""
     groups: list[list[RunEvent]] = []
     for event in events:
         if groups and groups[-1][0].kind == event.kind and severity(event.kind) != "error":

@@ -228,7 +228,7 @@ def loss_list(run: RunHistory) -> Html | None:
 
 
 def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
-    """Return the reason, with the rank's host if there are several."""
+    """Return why workers were lost; if the run has several hosts, with the lost rank's host."""
     named = re.match(r"rank (\d{1,6})\b", loss.reason)
     if named is None or len(set(hosts)) < 2 or int(named[1]) >= len(hosts):
         return loss.reason
@@ -238,7 +238,7 @@ def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
 def how_it_went_on(loss: WorkerLoss) -> str:
     """Return whether the run recovered in place, from which state, and why if not."""
     if loss.in_place:
-        names = {"replica": "that of a replica", "image": "the image in memory"}
+        names = {"replica": "a replica's state", "image": "the image in memory"}
         state = names.get(loss.state, loss.state)
         return f"recovered in place, from {state} after step {format_count(loss.step)}"
     why = f"; not in place: {loss.not_in_place}" if loss.not_in_place else ""

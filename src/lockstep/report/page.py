@@ -92,7 +92,7 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
 
 
 def run_charts(runs: Sequence[RunHistory]) -> tuple[list[Chart], list[Chart]]:
-    """Return the charts of training, and those of throughput. A metric and its evaluation share a
+    """Return the charts of training and of throughput. A metric and its evaluation share a
     chart."""
     names = dict.fromkeys(name for run in runs for name in run.curves.series)
     base = dict.fromkeys(name.removeprefix(_EVALUATION) for name in names)

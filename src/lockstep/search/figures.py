@@ -222,7 +222,7 @@ def polyline(points: Sequence[Point | None]) -> str:
 def trial_path(
     trial: TrialResult, kind: str, d: str, shade: Mapping[int, int], best: TrialResult | None
 ) -> Html:
-    """Return the SVG path of a trial. `kind`: its class beside those of its state. Empty if `d`
+    """Return the SVG path of a trial. `kind`: a CSS class, added to its state's. Empty if `d`
     is."""
     if not d:
         return Html()

@@ -1,4 +1,4 @@
-"""The machine's slots: trials at a time, with the GPUs and threads of each. Pure."""
+"""How many trials the machine runs at once, and the GPUs and threads of each slot. Pure."""
 
 from __future__ import annotations
 

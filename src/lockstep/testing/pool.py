@@ -319,8 +319,8 @@ class WorkerPool:
     def _failed(
         self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int
     ) -> Exception:
-        """Return the error of the rank that failed first: a death before any exception, exceptions
-        by their time."""
+        """Return the error of the rank that failed first. A death counts as first, unless the
+        earliest exception is a `UserError`."""
         reports = {
             rank: json.loads(answer[1:])
             for rank, answer in arrived.items()

@@ -91,8 +91,8 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
 
 
 def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """(microbatch, kind) of each distinct kind (JSON) on any rank: the first microbatch of that
-    kind, in order. Every rank of `data` calls it."""
+    """Return (first microbatch, kind) for every kind (JSON) that some rank has, in the order of the
+    microbatches. Every rank of `data` calls it."""
     everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 

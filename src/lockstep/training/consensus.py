@@ -87,7 +87,7 @@ class Consensus:
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
         """True if any rank raised its flag in this step. On a GPU without `wait`: in the previous
-        step, so that the host need not wait for the device. `flags`: those of the data ranks."""
+        step, so that the host need not wait for the device. `flags`: the data ranks'."""
         on_gpu = [
             flag
             for flag in flags

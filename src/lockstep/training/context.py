@@ -57,8 +57,8 @@ class Overrides:
     probe: Probe | None = None
     without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
-    """True: no checkpoints, autotuning or loggers, and only those of lockstep's hooks that training
-    itself needs."""
+    """True: no checkpoints, no autotuning, no loggers, and of lockstep's hooks only the ones that
+    training itself needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

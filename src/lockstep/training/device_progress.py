@@ -2,7 +2,7 @@
 these steps.
 
 The host is up to two steps ahead of its device, and if a collective never ends it stays so. What it
-knows of the state (the step, the schedule, the position in the data) is then not that of the
+knows of the state (the step, the schedule, the position in the data) then does not fit the
 tensors on the device. So an event is recorded where a step has ended, and one where the next change
 of the state begins: a state is certain if the device has reached the first and not the second.
 """
@@ -121,7 +121,7 @@ class DeviceProgress:
         return ended.is_certain() and ended in self._ended  # its marks are another step's otherwise
 
     def newest(self, within_seconds: float) -> EndedStep | None:
-        """Return the newest step that the device's state is certainly that of; None if it is of
+        """Return the newest step whose state is certainly on the device; None if there is
         none. Waits so long for the latest step."""
         deadline = time.monotonic() + within_seconds
         while self._ended:

@@ -269,7 +269,7 @@ class _ToHost:
     ahead of a device."""
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
-        """`device`: that of the model, which the host must not leave behind."""
+        """`device`: the model's; the host must not get far ahead of it."""
         devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
         streams = [each for each in devices if accelerator.has_streams(each)]
         behind = bool(streams)

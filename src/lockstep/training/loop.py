@@ -330,8 +330,8 @@ def sources(
 def compare_data(
     training: Training, name: str, digests: Digests, *, is_trained_on: bool = False
 ) -> None:
-    """Compare this rank's samples of the dataset `name` with those of the other ranks, and, of data
-    that is trained on, with those that a resumed run had. Every rank calls it.
+    """Compare this rank's samples of the dataset `name` with the other ranks' samples, and training
+    data also with the samples of the run that is resumed. Every rank calls it.
 
     Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample
     changes from one fetch to the next, which is otherwise a warning.

@@ -42,7 +42,7 @@ def total_steps(
     epochs: int | None,
     drop_last: bool,
 ) -> int:
-    """Return the optimizer steps of a training. `order`: that of its sampler. `samples`: of an
+    """Return the optimizer steps of a training. `order`: its sampler's. `samples`: in one
     epoch."""
     if isinstance(order, BatchOrder):
         return steps if steps is not None else order.batches * (epochs or 0)
@@ -321,7 +321,7 @@ class Microbatches:
         order: Order | SampleOrder | None,
         positions: Mapping[int, ShardPosition] | None = None,
     ) -> None:
-        """`positions`: those of the stream's shards before the step."""
+        """`positions`: of the stream's shards before the step."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start

@@ -35,8 +35,8 @@ def autocast(
 
 
 def keeps_casts(plan: Plan) -> bool:
-    """False under `shard`, where the casts would be those of the full model, and so in bitwise
-    numerics everywhere."""
+    """False under `shard`, where the casts of the full model would be kept; in bitwise
+    numerics False under every plan, as under `shard`."""
     return not plan.divides("parameters") and plan.numerics == "fast"
 
 

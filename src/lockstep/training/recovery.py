@@ -134,7 +134,7 @@ class HeldState:
 
     @classmethod
     def of(cls, training: Training) -> HeldState:
-        """The state of this process; it must be that of a complete step."""
+        """Return the state of this process, whose last step must be complete."""
         state = state_of(training.modules, training.stateful)
         return cls(training.run.step, state.tensors, values_to_hold(training, state.values))
 
@@ -208,7 +208,7 @@ class Recovery:
                 " again"
             )
         self.sizes: Sequence[int] = ()
-        """The numbers of processes, up to that of the run, that its plan fits."""
+        """The world sizes, up to the run's, that its plan fits."""
         self.holder: dict[str, Any] | None = None
         """The process that writes the run directory, as `RunDirectory.holder` has it."""
         self._held: HeldState | None = None
@@ -277,7 +277,7 @@ class Recovery:
 
     def announce(self, run: Run, data: Any) -> None:
         """Tell the launcher whether the run could recover in place from now on: if all of its
-        processes can. Every rank calls it. `data`: that of the loop."""
+        processes can. Every rank calls it. `data`: what the loop trains on."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run.training)
@@ -320,7 +320,7 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Note that the state of this process is restored, to that after `step`, or that of a first
+        """Note that this process has the state after `step` again, or at 0 the state of a first
         start. Returns the seconds from the loss until all processes were ready, and from then until
         now, and the steps to do again."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
@@ -366,8 +366,8 @@ class Recovery:
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
-        """Keep the state of this process if it is that of a complete step, and return that step; -1
-        if there is none, and the images count; in words, why those do not do."""
+        """Keep the state of this process if its last step is complete, and return that step; -1 if
+        none is kept, so that images are used; or, in words, why images cannot be used."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:

@@ -179,7 +179,7 @@ class Run:
 
     def gradient_norms(self, model: nn.Module | None = None) -> dict[str, float]:
         """Return the norm of the gradient of each parameter that has one, by name. Every rank calls
-        it, in `after_backward`. `model`: that of the hook; None: the first."""
+        it, in `after_backward`. `model`: the hook's argument; None: the first."""
         modules = self.training.modules
         module = next(each for each in modules if model is None or each.model is model)
         scale = 1.0 if module.loss_scale is None else module.loss_scale.value
@@ -192,7 +192,7 @@ class Run:
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0
-        writes those of all."""
+        writes the tensors of all ranks."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:

@@ -441,7 +441,7 @@ def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[s
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
-    """Further name -> first name of tied parameters and buffers, of those of `tensors_of`."""
+    """Return further name -> first name, for the tied tensors among `tensors_of`'s."""
     return _aliases(list(in_state(model, also)))
 
 

@@ -145,8 +145,8 @@ class Step:
         the rank that has it.
 
         `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the
-        `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: that of the model, if several are
-        prepared; others that the loss reaches get no gradient. Raises `LossError`.
+        `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: the model's, if several models are
+        prepared; other models that the loss reaches get no gradient. Raises `LossError`.
         """
         number = self._number_of(optimizer)
         _check_loop(self._modules[number])
@@ -420,8 +420,8 @@ class Step:
         return batch if change is None else change(current, batch)
 
     def _refuse_dummies(self) -> None:
-        """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in any of
-        its epoch."""
+        """Raise `RecipeError`, on all ranks, if a rank computes a dummy in this step, or in another
+        step of its epoch."""
         assigned = self.source.layout.assignment
         counts = self.count, *sorted(self.source.batching.counts)
         count = next((count for count in counts if assigned.has_dummies(count)), None)

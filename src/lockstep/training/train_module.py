@@ -397,7 +397,7 @@ class TrainModule:
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
 
     def state_dict(self, host: HostValues) -> dict[str, Any]:
-        """The state besides that of the model and the optimizers."""
+        """Return the state without the model's and the optimizers'."""
         return {
             "schedule": host.schedule,
             "loss_scale": (

@@ -124,7 +124,7 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
 
 
 def first_other_data(reference: Trace, other: Trace) -> Difference | None:
-    """Return the first batch in which two runs that differ by noise alone hold other data."""
+    """Return the first difference in the data of two runs that should differ by noise alone."""
     comparator = _Comparator(reference, other, MeasuredRounding(reference, []))
     steps, checks = range(comparator.comparison.steps), (comparator.samples, comparator.batches)
     return next((found for step in steps for check in checks for found in check(step)), None)

@@ -430,7 +430,7 @@ def _check_untrained(result: AreaResult, records: Records) -> None:
 
 def _list(found: Factors) -> str:
     if not found.fits:
-        return "that of its last microbatch is not reduced"
+        return "the gradient of its last microbatch is not reduced"
     return " + ".join(
         f"{0.0 if abs(value) < 1e-6 else value:.3g} × rank {number}'s"
         for number, value in enumerate(found.values)

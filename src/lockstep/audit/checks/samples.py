@@ -371,7 +371,7 @@ def _why_unjudged(
     repeats = loader.has_own_sampler and any(map(_repeated, samples))
     if (repeats or loader.draws_with_replacement) and not _all_equal(samples):
         return (
-            f"{loader.sampler['type']} repeats samples, on purpose perhaps: those of the training"
+            f"{loader.sampler['type']} repeats samples, perhaps on purpose: training samples"
             " are not compared"
         )
     if not are_indices and _contents_vary(loader, draws):

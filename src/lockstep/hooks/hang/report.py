@@ -30,7 +30,7 @@ class Hang:
     """The diagnosis of a run that hangs."""
 
     kind: Kind
-    # at fault: the missing ones; those whose call is not that of most ranks; all
+    # at fault: missing ranks; ranks whose call differs from most ranks'; or all ranks
     ranks: tuple[int, ...]
     summary: str  # one line
     report: str  # lines about each rank

@@ -124,7 +124,7 @@ def _frames(values: Sequence[Mapping[str, Any]]) -> Stack:
 def take_snapshot(
     rank: int, thread: threading.Thread, phases: Phases, *, limit_seconds: float, is_first: bool
 ) -> StackSnapshot:
-    """Take a snapshot of this process in a fifth of a second. `thread`: that of training."""
+    """Take a snapshot of this process in a fifth of a second. `thread`: the training thread."""
     assert thread.ident is not None
     phase, step, seconds = phases.name, phases.step, phases.seconds
     before, seen = _cpu_seconds(thread), []

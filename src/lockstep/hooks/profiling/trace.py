@@ -93,7 +93,7 @@ def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
 def _with_called(
     operators: Iterable[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], list[Span]]]:
-    """Yield each operator with the spans of its own calls."""
+    """Yield each operator with the spans of the operators that it calls directly."""
     open_: list[tuple[Mapping[str, Any], list[Span]]] = []
     for event in sorted(operators, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         while open_ and span(open_[-1][0])[1] <= span(event)[0]:
@@ -273,9 +273,9 @@ def memory_timeline(
 ) -> MemoryTimeline | None:
     """Return the memory in `window`; None if the trace has no memory events of the device.
 
-    `phases`: (name, start, stop), like all times in the trace's seconds. `thread`: of training.
-    `device`: the accelerator's index; None: the CPU. An accelerator's events tell its total; the
-    rest is what remains.
+    `phases`: (name, start, stop), in the trace's seconds. `thread`: id of the training thread.
+    `device`: the accelerator's index; None: the CPU. An accelerator's events give the total memory;
+    the cause `rest` is the total minus all other causes.
     """
     events = sorted(
         (event for event in trace["traceEvents"] if _is_of(event, device)),

@@ -41,7 +41,7 @@ class InPlace:
         """When the latest recovery began, in seconds since 1970."""
 
     def keep_spare(self, environment: Mapping[str, str]) -> None:
-        """Start a spare process unless one runs. `environment`: of all workers."""
+        """Start a spare process unless one runs. `environment`: what all workers get."""
         if self._spare is not None and not self._spare.is_alive():
             self._spare.end()
             self._spare = None
@@ -160,8 +160,8 @@ class InPlace:
 
 
 def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
-    """True if a spare process soon replaces this number of lost workers. `script_seconds`: a
-    worker's, with imports. `import_seconds`: the spare's; None without a ready spare."""
+    """True if a spare process can soon replace so many lost workers. `script_seconds`: from a
+    script's start to its training. `import_seconds`: of the spare; None if no spare is ready."""
     if lost != 1:
         return lost == 0
     return import_seconds is not None and script_seconds - import_seconds < QUICK_SECONDS

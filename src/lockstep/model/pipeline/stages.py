@@ -125,8 +125,8 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the
     schedule's name. Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer.
-    Its interleaved schedules need a multiple of the number of rounds; the remainder is a call of
-    its own."""
+    Its interleaved schedules need a multiple of the number of rounds; the remainder is a second
+    call."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":

@@ -234,8 +234,8 @@ class ShardedFeatures(TorchFunctionMode):
 
 
 def checked_output(output: Any, name: str) -> Any:
-    """Return a model's output with DTensors but `ShardedLogits` gathered. Raises `RecipeError` for
-    a sharded tensor."""
+    """Return a model's output with all DTensors gathered except `ShardedLogits`. Raises
+    `RecipeError` for a plain tensor that is sharded."""
 
     def leave(item: Any) -> Any:
         if is_sharded(item):

@@ -241,7 +241,7 @@ class FakeWorld(World):
     recorded."""
 
     def leave(self) -> None:
-        """Nobody is there to be waited for."""
+        """Do nothing: there is no other rank to wait for."""
 
     def any(self, flag: bool) -> bool:
         return flag

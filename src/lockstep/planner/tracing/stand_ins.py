@@ -147,7 +147,7 @@ def _widened(value: Any) -> Any:
 
 def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
     """Yield what would ask other ranks. `boundaries`: between a pipeline's stages."""
-    # Compares values of sharded layers with those of whole ones.
+    # Compares sharded layers' values with whole layers' values.
     yield FirstForwardCheck, {"compare": lambda *_: None}
     # Raises the error of another rank.
     yield PipelineFailure, {"raise_known": _raise_own}

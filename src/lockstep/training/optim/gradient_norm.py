@@ -202,7 +202,7 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
-    """Return the squares of the first half of the columns, plus those of the second: (half, rows).
+    """Return the squares of the first half of the columns plus the second half's: (half, rows).
     Each element is read once, and widened on the way."""
     half = -(-len(columns) // 2)
     first, second = columns[:half], columns[half:]
@@ -246,8 +246,8 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """Return the global norm from the gradients' norms: so the order of the sum does not depend on
-    memory layouts."""
+    """Return the global norm, computed from one norm for each gradient, so that the order of the
+    sum does not depend on memory layouts."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(

@@ -1,4 +1,4 @@
-"""Optimizers with a training and an evaluation mode of their own, such as schedule-free ones
+"""Optimizers that have a training and an evaluation mode, such as schedule-free ones
 (Defazio et al., 2024).
 
 In training mode the parameters are the point of the next gradient, in evaluation mode the weights

@@ -137,8 +137,8 @@ class Schedule:
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Change the rate from which the schedule computes that of a group. A function of the step
-        has it already."""
+        """Change a group's base rate, from which the schedule computes its rate. A schedule
+        that is a function of the step has the new one already."""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]

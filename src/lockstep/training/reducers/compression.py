@@ -114,7 +114,7 @@ class Rounded(Compression):
 
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._sums = []  # drops those of a backward that failed
+            self._sums = []  # drops the sums of a failed backward
         current = Bucket.of(bucket)
         self._start(current, stats)
         if bucket.is_last():
@@ -222,7 +222,7 @@ class LowRank(Compression):
 
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._buckets = []  # drops those of a backward that failed
+            self._buckets = []  # drops the buckets of a failed backward
         current = Bucket.of(bucket)
         self._buckets.append(current)
         if bucket.is_last():
@@ -351,8 +351,8 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Views of the bucket with the strides of their parameters; those of `bucket.gradients()` are
-    contiguous."""
+    """Return views of the bucket with their parameters' strides; `bucket.gradients()` gives
+    contiguous ones."""
     return [
         (
             gradient.as_strided(parameter.shape, parameter.stride())

@@ -232,7 +232,7 @@ class _GroupBackwards:
 
 
 class _Own(NamedTuple):
-    """A parameter among those of its module."""
+    """A parameter, and where its module has it."""
 
     parameters: dict[str, nn.Parameter | None]
     name: str
@@ -432,8 +432,8 @@ class Scatter(ReduceScatter):
 
     def _sum_over_replicas(self, output: Tensor) -> None:
         """Sum a step's gradients over replicas in the last round, in the stream of the
-        reduce-scatters, while the backward computes. `output`: the last round's, to which FSDP2
-        would add those of the rounds before."""
+        reduce-scatters, while the backward computes. `output`: the last round's gradients; the
+        earlier rounds' are added to it here, before FSDP2 would add them."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]

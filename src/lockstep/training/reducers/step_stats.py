@@ -2,7 +2,7 @@
 one flag.
 
 They are packed into one vector that is summed over the ranks. Each number is zero on all ranks but
-one, so the sum is exact, and a step needs no collective beyond those of the gradients.
+one, so the sum is exact, and a step needs no collective besides the gradients' ones.
 """
 
 from __future__ import annotations
