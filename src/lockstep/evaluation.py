@@ -50,8 +50,8 @@ def evaluated(
     """`evaluate`, with all of the result."""
     if not recipe.evaluations:
         raise RecipeError(
-            "an evaluation of a recipe without Recipe.evaluation; it measures those of the recipe;"
-            " give ls.Evaluation(data=...)"
+            "an evaluation of a recipe without Recipe.evaluation; it measures the recipe's"
+            " evaluations; give ls.Evaluation(data=...)"
         )
     measured = {
         name.removesuffix("/"): replace(each, weights="current")

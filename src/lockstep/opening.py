@@ -161,9 +161,9 @@ class RunRequest:
             ]
         if found:
             raise CheckpointError(
-                "the recipe is not that of the run that has ended in its run directory, and that"
-                f" the script comes to again: {'; '.join(found)}; train with the one that it had,"
-                " choose another run directory, or remove the run's"
+                "the recipe has changed since the run in its run directory ended:"
+                f" {'; '.join(found)}; train with the recipe that it had, choose another run"
+                " directory, or remove the run's"
             )
 
     def checkpoints(self, context: Context) -> Storage:

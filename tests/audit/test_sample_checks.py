@@ -395,7 +395,7 @@ def test_a_dataset_of_each_rank_that_a_sampler_splits_is_found() -> None:
     assert (
         finding.evidence
         == "DistributedSampler splits one dataset over the ranks, and each rank has a dataset of"
-        " its own: images of rank 0's TensorDataset is not that of another rank's"
+        " its own: images of rank 0's TensorDataset differs from another rank's"
     )
     lengths = [
         named(

@@ -126,7 +126,7 @@ def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
         (content({"manifest.json": RIGHT}), "it names a file"),
         (
             content({"rank-0.safetensors": {**RIGHT, "blocks": []}}),
-            "0 hashes are not those of 100 bytes",
+            "0 hashes do not fit 100 bytes",
         ),
         (content({"rank-0.safetensors": {**RIGHT, "bytes": 2**70}}), "is no size"),
         (content({"rank-0.safetensors": {**RIGHT, "bytes": 100.0}}), "is no size"),

@@ -195,7 +195,7 @@ DAMAGES: dict[str, tuple[Any, str, str]] = {
     "another one's manifest": (
         lambda at: step_two(at / MANIFEST),
         "damaged",
-        "the manifest is that of step 2",
+        "the manifest belongs to step 2",
     ),
     "newer": (newer, "unreadable", "has format 99, and this version of lockstep reads 1"),
 }

@@ -77,7 +77,10 @@ def test_too_few_open_files_are_told() -> None:
     ("number", "remedy"),
     [
         (errno.EMFILE, "no more files may be open; raise the limit: ulimit -n 4096"),
-        (errno.ENOSPC, "make room there, or name another place; TMPDIR is that of temporary files"),
+        (
+            errno.ENOSPC,
+            "make room there, or name another place; TMPDIR names the folder of temporary files",
+        ),
         (
             errno.EROFS,
             (

@@ -133,7 +133,7 @@ def test_a_script_that_names_its_directories_goes_on_where_it_was(
     assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
     if processes == 1:
         edited = run(tmp_path / "again", FOLDS.replace("0.1 * (fold", "0.3 * (fold"))
-        assert "the recipe is not that of the run that has ended" in edited.stderr
+        assert "the recipe has changed since the run in its run directory ended" in edited.stderr
     again = run(tmp_path / "again")
     assert again.returncode == 0, again.stderr
     assert again.stdout == whole.stdout

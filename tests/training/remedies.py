@@ -672,7 +672,7 @@ EVALUATIONS = [
     ),
     Remedy(
         trains(at(lambda run: run.evaluate())),
-        "it measures those of the recipe; give ls.Evaluation(data=...)",
+        "it measures the recipe's evaluations; give ls.Evaluation(data=...)",
         trains(at(lambda run: run.evaluate()), evaluation=ls.Evaluation(data=HELD_OUT)),
     ),
     Remedy(

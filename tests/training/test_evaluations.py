@@ -260,7 +260,7 @@ def test_an_average_that_no_hook_keeps_is_refused(tmp_path: Path) -> None:
 def test_an_evaluation_without_one_in_the_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
-        match=r"without Recipe.evaluation; it measures those of the recipe; give ls.Evaluation",
+        match=r"without Recipe.evaluation; it measures the recipe's evaluations; give ls.Evaluation",
     ):
         ls.evaluate(recipe())
     hook = Evaluates()

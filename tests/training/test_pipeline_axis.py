@@ -471,7 +471,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a forward that computes something between the parts": (
         "pipeline=3",
         {"model": ReluBetween},
-        "RecipeError: the model's forward has code of its own after 'blocks.0' (TypeError: "
+        "RecipeError: the model's forward runs other code after 'blocks.0' (TypeError: "
         "relu(): argument 'input'",
     ),
     "a forward that takes apart what a part returns": (

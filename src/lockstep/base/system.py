@@ -74,7 +74,7 @@ def remedy_of(error: OSError) -> str | None:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "no more files may be open; raise the limit: ulimit -n 4096"
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
-        return "make room there, or name another place; TMPDIR is that of temporary files"
+        return "make room there, or name another place; TMPDIR names the folder of temporary files"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return (
             "give yourself the right to it, or name another place; TMPDIR is that of temporary"

@@ -124,7 +124,7 @@ class FileEntry:
         }
         size, blocks = whole_number(entry["bytes"]), tuple(entry["blocks"])
         if len(blocks) != -(-size // BLOCK_BYTES) or not all(map(_HASH.fullmatch, blocks)):
-            raise ValueError(f"{len(blocks)} hashes are not those of {size} bytes")
+            raise ValueError(f"{len(blocks)} hashes do not fit {size} bytes")
         if len(shards) != len(entry["shards"]):
             raise ValueError("a file has a shard twice")
         at = 0
@@ -213,7 +213,7 @@ def read_manifest(folder: Storage, name: CheckpointName) -> Manifest:
             data += folder.read(name, MANIFEST, _HEAD_BYTES, MOST_BYTES)
     manifest = Manifest.decode(data)
     if manifest.step != name.step:
-        raise DamagedError(f"the manifest is that of step {manifest.step}")
+        raise DamagedError(f"the manifest belongs to step {manifest.step}")
     return manifest
 
 

@@ -314,8 +314,8 @@ class Checkpointer:
                 saved = reader.manifest.metadata
                 if changes := self._changes(saved["recipe"], self._edited(saved), allow_change):
                     raise CheckpointError(
-                        f"the recipe is not that of checkpoint {name}: {'; '.join(changes)}; resume"
-                        " with the one it was saved with, name the fields that may differ"
+                        f"the recipe differs from that in checkpoint {name}: {'; '.join(changes)};"
+                        " resume with the one it was saved with, name the fields that may differ"
                         " (--allow-change, allow_change=), or choose another run directory"
                     )
                 if name == names[0]:

@@ -138,8 +138,8 @@ class Run:
         the recipe has none."""
         if self.training.measure is None:
             raise RecipeError(
-                "run.evaluate() without Recipe.evaluation; it measures those of the recipe; give"
-                " ls.Evaluation(data=...)"
+                "run.evaluate() without Recipe.evaluation; it measures the recipe's"
+                " evaluations; give ls.Evaluation(data=...)"
             )
         self.training.measure()
         return dict(self.metrics)

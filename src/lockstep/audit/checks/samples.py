@@ -282,7 +282,7 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
     ]
     lengths = [each["length"] for each in loader.dataset]
     if names:
-        text = f"{first_few(names)} of rank 0's {first['type']} is not that of another rank's"
+        text = f"{first_few(names)} of rank 0's {first['type']} differs from another rank's"
     elif len(set(lengths)) > 1:
         text = f"the ranks' have {', '.join(map(str, lengths))} samples"
     elif len(shared) >= LEAST_SAMPLES and any(_is_stable(each) for each in read):

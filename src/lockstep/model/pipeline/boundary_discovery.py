@@ -119,7 +119,7 @@ class SequentialCheck:
 
     def _said(self, error: Exception, place: int) -> str:
         after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
-        own = f"has code of its own {after} ({type(error).__name__}: {error})"
+        own = f"runs other code {after} ({type(error).__name__}: {error})"
         return (
             f"the model's forward {error if isinstance(error, _NotSequential) else own}; a "
             "pipeline calls only the recipe's stages, each with the output of the one before; "
