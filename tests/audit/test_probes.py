@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -243,6 +244,44 @@ def test_a_sitecustomize_of_the_users_own_is_run_and_torch_is_watched(tmp_path: 
     done = run(tmp_path / "script.py", tmp_path, {**environ, "PYTHONPATH": paths})
     assert done.stdout.startswith("mine\n"), done.stderr
     assert list(tmp_path.glob("process-*.jsonl"))
+
+
+KEYWORDS = """
+import os, torch
+from torch import distributed, nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x, original, wrapper, function):
+        return self.layer(x) + original + wrapper + function
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None, *, original, scaler, function):
+        return super().step(closure)
+
+distributed.init_process_group(
+    "gloo", init_method=f"file://{os.environ['FOLDER']}/meeting", rank=0, world_size=1
+)
+model = nn.parallel.DistributedDataParallel(Model())
+optimizer, scaler = Own(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+scaler.scale(model(torch.ones(1, 2), original=1, wrapper=2, function=3).sum()).backward()
+scaler.step(optimizer=optimizer, original=1, scaler=2, function=3)
+distributed.destroy_process_group()
+"""
+
+
+def test_keywords_of_models_and_optimizers_may_have_any_names(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(KEYWORDS)
+    environ = AuditRequest(folder=tmp_path, steps=9, roots=(str(tmp_path),)).write(tmp_path)
+    done = run(tmp_path / "script.py", tmp_path, {**environ, "PYTHONPATH": str(SITE)})
+    assert done.returncode == 0, done.stderr
+    (record,) = tmp_path.glob("process-*.jsonl")
+    kinds = [json.loads(line)["kind"] for line in record.read_text().splitlines()]
+    assert {"ddp_forward", "step"} <= set(kinds)
+    assert "problem" not in kinds
 
 
 def test_functions_keep_their_defaults(everything: Watched) -> None:

@@ -97,6 +97,7 @@ class Models:
         self,
         original: Callable[..., Any],
         wrapper: DistributedDataParallel,
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:

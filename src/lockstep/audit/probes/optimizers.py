@@ -245,7 +245,13 @@ class Optimizers:
         self._scaler = scaler
 
     def _scaler_step(
-        self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        scaler: Any,
+        /,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         before = dict(self._steps)
         result = original(scaler, optimizer, *args, **kwargs)

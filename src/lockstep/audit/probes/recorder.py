@@ -99,7 +99,7 @@ class RecordWriter:
                 child.kill()
         os._exit(0)
 
-    def safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def safely(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a probe, and note its exception: the script must not suffer from it. None if it
         fails."""
         if self.is_suspended:
@@ -115,7 +115,7 @@ class RecordWriter:
 
     def watch(self, owners: Any, name: str, probe: Probe, *, traced: bool = False) -> None:
         """Replace a function or method of one or several owners: a call of it becomes
-        `probe(original, *args, **kwargs)`.
+        `probe(original, *args, **kwargs)`; `kwargs` may have any names, the probe's too.
 
         `traced`: torch.compile and TorchScript may come to it, and are given the original.
         """
@@ -145,7 +145,7 @@ class RecordWriter:
         """Have `before(*args, **kwargs)` called before a function, `after(result, *args, **kwargs)`
         after it, and the function within `around()`."""
 
-        def probe(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def probe(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if before is not None:
                 self.safely(before, *args, **kwargs)
             with around():
