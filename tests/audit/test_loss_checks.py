@@ -3,6 +3,7 @@ functions."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -137,6 +138,11 @@ def test_a_mean_of_means_is_found_on_one_process() -> None:
     finding = only(check(*weighed(added, [[2, 40]], weight=0.5)))
     assert finding.cause is Cause.MEAN_OF_MEANS
     assert "a target counts up to 20 times as much as another" in finding.evidence
+
+
+def test_a_loss_that_is_not_a_number_has_no_weights() -> None:
+    added = random_gradients(1, ranks=1, backwards=2)
+    assert not check(*weighed(added, [[2, 40]], weight=math.nan)).findings
 
 
 def test_a_mask_of_the_scripts_own_is_weighed() -> None:

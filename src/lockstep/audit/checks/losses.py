@@ -3,6 +3,7 @@ same."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -161,6 +162,9 @@ def _check_weights(
     error = _error(rows, terms, found) if alone else None
     if error is not None and error < LEAST_ERROR:
         return error
+    badness = most / least - 1 if error is None else error
+    if math.isnan(badness):  # so is the loss
+        return None
     off = "" if error is None else f"; the gradient is off by {error:.2g} of its size"
     result.find(
         Cause.MEAN_OF_MEANS,
@@ -169,7 +173,7 @@ def _check_weights(
         f" another{off}",
         rows[0],
         line=terms[0].place[0],
-        badness=most / least - 1 if error is None else error,
+        badness=badness,
     )
     return None
 
