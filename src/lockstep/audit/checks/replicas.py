@@ -94,7 +94,8 @@ def _say_compared(result: AreaResult, steps: Sequence[Sequence[Row]], own: set[s
 def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_line: str) -> None:
     first = rows[0]
     step, line = first["index"], first["line"]
-    names = [name for name in first["parameters"] if name not in {*first["sharded"], *own}]
+    left_out = {*first["sharded"], *own}
+    names = [name for name in first["parameters"] if name not in left_out]
     if step == 0:
         worst, name = _worst(rows, "before", names)
         if worst > DRIFT:
