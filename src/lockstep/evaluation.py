@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.base.errors import RecipeError
 from lockstep.plan import Plan
 from lockstep.recipe.recipe import Recipe, Weights
-from lockstep.recipe_session import RecipeSession, Result
 from lockstep.scripts.request import ScriptRequest
+
+if TYPE_CHECKING:
+    from lockstep.recipe_session import Result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +64,8 @@ def evaluated(
         evaluation=measured.get("", measured),
         weights=recipe.weights if weights is None else weights,
     )
+    from lockstep.recipe_session import RecipeSession  # imports torch: the command does not need it
+
     with RecipeSession(recipe, trains=False, run_dir=run_dir, plan=plan, resume="never") as session:
         session.build()
         assert session.house.evaluation is not None, "the recipe has one"

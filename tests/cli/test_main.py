@@ -48,6 +48,22 @@ def test_torch_is_not_imported_before_workers_are_started() -> None:
     assert found == [f"torch: False {arguments}" for arguments in BEFORE_WORKERS]
 
 
+def test_torch_is_not_imported_for_an_evaluation_that_is_refused(tmp_path: Path) -> None:
+    for name in ("weights", "train.py"):
+        (tmp_path / name).touch()
+    lines = (
+        "import atexit, sys",
+        "from lockstep.cli.main import main",
+        "atexit.register(lambda: print('torch' in sys.modules))",
+        "main()",
+    )
+    arguments = ["evaluate", "--nproc", "x", str(tmp_path / "weights"), str(tmp_path / "train.py")]
+    line = [sys.executable, "-c", "\n".join(lines), *arguments]
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert "LaunchError: --nproc x; it takes a whole number of processes" in ended.stderr
+    assert ended.stdout == "False\n"
+
+
 def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
     line = f'cd "{tmp_path}" && mkdir gone && cd gone && rmdir ../gone && exec "{LOCKSTEP}" "$@"'
     for arguments in (["run", "/train.py"], ["export", "/run", "out.safetensors"]):

@@ -25,6 +25,7 @@ from lockstep.cli.arguments import (
 )
 from lockstep.cli.export import export
 from lockstep.cli.target import Target
+from lockstep.evaluation import EvaluateRequest
 from lockstep.launch.environment import count_processes
 from lockstep.logging.run_files import RESULT, RUN, is_there, numbered, read_metadata
 from lockstep.recipe.parameters import saved_values, split_assignment
@@ -106,8 +107,6 @@ def measure(
     launch options by name. `folder`: for temporary files. `stdout`: the workers'; None: this
     process's. Raises `LaunchError` if the script has not evaluated.
     """
-    from lockstep.evaluation import EvaluateRequest  # imports torch
-
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")
     status = launch_script(
