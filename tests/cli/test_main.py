@@ -154,6 +154,12 @@ def test_run_help_names_its_options_and_examples() -> None:
         assert text in ended.stdout
 
 
+def test_a_search_shows_its_own_options_before_those_of_each_run() -> None:
+    for command in ("search", "sweep"):
+        shown = lockstep(command, "--help").stdout
+        assert 0 < shown.index(" --metric ") < shown.index(" --csv ") < shown.index(" --nproc ")
+
+
 def test_the_module_is_the_command() -> None:
     for arguments in (["--version"], ["run", "--help"], ["nix"]):
         as_module = subprocess.run(

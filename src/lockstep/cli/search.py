@@ -61,7 +61,6 @@ LAUNCH = (
 
 
 search_options = together(
-    *map(launch_option, LAUNCH),
     click.option(
         "--metric",
         default="loss",
@@ -99,6 +98,7 @@ search_options = together(
     ),
     json_option,
     click.option("--csv", type=NewFile(), metavar="FILE", help="Write the results as a table."),
+    *map(launch_option, LAUNCH),
 )
 """The options that a search and a sweep share."""
 
