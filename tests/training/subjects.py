@@ -75,15 +75,21 @@ def recipe(**changes: Any) -> ls.Recipe:
 
 
 def each_of(
-    function: Callable[..., Any], run_dir: str, cases: Iterable[Sequence[Any]]
+    function: Callable[..., Any],
+    run_dir: str,
+    cases: Iterable[Sequence[Any]],
+    *,
+    may_refuse: bool = True,
 ) -> list[Any]:
     """Returns `function(folder, *case)` of each case, in a folder of its own. In place of what a
-    case refuses: its error, as "LossError: ..."."""
+    case refuses: its error, as "LossError: ...", or raises it unless they `may_refuse`."""
     found = []
     for number, case in enumerate(cases):
         try:
             found.append(function(f"{run_dir}/{number}", *case))
         except UserError as error:
+            if not may_refuse:
+                raise
             found.append(f"{type(error).__name__}: {error}")
     return found
 

@@ -185,7 +185,7 @@ def trained(run_dir: str, plans: Sequence[str]) -> dict[str, Any]:
     talks = (nobody, synchronised) if len(plans) == 1 else (synchronised,)
     right = [(plan, case, talk) for case in ASKS for plan in plans for talk in talks]
     return {
-        "right": each_of(train, f"{run_dir}/right", right),
+        "right": each_of(train, f"{run_dir}/right", right, may_refuse=False),
         "refused": each_of(train, f"{run_dir}/refused", INSISTS if len(plans) > 1 else []),
         "weighed": weigh(f"{run_dir}/weighed", plans[0]),
         "kept": kept_by_a_metric(f"{run_dir}/kept", plans[-1]),

@@ -356,7 +356,10 @@ def all_of(run_dir: str, ranks: int) -> dict[str, Any]:
             for plan, cases in REFUSALS[ranks].items()
         },
         "mended": each_of(
-            mended, f"{run_dir}/mended", [(plan, given) for given in hooks for plan in plans]
+            mended,
+            f"{run_dir}/mended",
+            [(plan, given) for given in hooks for plan in plans],
+            may_refuse=False,
         ),
     }
 

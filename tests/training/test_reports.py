@@ -200,7 +200,9 @@ def trained(run_dir: str, processes: int) -> dict[str, list[str]]:
     ):
         for name, (make, plans) in table.items():
             mine = [(plan, make) for plan in sorted(plans) if BITWISE[plan] == processes]
-            found[f"{kind}: {name}"] = each_of(train, f"{run_dir}/{kind}/{name}", mine)
+            found[f"{kind}: {name}"] = each_of(
+                train, f"{run_dir}/{kind}/{name}", mine, may_refuse=kind == "refused"
+            )
     if processes == 2:
         found["pipeline"] = each_of(train, f"{run_dir}/pipeline", [("pipeline=2", in_stages)])
     return found

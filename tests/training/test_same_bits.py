@@ -396,7 +396,7 @@ def train_with_seed(run_dir: str, seed: int) -> str:
 
 def in_phases_and_with_seeds(run_dir: str, seeds: Sequence[int]) -> tuple[Any, list[str]]:
     return train_in_two_phases(f"{run_dir}/phases"), each_of(
-        train_with_seed, run_dir, [(seed,) for seed in seeds]
+        train_with_seed, run_dir, [(seed,) for seed in seeds], may_refuse=False
     )
 
 
