@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -316,6 +317,17 @@ def test_training_gives_the_model_of_one_process(
             )
             assert metrics == pytest.approx(expected.metrics, rel=most), name
             torch.testing.assert_close(state, truth, rtol=10 * most, atol=most)
+
+
+@pytest.mark.slow
+def test_the_loss_of_cut_logits_is_that_of_one_process_where_the_model_is_sharded_too(
+    pool: WorkerPool, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    expected, truth = alone["fp32"]
+    for result, state in pool.run(4, speak, "shard=2,tensor=2", str(tmp_path), "fp32"):
+        assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert result.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        torch.testing.assert_close(state, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_the_code_after_a_cut_layer_may_transpose_and_any_rank_may_stop_the_run(
