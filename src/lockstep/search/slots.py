@@ -1,4 +1,4 @@
-"""How many trials the machine runs at once, and the GPUs and threads of each slot. Pure."""
+"""The number of trials that the machine runs at once, and each slot's GPUs and threads. Pure."""
 
 from __future__ import annotations
 
