@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,25 @@ def test_a_damaged_variable_of_the_launcher_is_one_line_and_status_2(tmp_path: P
             assert DAMAGED_STARTS[text] in error
         remedied = ended(size, [{}] * size)
         assert remedied == [(0, f"{rank}\n", "") for rank in range(size)]
+
+
+def test_a_module_that_a_spare_process_cannot_import_is_told_as_it_is(tmp_path: Path) -> None:
+    """As torch is, where a library of CUDA's is missing."""
+    script(tmp_path, "raise OSError('libcudart.so: cannot open shared object file')", "broken.py")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        told = WorkerStart(launcher=os.getpid(), channel=theirs.fileno(), imports=["broken"])
+        ended = subprocess.run(
+            [*PYTHON, "broken.py"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path), **told.variables()},
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("OSError: libcudart.so: cannot open shared object file\n")
+    assert "LOCKSTEP_WORKER" not in ended.stderr
 
 
 def script(folder: Path, source: str, name: str = "train.py") -> str:

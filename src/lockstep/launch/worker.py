@@ -74,19 +74,22 @@ def begin() -> Path | None:
     die_with_parent(told.launcher)
     try:
         channel = None if told.channel is None else worker_channel(told.channel)
-        if told.files is None and channel is not None:
-            told = _wait_to_become_worker(channel, told.imports)
-        use_channel(channel, is_replacement=told.is_replacement)
-        if (files := use_files(told.files)) is None:
-            return None
+    except OSError as error:
+        raise damaged_start(text, error) from None
+    if told.files is None and channel is not None:
+        told = _wait_to_become_worker(channel, told.imports)
+    use_channel(channel, is_replacement=told.is_replacement)
+    if (files := use_files(told.files)) is None:
+        return None
+    try:
         use_parents_folder(files.stem.parent)
         if not faulthandler.is_enabled():
             # Open as long as the process lives: faulthandler writes to the descriptor.
             crash = open(files.crash, "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.enable(crash, all_threads=False)
-        return files.failure
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise damaged_start(text, error) from None
+    return files.failure
 
 
 def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerStart:
