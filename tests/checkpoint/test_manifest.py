@@ -132,7 +132,7 @@ def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
         (content({"rank-0.safetensors": {**RIGHT, "bytes": 100.0}}), "is no size"),
         (
             content({"rank-0.safetensors": {**RIGHT, "blocks": ["0" * 31 + "X"]}}),
-            "1 hashes are not those",
+            "1 hashes do not fit",
         ),
         (content({"rank-0.safetensors": {**RIGHT, "blocks": [7]}}), "expected string"),
         (

@@ -355,7 +355,7 @@ def test_models_of_other_shapes_are_told_with_the_parameter_that_differs(
         f"'0.weight' is float32 [4, 2] in {one}, and float32 [2, 2] in {other}; an average is of"
         " tensors of one shape" in ended.stderr
     )
-    assert f"({one} was started with width=4, {other} with width=2)" in ended.stderr
+    assert f"({one} was started with width=4 and {other} was started with width=2)" in ended.stderr
 
 
 def test_running_statistics_and_counters_are_warned_of(tmp_path: Path, out: str) -> None:

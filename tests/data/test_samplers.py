@@ -120,7 +120,7 @@ def test_batches_by_length_waste_little_and_change_from_epoch_to_epoch() -> None
     ("make", "message"),
     [
         (lambda: samplers.weighted([0.0, 0.0]), "not all 0"),
-        (lambda: samplers.weighted([1.0, -1.0]), "not negative"),
+        (lambda: samplers.weighted([1.0, -1.0]), "at least 0"),
         (lambda: samplers.weighted([1.0, float("nan")]), "finite"),
         (
             lambda: samplers.weighted([1.0, 0.0], samples=2, replacement=False),

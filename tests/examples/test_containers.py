@@ -158,7 +158,7 @@ def test_the_page_s_checks_and_options_are_the_doctor_s() -> None:
     )
     assert len(rows) == 9
     for check, remedies in rows:
-        assert re.search(rf'_check\(\s*"{check}"', source)
+        assert re.search(rf'(_check|at_least)\(\s*"{check}"', source)
         for option in re.findall(r"`(-[^`]*)`", remedies):
             assert all(
                 word.partition("=")[0] in DOCKER_RUN

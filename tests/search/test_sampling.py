@@ -73,7 +73,7 @@ def test_a_trial_that_was_given_a_part_of_its_values_is_given_the_rest(
     claimed = cut.claim(4)
     assert claimed is not None
     proposals(cut)
-    cut.suggest(claimed, {"lr": distribution_of(PARAMETERS[0])})
+    claimed.trial._suggest("lr", distribution_of(PARAMETERS[0]))
     end_as_killed(cut)
     assert make_trial(storage("cut", sampler=sampler), 4) == made[3]
 

@@ -180,8 +180,14 @@ class Stragglers(ControlHook):
         )
         for each in self._finder.add(times, seconds):
             host = self.hosts[each.rank]
-            details = {"rank": each.rank, "host": host, **each._asdict()}
-            run.event("straggler", **{**details, "times": round(each.times, 2)})
+            details = {
+                "rank": each.rank,
+                "host": host,
+                "part": each.part,
+                "seconds": each.seconds,
+                "usual_seconds": each.usual_seconds,
+            }
+            run.event("straggler", **details, times=round(each.times, 2))
             run.context.recorder.message(
                 f"rank {each.rank} on {host} is slow: its own work takes {each.times:.2f} times"
                 f" that of the others, most of it in {each.part} ({each.seconds * 1e3:.1f} ms a"

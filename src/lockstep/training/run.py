@@ -63,6 +63,11 @@ class Run:
         return self.context.run_dir
 
     @property
+    def stopping(self) -> str | None:
+        """The reason, once all ranks have agreed to stop."""
+        return self.training.stopping
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of `model`."""
         return list(self.training.modules[0].optimizers)
