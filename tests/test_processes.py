@@ -78,7 +78,7 @@ def test_right():
 
 @pytest.mark.command
 def test_a_test_that_times_out_kills_what_it_started_and_lets_the_next_run(tmp_path: Path) -> None:
-    for name in ("conftest.py", "forked.py", "processes.py"):
+    for name in ("conftest.py", "before_torch.py", "forked.py", "processes.py"):
         (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
     (tmp_path / "test_it.py").write_text(TESTS_THAT_HANG)
     limits = [

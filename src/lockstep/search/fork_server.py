@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -41,6 +42,8 @@ from lockstep.scripts.process import KILL_SECONDS, OUTPUT
 from lockstep.scripts.request import write_request
 
 ENDING = "ending.json"
+END_SECONDS = (3.0, 5.0)
+"""Time for launchers to end by themselves, and after SIGTERM, before they are killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +201,9 @@ def _serve(channel: Channel) -> None:
                 continue
             message = channel.receive()
             if message is None:
-                os._exit(0)  # the launchers, its children, end with it
+                selector.unregister(channel)
+                _end(launchers, selector)
+                os._exit(0)  # launchers that are left are killed with this process
             if message["kind"] == "signal":
                 for number, pid in launchers.items():
                     if message["number"] in (None, number):
@@ -208,6 +213,19 @@ def _serve(channel: Channel) -> None:
             launchers[request.number] = pid = _fork_launcher(request, descriptor)
             os.close(descriptor)
             selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (request.number, pid))
+
+
+def _end(launchers: dict[int, int], selector: selectors.BaseSelector) -> None:
+    """Wait for launchers whose workers have ended, since they still remove their temporary folders;
+    then end the others. `selector`: has the pidfd of each of them, and nothing else."""
+    for seconds in END_SECONDS:
+        deadline = time.monotonic() + seconds
+        while selector.get_map() and (rest := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(rest):
+                del launchers[key.data[0]]
+                selector.unregister(key.fileobj)
+        for pid in launchers.values():
+            os.kill(pid, signal.SIGTERM)
 
 
 def _fork_launcher(request: LaunchRequest, descriptor: int) -> int:
