@@ -175,8 +175,11 @@ class TraceHook(ControlHook):
         self.tracer.microbatch(module, self._steps[module], index, samples, batch, gradients)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        number = [each.model for each in run.training.modules].index(model)
-        module = run.training.modules[number]
+        number, module = next(
+            (number, each)
+            for number, each in enumerate(run.training.modules)
+            if each.model is model
+        )
         gradients = _full(_unscaled(module, (parameter.grad for parameter in module.parameters)))
         self.tracer.gradients(number, self._steps[number], gradients, gain=float(module.gain))
 
