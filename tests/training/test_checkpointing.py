@@ -11,7 +11,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -305,6 +305,19 @@ def test_a_checkpoint_of_a_newer_format_is_refused(
         ),
     ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
+
+
+def test_a_checkpoint_of_a_plan_with_an_unknown_axis_is_resumed(tmp_path: Path) -> None:
+    """One of another version: its plan is only told."""
+    stopped(tmp_path / "run")
+    folder = FolderStorage(tmp_path / "run" / "checkpoints")
+    name = folder.names()[-1]
+    manifest = Manifest.decode(folder.read(name, MANIFEST))
+    other = replace(manifest, metadata={**manifest.metadata, "plan": "replicate=1,context=2"})
+    (folder.path / str(name) / MANIFEST).write_bytes(other.encode())
+    assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).steps == 6
+    (resumed,) = [event for event in events(tmp_path / "run") if event["event"] == "resumed"]
+    assert resumed["saved_under"] == "replicate=1,context=2"
 
 
 class Holds(ls.Hook):

@@ -115,8 +115,8 @@ class Checkpointing(ControlHook):
             return
         changed: dict[str, Any] = {"data": {}} if "data" in self.allow_change else {}
         loop.resumed = {**newest.manifest.values, "step": step, **changed}
-        saved_under = Plan.parse(newest.manifest.metadata["plan"])
-        if keeps_rest(context.gradient_compression) and saved_under.replicate != 1:
+        saved_under = newest.manifest.metadata["plan"]
+        if keeps_rest(context.gradient_compression) and Plan.parse(saved_under).replicate != 1:
             run.event(
                 "error-feedback-dropped",
                 gradient_compression=context.gradient_compression,
