@@ -3,13 +3,16 @@ microbatches in their order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training.subjects import recipe, rows, same, samples_at, sgd, squared_error, state_of
 
@@ -18,7 +21,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.model.running_statistics import RunningStatistics
+from lockstep.model.running_statistics import RunningStatistics, SelfUpdatingBuffers
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 
@@ -397,3 +400,27 @@ def test_statistics_that_no_forward_updates_stay_as_they_are(
             for name, value in first.items()
             if "running" in name or "tracked" in name
         )
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_large_buffer_that_a_rank_has_updated_is_copied_once_in_a_commit() -> None:
+    module = nn.Module()
+    module.register_buffer("codes", torch.zeros(3))
+    updating = SelfUpdatingBuffers("", module, ["codes"])
+    updating._first = {"codes": torch.ones(3)}
+    one: Any = SimpleNamespace(broadcast=lambda tensor, source: None)
+    with Operations() as called:
+        updating.commit(MicrobatchAssignment(1, False), one, 2, apply=True)
+    assert called.counts == {"copy_": 1}
+    assert torch.equal(updating.kept["codes"], torch.ones(3))

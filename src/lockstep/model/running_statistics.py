@@ -229,9 +229,10 @@ class RunningStatistics:
         if not self._scratches:
             return
         widths = [2 + 2 * len(scratch.kept["running_mean"]) for scratch in self._scratches]
-        mine = torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         if self._rows:
             mine = torch.stack(self._rows)
+        else:
+            mine = torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         self._rows = []
         # all slices of a microbatch say the same
         everyone = in_order(mine, count, assignment, self._data)[:: assignment.slices or 1]
@@ -324,8 +325,9 @@ class SelfUpdatingBuffers:
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
         for name, buffer in self.kept.items():
-            updated = buffer.clone()
-            if self._first is not None:
+            if self._first is None:
+                updated = buffer.clone()
+            else:
                 updated = self._first[name].to(buffer.dtype).contiguous()
             data.broadcast(updated, owner)
             if isinstance(apply, Tensor):

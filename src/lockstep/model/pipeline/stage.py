@@ -107,8 +107,8 @@ class VariableShapeStage(PipelineStage):
     def _free(self, received: Sequence[Any]) -> None:
         for info in received:
             if info.buffer is not None:
-                empty = torch.empty(0, device=self.device)
-                info.buffer = None if _allocates_at_receive(info) else empty
+                later = _allocates_at_receive(info)
+                info.buffer = None if later else torch.empty(0, device=self.device)
 
     def _renew(self, received: Sequence[Any], boundary: Boundary) -> None:
         for info, tensor in zip(received, boundary.tensors("meta"), strict=True):
