@@ -244,6 +244,28 @@ def test_early_stopping_without_its_metric_is_refused(pool: WorkerPool, tmp_path
             assert text.startswith(words), case
 
 
+class Chooses(ls.Hook):
+    """Chooses its method at the start."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_start(self, run: Any) -> None:
+        self.after_step = self.chosen  # type: ignore[method-assign]
+
+    def after_step(self, run: Any) -> None:
+        self.called.append("after_step")
+
+    def chosen(self, run: Any) -> None:
+        self.called.append("chosen")
+
+
+def test_a_hook_may_set_its_methods_in_on_start(tmp_path: Path) -> None:
+    hook = Chooses()
+    ls.train(recipe(steps=2), run_dir=str(tmp_path / "run"), hooks=[hook])
+    assert hook.called == ["chosen", "chosen"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

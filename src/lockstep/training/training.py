@@ -109,19 +109,17 @@ class Hooks:
             for hook in hooks
             if isinstance(hook, ControlHook) and type(hook).request is not ControlHook.request
         ]
-        self._at = {
-            moment: [
-                self._method(hook, moment)
-                for hook in hooks
-                if (isinstance(hook, ControlHook) or hasattr(Hook, moment))
-                and getattr(type(hook), moment) is not default
-            ]
-            for moment, default in {**vars(Hook), **vars(ControlHook)}.items()
-            if not moment.startswith("_")
-        }
+        self._at: dict[str, list[Callable[..., None]]] = {}
 
     def call(self, moment: str, *arguments: Any) -> None:
         """Call method `moment` of all hooks, in order."""
+        if moment not in self._at:  # bound now: a hook may set its methods in `on_start`
+            self._at[moment] = [
+                self._method(hook, moment)
+                for hook in self.all
+                if (isinstance(hook, ControlHook) or hasattr(Hook, moment))
+                and getattr(type(hook), moment) is not getattr(ControlHook, moment)
+            ]
         for method in self._at[moment]:
             method(*arguments)
 
