@@ -56,7 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads that spin while they wait for each other take the cores from the other processes: on
     # two busy cores, 4 times as long.
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # how long an example takes says how busy the machine is
     hypothesis.settings.register_profile("lockstep", deadline=None)
     hypothesis.settings.load_profile("lockstep")
