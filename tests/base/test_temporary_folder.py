@@ -11,13 +11,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.base import temporary_folder as module
 from lockstep.base.errors import LaunchError
 from lockstep.base.temporary_folder import hold_folder, locked_folder
+from lockstep.scripts.process import ended_by_signals
 
 HOLD = """
 import time
@@ -62,6 +65,41 @@ def test_a_killed_processs_folder_is_removed_and_a_live_ones_stays(
         assert not held.exists()
     processes[1].kill()
     processes[1].communicate()
+
+
+@pytest.mark.parametrize("moment", ["made", "removed"])
+def test_a_signal_while_a_folder_is_made_or_removed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    function = {"made": "open", "removed": "rmdir"}[moment]
+    real = getattr(os, function)
+    hits = []
+
+    def with_a_signal(*arguments: Any, **settings: Any) -> Any:
+        if not hits:
+            hits.append(arguments)
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(os, function, with_a_signal)
+    with pytest.raises(SystemExit), ended_by_signals(), locked_folder() as folder:
+        (folder / "rank-0.record").touch()
+    assert hits
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_empty_folder_was_left_by_a_process_that_was_killed_as_it_made_or_removed_it(
+    tmp_path: Path,
+) -> None:
+    made = {name: tmp_path / f"lockstep-{name}" for name in ("abcdefgh", "abcdefgi", "training")}
+    for folder in made.values():
+        folder.mkdir()
+    (made["training"] / "mine").touch()
+    for name in ("abcdefgh", "training"):
+        os.utime(made[name], (0.0, time.time() - 61.0))
+    module.remove_left_folders(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [made["abcdefgi"], made["training"]]
 
 
 def test_a_process_that_starts_at_the_same_moment_leaves_the_folder_alone(

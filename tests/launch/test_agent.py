@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.base.system import PASSED_ON
 from lockstep.launch import worker_processes
 from lockstep.launch.environment import threads_per_process
 from lockstep.launch.failures import Ending
 from lockstep.launch.rendezvous import LoopbackRendezvous
 from lockstep.launch.run_workers import run_workers
-from lockstep.launch.spawned_call import PASSED_ON
 from lockstep.launch.worker_processes import GRACE_SECONDS
 from lockstep.options import RunOptions
 

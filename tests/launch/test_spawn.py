@@ -19,8 +19,8 @@ from scripts import functions
 import lockstep as ls
 from lockstep.base import accelerator
 from lockstep.base.errors import DataError, LaunchError, PlanError, WorkerError
+from lockstep.base.system import PASSED_ON
 from lockstep.launch import spawn as module
-from lockstep.launch.spawned_call import PASSED_ON
 
 
 def test_the_result_is_what_rank_0_returned_and_arguments_may_be_queues() -> None:

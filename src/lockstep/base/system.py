@@ -27,6 +27,10 @@ def signals(*names: str) -> tuple[signal.Signals, ...]:
     return tuple(signal.Signals[name] for name in names if hasattr(signal, name))
 
 
+PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
+"""The signals that a launcher passes on to its workers."""
+
+
 def refuse_on_windows(what: str) -> None:
     """Raise `LaunchError` on Windows."""
     if sys.platform == "win32":
@@ -121,3 +125,17 @@ def signals_handled(
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block `PASSED_ON` within, in this thread: a signal that comes takes effect afterwards. Does
+    nothing on Windows."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -16,12 +16,12 @@ from typing import Any, Literal, TypeVar, cast
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, UserError, WorkerError
-from lockstep.base.system import refuse_on_windows
+from lockstep.base.system import refuse_on_windows, signals_blocked
 from lockstep.launch.environment import count_processes
 from lockstep.launch.failures import Ending, FailureRecord
 from lockstep.launch.run_workers import run_workers
 from lockstep.launch.seeding import SAFE_PATH, SeedingName
-from lockstep.launch.spawned_call import SpawnedCall, signals_blocked, work
+from lockstep.launch.spawned_call import SpawnedCall, work
 from lockstep.launch.termination import preempted
 from lockstep.options import RunOptions, check_run_dir
 from lockstep.plan import Plan

@@ -9,8 +9,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -18,12 +17,9 @@ from typing import Any
 from lockstep.base.errors import LaunchError
 from lockstep.base.garbage import freeze_for_good
 from lockstep.base.notebook import WholeLines, is_notebook
-from lockstep.base.system import signals
+from lockstep.base.system import PASSED_ON
 from lockstep.launch import worker
 from lockstep.launch.seeding import seed_workers_generators
-
-PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
-"""The signals that a launcher passes on to its workers."""
 
 
 class SpawnedCall:
@@ -95,17 +91,6 @@ def lead_session() -> None:
             signal.signal(
                 number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             )
-
-
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block `PASSED_ON`: a worker starts with them blocked, until it has its session and
-    handlers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _pickled(value: object) -> bytes:

@@ -31,14 +31,15 @@ from lockstep.base.processes import (
     kill_all,
     own_python,
 )
+from lockstep.base.system import PASSED_ON, signals_blocked
 from lockstep.base.temporary_folder import remove_left_folders
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending
 from lockstep.launch.recovery.channel import Channel, open_channel
 from lockstep.launch.seeding import HASH_SEED
-from lockstep.launch.spawned_call import PASSED_ON, forget_parent, lead_session, signals_blocked
+from lockstep.launch.spawned_call import forget_parent, lead_session
 from lockstep.options import RunOptions, read_options
-from lockstep.scripts.process import KILL_SECONDS, OUTPUT
+from lockstep.scripts.process import KILL_SECONDS, OUTPUT, ended_by_signals
 from lockstep.scripts.request import write_request
 
 ENDING = "ending.json"
@@ -251,17 +252,18 @@ def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     from lockstep.launch.run_workers import run_workers
 
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     asked = write_request(Path(request.folder), {**request.request, "channel": descriptor})
     os.environ.update({**request.environment, **asked})
     try:
-        ending = run_workers(
-            lambda environment: ForkedWorker(request.line, environment),
-            count=request.processes,
-            launcher="lockstep",
-            options=RunOptions(**read_options(request.options)),
-            max_restarts=request.max_restarts,
-        )
+        with ended_by_signals():  # also before and after the workers run: the folder is removed
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+            ending = run_workers(
+                lambda environment: ForkedWorker(request.line, environment),
+                count=request.processes,
+                launcher="lockstep",
+                options=RunOptions(**read_options(request.options)),
+                max_restarts=request.max_restarts,
+            )
         told = LaunchEnding.of(ending)
     except LaunchError as error:
         told = LaunchEnding(
