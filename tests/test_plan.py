@@ -27,6 +27,7 @@ from lockstep.plan import Plan
         ("microbatch_splits=2", Plan(microbatch_splits=2)),
         ("replicate=2,assignment=measured", Plan(replicate=2, assignment="measured")),
         ("workers=auto,threads=auto,prefetch=3", Plan(workers="auto", threads="auto", prefetch=3)),
+        ("context=4,exchange=keys", Plan(context=4, exchange="keys")),
         ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
     ],
 )
@@ -48,14 +49,18 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
     compile=st.booleans(),
     transport=st.sampled_from(["auto", "torch"]),
     assignment=st.sampled_from(["equal", "measured"]),
+    context=st.integers(1, 4),
+    exchange=st.sampled_from(["auto", "keys", "heads"]),
 )
 def test_a_plan_reads_back_what_it_writes(**settings: Any) -> None:
-    is_sharded = settings["shard"] > 1
+    is_sharded, is_cut = settings["shard"] > 1, settings["context"] > 1
     fitting = {
         "offload": settings["offload"] and is_sharded,
-        "assignment": "equal" if is_sharded else settings["assignment"],
+        "assignment": "equal" if is_sharded or is_cut else settings["assignment"],
     }
-    if fitting["offload"] and settings["numerics"] == "bitwise":
+    if is_cut:
+        fitting |= {"numerics": "fast", "compile": False}
+    if fitting["offload"] and {**settings, **fitting}["numerics"] == "bitwise":
         fitting["threads"] = None
     plan = Plan(**{**settings, **fitting})
     assert Plan.parse(str(plan)) == plan
@@ -101,6 +106,12 @@ def test_an_axis_that_is_not_given_is_1_where_another_is() -> None:
     plan = Plan(shard=1)
     assert (plan.replicate, plan.shard, plan.tensor, plan.pipeline) == (1, 1, 1, 1)
     assert Plan().replicate == "auto"
+
+
+def test_the_axes_of_the_mesh_are_in_the_order_of_how_often_they_communicate() -> None:
+    plan = Plan(replicate=2, shard=2, context=2, tensor=2)
+    assert [axis.name for axis in plan.larger] == ["replicate", "shard", "context", "tensor"]
+    assert (plan.data_ranks, plan.state_divided) == (4, ["shard=2", "tensor=2"])
 
 
 def test_a_plan_is_frozen_and_takes_keywords_only() -> None:
@@ -149,10 +160,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         (
             "replica=2",
             (
-                "'replica' in plan 'replica=2' is unknown; known are replicate, shard, tensor,"
-                " pipeline, numerics, sharding, offload, checkpointing, microbatch_splits,"
-                " schedule, compile, split, data_parallel, transport, assignment, threads, workers,"
-                " prefetch"
+                "'replica' in plan 'replica=2' is unknown; known are replicate, shard, context,"
+                " tensor, pipeline, numerics, sharding, offload, checkpointing,"
+                " microbatch_splits, schedule, exchange, compile, split, data_parallel, transport,"
+                " assignment, threads, workers, prefetch"
             ),
         ),
         (
@@ -209,11 +220,24 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "schedule=2f2b; known are gpipe, 1f1b, interleaved, zero-bubble",
         ),
         (
-            "context=2",
+            "context=2,numerics=bitwise",
             (
-                "'context=2' in plan 'context=2'; 'context' is not built yet; this version knows"
-                " replicate, shard"
+                "context=2 with numerics=bitwise; the sum over a sequence's tokens is not in the"
+                " canonical order yet; leave numerics=bitwise out, or context"
             ),
+        ),
+        (
+            "context=2,compile=yes",
+            "context=2 with compile=yes; attention is replaced while the forward runs",
+        ),
+        (
+            "context=2,pipeline=2",
+            "context=2 with pipeline=2; stages do not pass on parts of a sequence yet",
+        ),
+        ("context=2,exchange=ring", "exchange=ring; known are auto, keys, heads"),
+        (
+            "assignment=measured,context=2",
+            "assignment=measured with context=2; its ranks compute each microbatch together",
         ),
         ("offload=cpu,shard=2", "offload=cpu; it is yes or no (in Python True or False)"),
         ("offload=yes", "offload=yes with shard=1; CPU offload applies to sharded parameters"),

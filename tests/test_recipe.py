@@ -147,6 +147,23 @@ class Shapeless:
         (recipe, {"clip_norm": math.inf}, "clip_norm=inf; a maximum norm is positive and finite"),
         (recipe, {"clip_norm": math.nan}, "clip_norm=nan; a maximum norm is positive and finite"),
         (recipe, {"clip_norm": "1"}, "clip_norm='1'; a maximum norm is positive"),
+        (recipe, {"sequence": 16}, "sequence is 16 (a int); give ls.Sequence(dim=1, chunks=16)"),
+        (
+            ls.Sequence,
+            {"dim": 0},
+            "Sequence.dim=0; it counts dims before that of the tokens (dim 0: samples) and must be",
+        ),
+        (ls.Sequence, {"chunks": 0}, "Sequence.chunks=0; it counts chunks of a sequence and must"),
+        (
+            ls.Sequence,
+            {"documents": "document"},
+            "Sequence.documents is 'document' (a str); it must be a function or None",
+        ),
+        (
+            ls.Sequence,
+            {"positions": "position ids"},
+            "Sequence.positions is 'position ids' (a str); it is the name of a keyword argument",
+        ),
         (recipe, {"precision": "fp8"}, "precision='fp8'; known are fp32, bf16, fp16"),
         (
             recipe,
@@ -328,12 +345,16 @@ def test_a_recipe_is_frozen_and_takes_keywords_only() -> None:
 def test_a_recipe_describes_itself_in_json() -> None:
     metrics = {"accuracy": ls.Mean(nothing), "auc": ls.Gathered(nothing, sum)}
     described = recipe(
-        evaluation=evaluation(metrics=metrics, every=3), weight=nothing, clip_norm=1.0
+        evaluation=evaluation(metrics=metrics, every=3),
+        weight=nothing,
+        clip_norm=1.0,
+        sequence=ls.Sequence(chunks=8),
     ).describe()
     assert json.loads(json.dumps(described)) == described
     assert described["global_batch"] == 8
     assert described["clip_norm"] == 1.0
     assert described["schedule"] is None
+    assert described["sequence"] == {"dim": 1, "chunks": 8, "documents": None, "positions": None}
     assert described["data"] == "builtins.list[3]"
     assert described["model"] == f"{__name__}.nothing"
     assert described["evaluation"]["every"] == 3

@@ -84,6 +84,7 @@ PAGES = {
             *(
                 "lockstep.Gathered",
                 "lockstep.Weights",
+                "lockstep.Sequence",
                 "lockstep.Ensemble",
                 "lockstep.Stream",
                 "lockstep.warmup_cosine",

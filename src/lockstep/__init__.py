@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Sum as Sum,
         Weights as Weights,
     )
+    from lockstep.recipe.sequence import Sequence as Sequence
     from lockstep.recipe_session import Result as Result
     from lockstep.run import train as train
     from lockstep.saving import Saving as Saving
@@ -62,6 +63,7 @@ _HOME = {
     "Recipe": "lockstep.recipe.recipe",
     "Result": "lockstep.recipe_session",
     "Saving": "lockstep.saving",
+    "Sequence": "lockstep.recipe.sequence",
     "Session": "lockstep.session",
     "Stream": "lockstep.recipe.data",
     "Sum": "lockstep.recipe.recipe",

@@ -17,6 +17,7 @@ Checkpointing = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Transport = Literal["auto", "torch"]
 Assignment = Literal["equal", "measured"]
+Exchange = Literal["auto", "keys", "heads"]
 Size = int | Literal["auto"]
 Split = int | tuple[int, ...]
 Divided = Literal["microbatches", "parameters", "features", "layers", "tokens", "experts"]
@@ -28,6 +29,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Schedule),
     "transport": get_args(Transport),
     "assignment": get_args(Assignment),
+    "exchange": get_args(Exchange),
 }
 """Setting -> its allowed words."""
 SETTINGS = (
@@ -37,6 +39,7 @@ SETTINGS = (
         "checkpointing",
         "microbatch_splits",
         "schedule",
+        "exchange",
         "compile",
         "split",
         "data_parallel",
@@ -61,7 +64,6 @@ MEASURED = ("threads", "workers", "prefetch")
 MOST = 1024
 """Maximum of `threads`, `workers` and `prefetch`. A larger value is a typing error that would
 exhaust memory."""
-NOT_BUILT_YET = ("context",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,11 @@ class Plan:
     )
     """Number of processes over which parameters are sharded; each computes some of the microbatches
     (FSDP2)."""
+    context: Size | None = field(
+        default=None, metadata=axis("tokens", same_state=True, in_forward=True, sums="all")
+    )
+    """Number of processes that share out the tokens of each sequence, for the same microbatch
+    (context parallelism)."""
     tensor: Size | None = field(
         default=None, metadata=axis("features", same_state=False, in_forward=True, sums="partial")
     )
@@ -142,6 +149,10 @@ class Plan:
     as possible, which keeps fewer activations; `interleaved`: two stages per process, which wait
     less and send more; `zero-bubble`: gradients of weights are computed while a process would
     wait."""
+    exchange: Exchange = "auto"
+    """Under `context`, what attention exchanges. `keys`: each rank gathers all keys and values, for
+    its own tokens; `heads`: each rank gets all tokens of some of the heads; `auto`: what sends
+    fewer bytes."""
     compile: bool = False
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
@@ -221,6 +232,8 @@ class Plan:
             self._check_tensor()
         if given.get("pipeline", 1) != 1:
             self._check_pipeline(given)
+        if given.get("context", 1) != 1:
+            self._check_context(given)
         self._check_one_process(given)
         if self.assignment == "measured":
             self._check_measured_assignment(given)
@@ -267,6 +280,34 @@ class Plan:
                 " after the backward that FSDP2 waits for, so they would be lost; choose"
                 " schedule=1f1b or interleaved"
             )
+
+    def _check_context(self, given: dict[str, Any]) -> None:
+        for name, value, default, why in (
+            (
+                "numerics",
+                self.numerics,
+                "fast",
+                "the sum over a sequence's tokens is not in the canonical order yet",
+            ),
+            (
+                "compile",
+                self.compile,
+                False,
+                "attention is replaced while the forward runs, which a compiled forward does not"
+                " see",
+            ),
+            (
+                "pipeline",
+                given.get("pipeline", 1),
+                1,
+                "stages do not pass on parts of a sequence yet",
+            ),
+        ):
+            if value != default:
+                said = f"{name}={_text_of(value)}"
+                raise PlanError(
+                    f"context={self.context} with {said}; {why}; leave {said} out, or context"
+                )
 
     def _check_measured_assignment(self, given: dict[str, Any]) -> None:
         paced = [
@@ -381,11 +422,6 @@ class Plan:
             if name in values:
                 raise PlanError(f"{name!r} is given twice in plan {text!r}; give it once")
             if name not in known:
-                if name in NOT_BUILT_YET:
-                    raise PlanError(
-                        f"{item!r} in plan {text!r}; {name!r} is not built yet; this version knows"
-                        f" {', '.join(known)}"
-                    )
                 raise PlanError(
                     f"{name!r} in plan {text!r} is unknown; known are {', '.join(known)}"
                 )

@@ -135,6 +135,7 @@ class RecipeSession(Session):
             blocks=recipe.blocks,
             tensor=recipe.tensor,
             stages=recipe.stages,
+            sequence=recipe.sequence,
             weights=recipe.weights,
         )
         metric = run.training.modules[0].schedule.metric

@@ -28,6 +28,7 @@ from lockstep.plan import Plan
 from lockstep.recipe.checks import Precision
 from lockstep.recipe.code import Digests
 from lockstep.recipe.recipe import Evaluation, Weights
+from lockstep.recipe.sequence import Sequence as RecipeSequence
 from lockstep.saving import Resume, Saving
 from lockstep.training import loop, precision as precisions
 from lockstep.training.context import Context
@@ -242,14 +243,15 @@ class Session:
         blocks: Sequence[str] | None = None,
         tensor: Mapping[str, str] | None = None,
         stages: Sequence[str] | None = None,
+        sequence: RecipeSequence | None = None,
         weights: Weights | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns
         what the two functions returned, the model on this rank's device. Its initial values follow
-        from the session's seed, whatever the plan, or are `weights`. `blocks`, `tensor`, `stages`
-        and `weights`: as in `Recipe`. May be called again, for another model, unless the plan has a
-        pipeline. Raises `RecipeError`."""
-        how = ModelOptions(blocks=blocks, tensor=tensor, stages=stages)
+        from the session's seed, whatever the plan, or are `weights`. `blocks`, `tensor`, `stages`,
+        `sequence` and `weights`: as in `Recipe`. May be called again, for another model, unless the
+        plan has a pipeline. Raises `RecipeError`."""
+        how = ModelOptions(blocks=blocks, tensor=tensor, stages=stages, sequence=sequence)
         module = prepare(
             self.training,
             build_model,

@@ -1938,6 +1938,10 @@ HANDED_ON = (
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
+    "leave {said} out, or context",
+    "leave documents out, and give each document as a sample",
+    "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context",
+    "this version has the plan and not its training",
     "put both into one module, or choose another schedule or size of the pipeline",
     "besides 'state'; their shards are saved by parameter",
     "it splits each microbatch over the GPUs of one process; use replicate={count}",

@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "an axis that is not built": (
         "context=3",
         {},
-        "PlanError: 'context=3' in plan 'context=3'; 'context' is not built yet",
+        "PlanError: context=3; this version has the plan and not its training; use replicate,",
     ),
     "a pipeline on a recipe in shorthand form": (
         "pipeline=3",

@@ -125,7 +125,10 @@ class _Autotuner:
         """The model to measure on, in training mode, parallelized for the plan. All ranks must
         access it together."""
         options = ModelOptions(
-            blocks=self.recipe.blocks, tensor=self.recipe.tensor, stages=self.recipe.stages
+            blocks=self.recipe.blocks,
+            tensor=self.recipe.tensor,
+            stages=self.recipe.stages,
+            sequence=self.recipe.sequence,
         )
         made = build_model(
             self.context,

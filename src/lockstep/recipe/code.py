@@ -110,12 +110,11 @@ def code_and_objects_of(recipe: Recipe) -> Digests:
 
 def _functions(recipe: Recipe) -> dict[str, Any]:
     found = {name: getattr(recipe, name) for name in FIELDS if getattr(recipe, name) is not None}
-    batch_loss = recipe.batch_loss
-    return (
-        found
-        if batch_loss is None
-        else {**found, "batch_loss": [batch_loss.collect, batch_loss.compute]}
-    )
+    if (batch_loss := recipe.batch_loss) is not None:
+        found["batch_loss"] = [batch_loss.collect, batch_loss.compute]
+    if recipe.sequence is not None and recipe.sequence.documents is not None:
+        found["sequence"] = recipe.sequence.documents
+    return found
 
 
 def parts(function: Any, *, objects: bool = False) -> dict[str, str]:

@@ -6,7 +6,8 @@ It never names a rank, a world size, a device or a host. How it is executed is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections import abc
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,7 @@ from lockstep.recipe.checks import (
     in_words,
 )
 from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
+from lockstep.recipe.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -290,18 +292,21 @@ class Recipe:
     seed: int = 0
     """Seed of all random numbers (initial weights, sample order, augmentation, dropout): 0 to 2**63
     - 1."""
-    blocks: Sequence[str] | None = None
+    blocks: abc.Sequence[str] | None = None
     """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or
     compilation; `*` stands for any text: `["blocks.*"]`. None: the members of every list of modules
     of one class."""
     tensor: Mapping[str, str] | None = None
     """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name
     stands for any text. None: the model's own `tensor_plan`, or that of a Hugging Face model."""
-    stages: Sequence[str] | None = None
+    stages: abc.Sequence[str] | None = None
     """Names of the modules that a pipeline may be cut between; `*` stands for any text:
     `["embedding", "blocks.*", "head"]`. The forward calls them in this order, each with the output
     of the one before. Each has its own random stream. None: the members of an `nn.Sequential`;
     other models cannot be pipelined."""
+    sequence: Sequence | None = None
+    """The sequences that the plan's `context` cuts, their documents and positions. None:
+    `ls.Sequence()`, for a model that draws no random numbers."""
     weights: Weights | str | PathLike[str] | None = None
     """Pretrained weights to start from, or just their path. None: the initial values that `model`
     gives."""
@@ -364,6 +369,11 @@ class Recipe:
             raise RecipeError(
                 f"tensor is {in_words(self.tensor)}; it maps patterns of module names to styles:"
                 " {'*.up': 'colwise'}"
+            )
+        if not isinstance(self.sequence, Sequence | None):
+            raise RecipeError(
+                f"sequence is {in_words(self.sequence)}; give ls.Sequence(dim=1, chunks=16), or"
+                " None"
             )
         Weights.of(self.weights)
         if not isinstance(self.evaluation, Evaluation | Mapping | None):
@@ -437,7 +447,7 @@ class Recipe:
 def _describe(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    if isinstance(value, Evaluation | Gathered | Stream | Weights):
+    if isinstance(value, Evaluation | Gathered | Sequence | Stream | Weights):
         return {name: _describe(getattr(value, name)) for name in value.__slots__}
     if isinstance(value, Mapping):
         return {str(key): _describe(item) for key, item in value.items()}

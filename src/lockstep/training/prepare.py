@@ -17,6 +17,7 @@ from lockstep.model.parallelize import Parallelized, parallelize
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
 from lockstep.recipe.checks import check_factory
 from lockstep.recipe.recipe import Weights
+from lockstep.recipe.sequence import Sequence as RecipeSequence
 from lockstep.training import precision
 from lockstep.training.context import Context
 from lockstep.training.optim import optimizers as optim
@@ -26,6 +27,7 @@ from lockstep.training.optim.optimizers import check_closures
 from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.reducers.gradient_hooks import carried_over
+from lockstep.training.set_up import check_sequence
 from lockstep.training.train_module import TrainModule
 from lockstep.training.training import Training
 
@@ -37,6 +39,7 @@ class ModelOptions:
     blocks: Sequence[str] | None = None
     tensor: Mapping[str, str] | None = None
     stages: Sequence[str] | None = None
+    sequence: RecipeSequence | None = None
 
 
 class ParallelModel(NamedTuple):
@@ -57,6 +60,7 @@ def build_model(
     """Build model `number`, parallelized, without loading `weights`. Every rank calls it. Raises
     `RecipeError`."""
     mesh = context.mesh
+    check_sequence(context.plan, options.sequence)
 
     def changed_factory() -> Any:
         model = factory()

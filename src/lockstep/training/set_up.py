@@ -28,6 +28,7 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.checks import Precision
 from lockstep.recipe.code import Digests, other_sources
+from lockstep.recipe.sequence import Sequence as RecipeSequence
 from lockstep.training import precision as precisions
 from lockstep.training.microbatches import Batching
 
@@ -283,6 +284,27 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
             " gradients of full replicas can be compressed; use a plan with replicate alone, or"
             " gradient_compression='none'"
         )
+
+
+def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
+    """Raise `PlanError` or `RecipeError` if the plan cannot cut the recipe's sequences."""
+    if sequence is not None and sequence.documents is not None:
+        raise RecipeError(
+            "Recipe.sequence with documents; packed documents are not built yet; leave documents"
+            " out, and give each document as a sample"
+        )
+    if plan.context == 1:
+        return
+    chunks, least = (sequence or RecipeSequence()).chunks, 2 * int(plan.context or 1)
+    if chunks < least:
+        raise PlanError(
+            f"context={plan.context} with {chunks} chunks of a sequence; each rank computes two or"
+            f" more; give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context"
+        )
+    raise PlanError(
+        f"context={plan.context}; this version has the plan and not its training; use replicate,"
+        " shard or tensor"
+    )
 
 
 def resolved(plan: Plan, world_size: int) -> str:

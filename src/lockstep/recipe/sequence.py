@@ -1,0 +1,41 @@
+"""The sequences that a model is trained on: the recipe's part of long sequences and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.field_docs import with_field_docs
+from lockstep.recipe.checks import check_callable, check_count, in_words
+
+
+@with_field_docs
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """The sequences in a batch, and the chunks that a plan cuts them into. Raises `RecipeError`."""
+
+    dim: int = 1
+    """The dim of the tokens, in the model's inputs and its output; dim 0 is the samples."""
+    chunks: int = 16
+    """Chunks of each sequence, whose random numbers do not depend on the plan. The axis `context`
+    has at most half as many ranks."""
+    documents: Callable[[Any], Any] | None = None
+    """(collated batch) -> the document of each token: integers of shape (samples, tokens). Tokens
+    attend to their own document alone. None: each sample is one document."""
+    positions: str | None = None
+    """The model's keyword argument that takes the positions of tokens, such as `position_ids`.
+    None: the model makes them itself."""
+
+    def __post_init__(self) -> None:
+        check_count("Sequence.dim", self.dim, "dims before that of the tokens (dim 0: samples)")
+        check_count("Sequence.chunks", self.chunks, "chunks of a sequence")
+        check_callable("Sequence.documents", self.documents, optional=True)
+        if self.positions is not None and not (
+            isinstance(self.positions, str) and self.positions.isidentifier()
+        ):
+            raise RecipeError(
+                f"Sequence.positions is {in_words(self.positions)}; it is the name of a keyword"
+                " argument of the model's forward, such as 'position_ids', or None"
+            )

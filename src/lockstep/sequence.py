@@ -1,0 +1,54 @@
+"""The tokens of a sequence that each rank of the axis `context` computes: pure arithmetic.
+
+A sequence is cut into chunks whose widths differ by one token at most, so any length can be cut and
+nothing is padded. Ranks take contiguous shares of the chunks in *paired order*: 0, last, 1, last
+but one, … Causal attention costs more the later a token stands, and a pair of chunks costs the same
+as every other, so the ranks' work is equal where their shares are whole pairs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.assignment import contiguous_range
+
+
+def chunk_widths(tokens: int, chunks: int) -> list[int]:
+    """Return the number of tokens of each chunk, in the order of the sequence. Some are 0 if there
+    are fewer tokens than chunks."""
+    return [len(contiguous_range(tokens, chunk, chunks)) for chunk in range(chunks)]
+
+
+def paired_order(chunks: int) -> list[int]:
+    """Return the chunks in the order in which ranks take contiguous shares of them."""
+    return [place // 2 if place % 2 == 0 else chunks - 1 - place // 2 for place in range(chunks)]
+
+
+def chunks_of(chunks: int, ranks: int, rank: int) -> list[int]:
+    """Return the chunks of a rank, in paired order. The shares of all ranks, one after another, are
+    `paired_order`; a power of two of chunks on a power of two of ranks gives each a subtree of the
+    tree over that order (`lockstep.tree`)."""
+    share = contiguous_range(chunks, rank, ranks)
+    return paired_order(chunks)[share.start : share.stop]
+
+
+def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
+    """Return the places in the sequence of each of a rank's chunks, in the order of
+    `chunks_of`."""
+    return tuple(
+        contiguous_range(tokens, chunk, chunks) for chunk in chunks_of(chunks, ranks, rank)
+    )
+
+
+@lru_cache(maxsize=64)
+def places(tokens: int, chunks: int, ranks: int, rank: int) -> NDArray[np.int64]:
+    """Return the place in the sequence of each of a rank's tokens, in the order in which it holds
+    them. Read-only."""
+    found = np.concatenate(
+        [np.arange(each.start, each.stop) for each in spans(tokens, chunks, ranks, rank)]
+    )
+    found.flags.writeable = False
+    return found
