@@ -1,0 +1,101 @@
+"""Documents packed into the rows of a batch: which tokens are of one document, and positions that
+restart at each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.base import accelerator
+from lockstep.base.errors import DataError
+from lockstep.base.torch_private import assert_async
+
+PADDING = -1
+"""The id of tokens that belong to no document: the padding at the end of a row."""
+RULE = (
+    "each row has its documents one behind the other, with ids that never decrease, such as"
+    f" [0, 0, 0, 1, 1]; padding at its end has the id {PADDING}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The documents in the rows of one microbatch. Indices are those of tokens in the whole row."""
+
+    ids: Tensor
+    """(samples, tokens): counted from 0 in each row; padding is the last one."""
+    positions: Tensor
+    """(samples, tokens): 0 at the first token of each document."""
+
+    @classmethod
+    def of(cls, ids: Any, device: torch.device) -> Documents:
+        """Check the result of `Sequence.documents`. Raises `DataError`; on an accelerator the order
+        of ids is asserted there, without waiting for it."""
+        ids = _checked(ids).to(device).long()
+        # padding comes last
+        order = torch.where(ids == PADDING, torch.iinfo(torch.long).max, ids)
+        steps = order.diff(dim=1)
+        wrong = (order < 0) | torch.nn.functional.pad(steps < 0, (1, 0))
+        if accelerator.is_accelerator(ids):
+            assert_async(~wrong.any(), f"the ids of documents are not in order: {RULE}")
+        elif wrong.any():
+            row, place = wrong.nonzero()[0].tolist()
+            raise DataError(
+                f"Sequence.documents: row {row} has the id {ids[row, place]} at token {place}"
+                + (f", after {ids[row, place - 1]}" if place else "")
+                + f"; {RULE}"
+            )
+        begins = torch.nn.functional.pad(steps != 0, (1, 0))
+        indices = torch.arange(ids.shape[1], device=device)
+        first = torch.where(begins, indices, 0).cummax(1).values
+        return cls(begins.cumsum(1), indices - first)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row."""
+        return self.ids.shape[1]
+
+    def places(self, indices: Tensor) -> Tensor:
+        """Positions of these tokens: (tokens,) of a single row, or (samples, tokens)."""
+        positions = self.positions[:, indices]
+        return positions[0] if len(positions) == 1 else positions
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """True where query and key are of one document: (samples, 1, queries, keys)."""
+        return self.ids[:, None, queries, None] == self.ids[:, None, None, keys]
+
+    def lasts(self) -> Tensor:
+        """True at the last token of each document that another follows in its row: (samples,
+        tokens)."""
+        return torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (0, 1))
+
+
+def _checked(ids: Any) -> Tensor:
+    if isinstance(ids, list | tuple) and all(isinstance(row, Tensor) for row in ids):
+        lengths = sorted({len(row) for row in ids})
+        if len(lengths) > 1:
+            raise DataError(
+                f"Sequence.documents returned rows of {lengths[0]} to {lengths[-1]} tokens; the"
+                f" rows of a batch have one length; pad them in collate, with the id {PADDING}"
+            )
+        ids = torch.stack([*ids])
+    if (
+        not isinstance(ids, Tensor)
+        or ids.dim() != 2
+        or ids.is_nested
+        or ids.is_floating_point()
+        or ids.dtype == torch.bool
+    ):
+        found = (
+            f"{str(ids.dtype).removeprefix('torch.')} of shape {tuple(ids.shape)}"
+            if isinstance(ids, Tensor) and not ids.is_nested
+            else f"a {'nested tensor' if isinstance(ids, Tensor) else type(ids).__name__}"
+        )
+        raise DataError(
+            f"Sequence.documents returned {found}; it returns the document of each token, a tensor"
+            " of whole numbers of shape (samples, tokens); write lambda batch: batch['document']"
+        )
+    return ids
