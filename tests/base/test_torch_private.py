@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
@@ -513,6 +514,24 @@ def test_saved_tensors():
     freed = weight[torch.tensor([1, 0])]
     freed.sum().backward()
     assert list(torch_private.saved_tensors(freed.grad_fn)) == []
+
+
+def test_saved_tensor_hooks():
+    def pack(tensor):
+        return tensor
+
+    assert torch_private.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert torch_private.saved_tensor_hooks() == (pack, pack)
+        assert not torch_private.checkpoints_saved_tensors()
+    seen = []
+
+    def function(x):
+        seen.append(torch_private.checkpoints_saved_tensors())
+        return x.exp()
+
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [True, True]
 
 
 def test_base_of():

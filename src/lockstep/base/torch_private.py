@@ -235,6 +235,20 @@ def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
                 yield each, tensor
 
 
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
+    """Return the innermost context's `pack` and `unpack` of `saved_tensors_hooks`, if any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    found: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None = hooks
+    return found
+
+
+def checkpoints_saved_tensors() -> bool:
+    """True in a function, or its recomputation, that runs under `torch.utils.checkpoint` without
+    `use_reentrant`."""
+    hooks = saved_tensor_hooks()
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 @functools.cache
 def _saved_names(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]

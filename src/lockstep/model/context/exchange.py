@@ -1,0 +1,244 @@
+"""Attention over a sequence whose tokens are on several ranks: by the keys and values of all
+tokens, or by all tokens of some heads.
+
+`keys` gathers keys and values: each rank computes its own tokens' attention to all. Any attention
+works. `heads` exchanges tokens for heads (all-to-all; Jacobs et al., DeepSpeed Ulysses, 2023): each
+rank computes all tokens' attention in some heads, and needs as many heads as ranks. Whatever the
+exchange, sums of gradients run in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.assignment import contiguous_range
+from lockstep.base.torch_private import checkpoints_saved_tensors
+from lockstep.comm.world import World
+from lockstep.model.context.remade import Remade
+from lockstep.sequence import chunks_of, spans
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value) -> attention; all of (samples, heads, tokens, features)."""
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The tokens of a sequence that each rank of the axis `context` holds. A rank holds its chunks
+    in paired order; a single rank holds the sequence as it is."""
+
+    tokens: int
+    """Tokens of the whole sequence."""
+    chunks: int
+    world: World
+    """The ranks of the axis."""
+
+    def spans_of(self, rank: int) -> tuple[range, ...]:
+        """Return the places in the sequence of each of the rank's chunks, in its order."""
+        if self.world.size == 1:
+            return tuple(
+                contiguous_range(self.tokens, chunk, self.chunks) for chunk in range(self.chunks)
+            )
+        return spans(self.tokens, self.chunks, self.world.size, rank)
+
+    @cached_property
+    def own_chunks(self) -> Sequence[int]:
+        """The numbers of this rank's chunks, in the order of its tokens."""
+        if self.world.size == 1:
+            return range(self.chunks)
+        return chunks_of(self.chunks, self.world.size, self.world.rank)
+
+    @cached_property
+    def own_spans(self) -> tuple[range, ...]:
+        """The places of each of this rank's chunks, in the order of its tokens."""
+        return self.spans_of(self.world.rank)
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Tokens in each of this rank's chunks."""
+        return list(map(len, self.own_spans))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Tokens of each rank."""
+        return [sum(map(len, self.spans_of(rank))) for rank in range(self.world.size)]
+
+    @property
+    def local(self) -> int:
+        """Tokens of this rank."""
+        return self.counts[self.world.rank]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The place in the sequence of each of this rank's tokens."""
+        return self.places_of(self.world.rank)
+
+    def places_of(self, rank: int) -> Tensor:
+        return torch.tensor(
+            [place for span in self.spans_of(rank) for place in span], device=self.world.device
+        )
+
+    @cached_property
+    def gathered_places(self) -> Tensor:
+        """The place in the sequence of each token of all ranks, in rank order."""
+        return torch.cat([self.places_of(rank) for rank in range(self.world.size)])
+
+    @cached_property
+    def true_order(self) -> Tensor:
+        """The indices that bring all ranks' tokens, in rank order, into the sequence's order."""
+        return torch.argsort(self.gathered_places)
+
+    def take(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of a tensor that has all of them along `dim`."""
+        return tensor if self.world.size == 1 else tensor.index_select(dim, self.places)
+
+
+def chosen_exchange(
+    exchange: Literal["auto", "keys", "heads"], *, heads: int, key_heads: int, ranks: int
+) -> Literal["keys", "heads"]:
+    """Return the exchange that sends fewer bytes, if `exchange` is auto.
+
+    With A bytes of one activation and N ranks, a rank sends in forward and backward
+    4 (1 + g) A (N - 1) / N² for `heads`, and 6 g A (N - 1) / N for `keys`, with g key heads a head.
+    `heads` needs key heads that N divides.
+    """
+    if exchange != "auto":
+        return exchange
+    share = Fraction(key_heads, heads)
+    fewer = 4 * (1 + share) / ranks < 6 * share
+    return "heads" if fewer and key_heads % ranks == 0 else "keys"
+
+
+def attend_by_keys(
+    layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
+) -> Tensor:
+    """Return `attend(query, all keys, all values)`, in the sequence's order. Every rank calls it.
+    What the attention saves of keys and values is dropped, and gathered again in the backward,
+    except where activations are checkpointed: then it is gathered again anyway."""
+    if layout.world.size == 1:
+        return attend(query, key, value)
+    own = torch.cat([key, value], -1)
+    features = [key.shape[-1], value.shape[-1]]
+    whole = gather_tokens(layout, own, 2)
+    keys, values = torch.split(whole, features, -1)
+    if not torch.is_grad_enabled() or checkpoints_saved_tensors():
+        return attend(query, keys, values)
+    key, value = key.detach(), value.detach()
+    remade.add(whole, lambda: gather_tokens(layout, torch.cat([key, value], -1), 2))
+    with remade:
+        return attend(query, keys, values)
+
+
+def attend_by_heads(
+    layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend
+) -> Tensor:
+    """Return the attention of this rank's tokens, of which `attend` computes all tokens in some of
+    the heads. Every rank calls it. The number of ranks divides the heads of keys and of queries."""
+    world = layout.world
+    if world.size == 1:
+        return attend(query, key, value)
+    given = [each.chunk(world.size, 1) for each in (query, key, value)]
+    shapes = [[(*_with_tokens(part[0], count),) for part in given] for count in layout.counts]
+    received = _exchanged(world, list(zip(*given, strict=True)), shapes)
+    whole = [
+        torch.cat(parts, 2).index_select(2, layout.true_order)
+        for parts in zip(*received, strict=True)
+    ]
+    output = attend(*whole).index_select(2, layout.gathered_places)
+    back = _exchanged(
+        world,
+        [[part] for part in torch.split(output, layout.counts, 2)],
+        [[_with_tokens(output, layout.local)]] * world.size,
+    )
+    return torch.cat([part for (part,) in back], 1)
+
+
+def gather_tokens(layout: TokenLayout, tensor: Tensor, dim: int) -> Tensor:
+    """Return the tokens of all ranks along `dim`, in the sequence's order, with a gradient. Every
+    rank calls it."""
+    if layout.world.size == 1:
+        return tensor
+    rows = tensor.movedim(dim, 0).contiguous()
+    gathered: Tensor = _GatherRows.apply(rows, layout)  # type: ignore[no-untyped-call]
+    return gathered.index_select(0, layout.true_order).movedim(0, dim)
+
+
+def _with_tokens(tensor: Tensor, tokens: int) -> tuple[int, ...]:
+    return (*tensor.shape[:2], tokens, *tensor.shape[3:])
+
+
+def _exchanged(
+    world: World, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+) -> list[list[Tensor]]:
+    """Give each rank its tensors of `parts`. Return those of each rank, in the shapes given."""
+    several = len(parts[0])
+    flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
+        world,
+        [torch.Size(shape) for of_rank in shapes for shape in of_rank],
+        several,
+        *chain.from_iterable(parts),
+    )
+    return [list(flat[first : first + several]) for first in range(0, len(flat), several)]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Gives each rank `several` tensors, in one collective; the backward returns the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, world: World, shapes: list[torch.Size], several: int, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.world, ctx.several, ctx.shapes = world, several, [part.shape for part in parts]
+        given = torch.cat([part.reshape(-1) for part in parts])
+        sizes = [shape.numel() for shape in shapes]
+        received = given.new_empty(sum(sizes))
+        dist.all_to_all_single(
+            received,
+            given,
+            _sums(sizes, several),
+            _sums([part.numel() for part in parts], several),
+            group=world.group,
+        )
+        pieces = zip(torch.split(received, sizes), shapes, strict=True)
+        return tuple(piece.view(shape) for piece, shape in pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        back = _AllToAll.apply(ctx.world, ctx.shapes, ctx.several, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, None, *back
+
+
+def _sums(sizes: Sequence[int], several: int) -> list[int]:
+    """Sum `several` sizes at a time."""
+    ends = list(accumulate(sizes, initial=0))[::several]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+class _GatherRows(torch.autograd.Function):
+    """Gathers the rows of all ranks, in rank order; the backward sums the gradients of a row in
+    rank order too, so that its bits do not depend on timing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
+        ctx.layout, ctx.shape = layout, rows.shape
+        shapes = [[(count, *rows.shape[1:])] for count in layout.counts]
+        received = _exchanged(layout.world, [[rows]] * layout.world.size, shapes)
+        return torch.cat([part for (part,) in received])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        world, (gradient,) = ctx.layout.world, gradients
+        parts = [[part] for part in torch.split(gradient, ctx.layout.counts)]
+        first, *others = _exchanged(world, parts, [[ctx.shape]] * world.size)
+        (total,) = first
+        for (part,) in others:
+            total = total + part
+        return total, None

@@ -1,0 +1,96 @@
+"""Tensors that a backward makes again instead of keeping them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lockstep.base.torch_private import saved_tensor_hooks, storage_address
+
+Make = Callable[[], Tensor]
+
+
+class Remade:
+    """Inside the context, autograd keeps no added tensor, or view of one: a backward makes it
+    again, and keeps it until it has used all that was saved of it. Other tensors go to the hooks of
+    the context around. Enter it once, for the forward of one attention."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, _Source] = {}
+        self._hooks: saved_tensors_hooks | None = None
+
+    def add(self, tensor: Tensor, make: Make) -> None:
+        """`make` returns the tensor, or a view of it, again, in the same order in memory. With
+        collectives in it, every rank adds the same tensors."""
+        # the source keeps the tensor, so that no other gets its address
+        self._sources[storage_address(tensor.untyped_storage())] = _Source(make, tensor)
+
+    def __enter__(self) -> None:
+        outer = saved_tensor_hooks()
+
+        def pack(tensor: Tensor) -> Any:
+            source = self._sources.get(storage_address(tensor.untyped_storage()))
+            if source is not None:
+                return _Saved(source, tensor)
+            return tensor if outer is None else outer[0](tensor)
+
+        def unpack(packed: Any) -> Any:
+            if isinstance(packed, _Saved):
+                return packed.tensor()
+            return packed if outer is None else outer[1](packed)
+
+        self._hooks = saved_tensors_hooks(pack, unpack)
+        self._hooks.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._hooks is not None
+        self._hooks.__exit__(kind, error, traceback)
+        for source in self._sources.values():
+            source.release()
+        self._sources = {}
+
+
+class _Source:
+    """A tensor that can be made again, and the number of saved views that still need it."""
+
+    def __init__(self, make: Make, tensor: Tensor) -> None:
+        self._make = make
+        self._tensor: Tensor | None = tensor
+        self.saved = self._unused = 0
+
+    def release(self) -> None:
+        """Drop the tensor."""
+        self._tensor, self._unused = None, self.saved
+
+    def use(self) -> Tensor:
+        """Return the tensor for one of the saved views; drop it after the last."""
+        if self._tensor is None:
+            with torch.no_grad():
+                self._tensor = self._make()
+        tensor = self._tensor
+        self._unused -= 1
+        if not self._unused:
+            self.release()
+        return tensor
+
+
+class _Saved:
+    """A view of a tensor that is made again."""
+
+    def __init__(self, source: _Source, view: Tensor) -> None:
+        source.saved += 1
+        self._source = source
+        self._place = view.size(), view.stride(), view.storage_offset()
+
+    def tensor(self) -> Tensor:
+        return self._source.use().as_strided(*self._place)
