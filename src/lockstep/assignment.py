@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 WORTHWHILE = 1.05
-"""Factor by which a step must become shorter for ranks to be given other numbers of microbatches:
+"""Ranks get other numbers of microbatches only if a step becomes shorter by this factor, because
 times are noisy."""
 
 
@@ -20,8 +20,8 @@ def batch_span(
     """Return the positions [start, stop) of the global batch of `step` (from 0), for a dataset of
     `length` samples.
 
-    `epochs`: the last batch of each epoch may be short, or with `drop_last` is left out. False: all
-    have `global_batch` samples, and may span two epochs.
+    `epochs`: True: the last batch of each epoch may be short, or is left out with `drop_last`.
+    False: all batches have `global_batch` samples, and may span two epochs.
     """
     if not epochs:
         return step * global_batch, (step + 1) * global_batch
@@ -51,7 +51,7 @@ def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list
     """Split a batch of `size` samples into spans [start, stop) of `microbatch` samples; the last
     one has the rest.
 
-    None: one nearly equal span per rank, none of them empty.
+    `microbatch=None`: one nearly equal span per rank; none is empty.
     """
     if microbatch is not None:
         return [(start, min(start + microbatch, size)) for start in range(0, size, microbatch)]
@@ -59,8 +59,8 @@ def microbatch_spans(size: int, microbatch: int | None, world_size: int) -> list
 
 
 def split_spans(spans: Sequence[tuple[int, int]], parts: int) -> list[tuple[int, int]]:
-    """Split each of the `spans` into `parts` nearly equal ones, or into single samples if it has
-    fewer."""
+    """Split each span into `parts` nearly equal spans, or into single samples if it has fewer than
+    `parts`."""
     return [
         (start + part.start, start + part.stop)
         for start, stop in spans
@@ -79,8 +79,8 @@ def stream_shard(step: int, microbatch: int, *, microbatches: int, shards: int) 
 
 @lru_cache(maxsize=64)
 def contiguous_range(count: int, rank: int, world_size: int) -> range:
-    """Return the part of range(count) that `rank` has: in rank order, sizes at most 1 apart, larger
-    ones first."""
+    """Return the part of range(count) that belongs to `rank`. Parts are in rank order; their sizes
+    differ by at most 1, larger ones first."""
     each, larger = divmod(count, world_size)
     start = rank * each + min(rank, larger)
     return range(start, start + each + (rank < larger))
@@ -88,10 +88,10 @@ def contiguous_range(count: int, rank: int, world_size: int) -> range:
 
 @lru_cache(maxsize=256)
 def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Return how many of `count` microbatches each rank has, so that the slowest is done as early
-    as possible.
+    """Return the number of microbatches (of `count`) for each rank, such that the last rank ends as
+    early as possible.
 
-    `speeds`: microbatches a second of each rank, above 0. Each rank has at least one if there are
+    `speeds`: microbatches per second of each rank, above 0. Each rank has at least one if there are
     enough. Equal speeds give the sizes of `contiguous_range`.
     """
     sizes = [int(count >= len(speeds))] * len(speeds)
@@ -101,7 +101,7 @@ def shares(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     ]
     heapq.heapify(next_end)
     for _ in range(count - sum(sizes)):
-        _, rank = next_end[0]  # the rank that would be done first with one more
+        _, rank = next_end[0]  # the rank that would finish first if it got one more
         sizes[rank] += 1
         heapq.heapreplace(next_end, ((sizes[rank] + 1) / speeds[rank], rank))
     return tuple(sizes)
@@ -119,27 +119,28 @@ def _shared_out(count: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
 class MicrobatchAssignment:
     """The ranks that compute the microbatches of a step.
 
-    Contiguous: each rank has a contiguous range of microbatches, and waits when it is done.
-    Round-robin: microbatch i belongs to rank (i mod ranks), and all ranks compute in every round,
-    because their forwards contain collectives; a rank that has no microbatch left computes a dummy.
+    Contiguous: each rank has a contiguous range of microbatches, and waits when it has computed
+    them. Round-robin: microbatch i belongs to rank (i mod ranks), and all ranks compute in every
+    round, because their forwards contain collectives; a rank that has no microbatch left computes a
+    dummy.
     """
 
     ranks: int
     round_robin: bool = False
     """True: round-robin. False: contiguous."""
     slices: int = 0
-    """Slices that each microbatch is split into (a short last one perhaps into fewer). 0:
-    microbatches are not split.
+    """Number of slices into which each microbatch is split (a short last microbatch may have
+    fewer). 0: microbatches are not split.
 
-    The first `slices` ranks then compute one slice each of microbatch i in round i, and the methods
-    count slices.
+    In round i, each of the first `slices` ranks computes one slice of microbatch i. The methods
+    then count slices instead of microbatches.
     """
     speeds: tuple[float, ...] = ()
-    """Microbatches a second of each rank; a contiguous range is then as long as its rank is fast.
-    (): all are equal."""
+    """Microbatches per second of each rank: contiguous ranges are proportional to it. (): all ranks
+    are equally fast."""
 
     def indices(self, count: int, rank: int) -> range:
-        """Return the microbatches of `count` that belong to the rank, perhaps none."""
+        """Return the indices of the rank's microbatches among `count`; the range may be empty."""
         if self.round_robin:
             return range(rank, count, self.per_round) if rank < self.per_round else range(0)
         return (
@@ -149,9 +150,9 @@ class MicrobatchAssignment:
         )
 
     def at_speeds(self, seconds: Sequence[float], count: int) -> MicrobatchAssignment | None:
-        """Return the contiguous assignment for ranks that take `seconds` for a microbatch; None if
-        a step of `count` microbatches would not be `WORTHWHILE` times as fast, or a rank's time is
-        not known yet (NaN)."""
+        """Return the contiguous assignment for ranks that take `seconds` per microbatch. None if it
+        would not make a step of `count` microbatches `WORTHWHILE` times as fast, or a rank's time
+        is not known yet (NaN)."""
         if not all(0 < each < math.inf for each in seconds):
             return None
         found = MicrobatchAssignment(self.ranks, speeds=tuple(1 / each for each in seconds))
@@ -166,7 +167,8 @@ class MicrobatchAssignment:
 
     @property
     def per_round(self) -> int:
-        """Microbatches that all ranks together compute in a round of a round-robin assignment."""
+        """Number of microbatches that all ranks together compute in one round of a round-robin
+        assignment."""
         return self.slices or self.ranks
 
     def indices_by_rank(self, count: int) -> tuple[range, ...]:
@@ -188,8 +190,8 @@ class MicrobatchAssignment:
         return computed
 
     def gathered_positions(self, count: int) -> list[int]:
-        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices` (a
-        gather)."""
+        """Return the position of microbatch 0, 1, … in the concatenation of all ranks' `indices`,
+        as a gather returns them."""
         concatenated = [index for indices in self.indices_by_rank(count) for index in indices]
         return sorted(range(count), key=concatenated.__getitem__)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateRequest(ScriptRequest):
-    """Evaluate these weights, a file or a Hugging Face folder, instead of training."""
+    """Request to evaluate these weights (a file or a Hugging Face folder) instead of training."""
 
     answered_by: ClassVar[str] = __name__
     calls: str = "evaluate"
@@ -32,12 +32,12 @@ def evaluate(
     plan: str | Plan | None = None,
     run_dir: str | None = None,
 ) -> dict[str, float]:
-    """Measure the recipe's evaluations without training, on as many processes as were started, and
+    """Measure the recipe's evaluations without training, on the processes that were started, and
     return the metrics by name. Every rank calls it, with the same arguments.
 
-    `weights`: as in `Recipe`, such as a run's `model.safetensors`; None: those that the recipe
-    begins with. `plan` and `run_dir`: as for `train`; the metrics are in `result.json` too. Raises
-    the children of `ls.errors.UserError`.
+    `weights`: as in `Recipe`, such as a run's `model.safetensors`; None: the weights that training
+    would start with. `plan` and `run_dir`: as for `train`; the metrics are also written to
+    `result.json`. Raises the children of `ls.errors.UserError`.
     """
     return evaluated(recipe, weights, plan=plan, run_dir=run_dir).metrics
 
@@ -49,7 +49,7 @@ def evaluated(
     plan: str | Plan | None,
     run_dir: str | None,
 ) -> Result:
-    """`evaluate`, with all of the result."""
+    """`evaluate`, but returns the whole `Result`."""
     if not recipe.evaluations:
         raise RecipeError(
             "an evaluation of a recipe without Recipe.evaluation; it measures the recipe's"
@@ -64,7 +64,8 @@ def evaluated(
         evaluation=measured.get("", measured),
         weights=recipe.weights if weights is None else weights,
     )
-    from lockstep.recipe_session import RecipeSession  # imports torch: the command does not need it
+    # imports torch, which the command does not need
+    from lockstep.recipe_session import RecipeSession
 
     with RecipeSession(recipe, trains=False, run_dir=run_dir, plan=plan, resume="never") as session:
         session.build()

@@ -57,19 +57,19 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why ranks cannot each go at their own speed, by what their axis divides. Others:
-`TOGETHER`."""
+"""The reason why ranks cannot each compute at their own speed, by what their axis divides. For an
+axis that is missing here: `TOGETHER`."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
-"""Maximum of `threads`, `workers` and `prefetch`. A larger value is a typing error that would
-exhaust memory."""
+"""Maximum of `threads`, `workers` and `prefetch`. A larger value would exhaust memory, so it is
+taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A mesh axis: what its ranks divide among them, and what they exchange. `Plan` has a field for
-    each: adding one adds the axis."""
+    """A mesh axis: what its ranks divide among them, and what they exchange. Each field of `Plan`
+    that has an axis as its metadata adds that axis to the mesh."""
 
     name: str
     divides: tuple[Divided, ...]
@@ -78,13 +78,13 @@ class Axis:
     in_forward: bool
     """True if the forward communicates over it: its ranks then compute at the same time."""
     sums: Literal["all", "partial", "shared"]
-    """The parameters whose gradients are summed over it after the backward: `all`, except experts
-    that it divides; those whose gradient a layer leaves `partial`; those that several stages
-    `share`."""
+    """Parameters whose gradients are summed over the axis after the backward. `all`: all, except
+    experts that it divides; `partial`: those whose gradient a layer leaves partial; `shared`: those
+    that several stages share."""
 
 
 def axis(*divides: Divided, same_state: bool, in_forward: bool, sums: str) -> dict[str, Any]:
-    """The metadata of a field of `Plan` that is the size of an axis; see `Axis`."""
+    """The metadata of a field of `Plan` that holds the size of an axis. Arguments: see `Axis`."""
     row = {"divides": divides, "same_state": same_state, "in_forward": in_forward, "sums": sums}
     return {"axis": row}
 
@@ -130,8 +130,8 @@ class Plan:
     any world size."""
     sharding: Sharding = "full"
     """Under `shard`: `full` frees a block's gathered parameters after its forward and gathers them
-    again for its backward (ZeRO-3); `gradients` keeps them until the backward, which takes more
-    memory and one all-gather less (ZeRO-2)."""
+    again for its backward (ZeRO-3); `gradients` keeps them until the backward: more memory, one
+    all-gather less (ZeRO-2)."""
     offload: bool = False
     """CPU offload, under `shard` on GPUs: parameters, gradients and optimizer state stay in CPU
     memory, and the optimizer runs there. Each block's parameters are copied to the GPU when they
@@ -142,13 +142,14 @@ class Plan:
     attention."""
     microbatch_splits: int = 0
     """Number of times that each microbatch is halved, to save memory; a part has at least one
-    sample. Without random numbers in the forward the result is the same to rounding; random streams
-    belong to the parts. Refused with BatchNorm, whose statistics do too."""
+    sample. Each part has its own random stream; without random numbers in the forward, the result
+    is the same up to rounding. Refused with BatchNorm, whose statistics would cover one part
+    only."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early
-    as possible, which keeps fewer activations; `interleaved`: two stages per process, which wait
-    less and send more; `zero-bubble`: gradients of weights are computed while a process would
-    wait."""
+    as possible, which keeps fewer activations; `interleaved`: two stages per process: less waiting,
+    more communication; `zero-bubble`: gradients of weights are computed when a process would
+    otherwise wait."""
     exchange: Exchange = "auto"
     """Under `context`, what attention exchanges. `keys`: each rank gathers all keys and values, for
     its own tokens; `heads`: each rank gets all tokens of some of the heads; `auto`: what sends
@@ -156,9 +157,9 @@ class Plan:
     compile: bool = False
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1
-    """Number of devices over which one process distributes the layers, balanced by bytes; on a CPU
-    all of them are the CPU. Or the number of layers on each device, in the model's order: `(3, 5)`,
-    as text `3+5`."""
+    """Number of devices of one process over which the layers are distributed, balanced by bytes; on
+    a CPU all of these devices are the CPU. Or the number of layers on each device, in the model's
+    order: `(3, 5)`, as text `3+5`."""
     data_parallel: int = 1
     """Number of GPUs over which one process splits each microbatch (`torch.nn.DataParallel`).
     `replicate` is faster."""
@@ -166,13 +167,15 @@ class Plan:
     """Backend of collectives between processes on CPUs. `auto`: shared memory if all are on one
     host, else Gloo; `torch`: always Gloo."""
     assignment: Assignment = "equal"
-    """Number of microbatches of each replica. `equal`: the same for all, or one more; `measured`:
-    in proportion to its measured speed, so that a slow machine does not hold up the others."""
+    """Number of microbatches of each replica. `equal`: equal numbers, or numbers that differ by
+    one; `measured`: in proportion to its measured speed, so that a slow machine does not hold up
+    the others."""
     threads: Size | None = None
     """Intra-op threads per process. None: OMP_NUM_THREADS, else cores ÷ processes (`bitwise` on
     CPUs: 1)."""
     workers: Size = 0
-    """Data loader workers per rank. 0: the training process loads the data. `auto`: measured."""
+    """Number of data loader workers per rank. 0: the training process loads the data. `auto`:
+    measured."""
     prefetch: Size = 2
     """Microbatches that each loader worker prefetches. `auto`: chosen from the spread of measured
     loading times."""
@@ -375,8 +378,8 @@ class Plan:
 
     @property
     def larger(self) -> list[Axis]:
-        """The axes that may have more than one rank, in the order of the mesh. Stages are
-        outermost: they send the least."""
+        """The axes that may have more than one rank, in the order of the mesh. Pipeline stages come
+        first: they communicate least."""
         larger = [axis for axis in self.axes() if getattr(self, axis.name) != 1]
         return sorted(larger, key=lambda axis: "layers" not in axis.divides)
 
@@ -386,7 +389,7 @@ class Plan:
 
     @property
     def state_divided(self) -> list[str]:
-        """The axes whose ranks hold different state, as text: `shard=2`."""
+        """The axes whose ranks hold different state, as text such as `shard=2`."""
         sizes = [(axis, getattr(self, axis.name)) for axis in self.axes() if not axis.same_state]
         return [f"{axis.name}={size}" for axis, size in sizes if size != 1]
 
@@ -450,11 +453,11 @@ class Plan:
 
     @property
     def fits_several_sizes(self) -> bool:
-        """True if an axis is `auto`."""
+        """True if the plan fits several world sizes, because an axis is `auto`."""
         return "auto" in self.axis_sizes.values()
 
     def sizes(self, most: int) -> list[int]:
-        """The numbers of processes, up to `most`, that the plan fits, in order."""
+        """The world sizes up to `most` that the plan fits, in ascending order."""
         fixed = self._fixed
         sizes = range(fixed, most + 1, fixed)
         return list(sizes if self.fits_several_sizes else sizes[:1])

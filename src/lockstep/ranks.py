@@ -1,4 +1,5 @@
-"""The rank of a process, before and after training too, and a download once per machine."""
+"""The rank of a process, also before and after training, and `once`, for downloads once per
+machine."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return the rank of this process, from 0: before, in and after training, under every launcher.
-    Needs no other rank. Raises `LaunchError` if the environment contradicts itself."""
+    """Return the rank of this process, from 0. Works before, during and after training, under every
+    launcher, without communication. Raises `LaunchError` if the environment contradicts itself."""
     return _environment().rank
 
 
 def once(function: Callable[[], T]) -> T:
-    """Call `function` on one process of each machine first, then on the others, and return its
-    result on each: for a download, whose files the other processes then find. Every rank calls it,
-    before training.
+    """Call `function` on one process of each machine first, then on the others, and return the
+    result of each process's call. Use it for downloads: the other processes then find the files.
+    Every rank calls it, before training.
 
-    If it raises on the first process of a machine, that error is raised there, and a `LaunchError`
-    on all other ranks.
+    If the call raises on the first process of a machine, that process raises the error, and all
+    other ranks raise a `LaunchError`.
     """
     from lockstep.comm.world import join  # imports torch
 

@@ -1,4 +1,4 @@
-"""The session of a recipe: measures what is `auto`, builds the model, writes the result."""
+"""The session of a recipe: it measures `auto` settings, builds the model, and writes the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.training.set_up import check_microbatch_is_fixed
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The result of a run: the same on every rank, apart from `rank`. Rank 0 writes it to
+    """The result of a run. It is the same on every rank, except `rank`. Rank 0 writes it to
     `result.json`."""
 
     steps: int
@@ -38,7 +38,8 @@ class Result:
     """The training loss of the last step: Σ total / Σ weight over its global batch. NaN after
     `lockstep evaluate`."""
     metrics: dict[str, float]
-    """The last evaluation: `loss` and the recipe's metrics. Empty without one."""
+    """The metrics of the last evaluation: `loss` and the recipe's own. Empty without an evaluation.
+    """
     best: Best | None
     """The best evaluation by `Saving.best`, and its checkpoint. None without `Saving.best`, or if
     none was measured."""
@@ -49,20 +50,20 @@ class Result:
     plan: str
     """The plan, with every `auto` resolved."""
     rank: int
-    """0 for the process that writes, and prints."""
+    """The rank of this process; rank 0 writes files and prints."""
     world_size: int
     """Number of processes."""
     seconds: float
-    """Wall-clock time of training, evaluations included, set-up not."""
+    """Wall-clock seconds of training, with evaluations but without setup."""
     samples_per_second: float
-    """Training samples over those seconds."""
+    """Training samples divided by `seconds`."""
     events: list[Event]
-    """Everything in `events.jsonl`, as this rank saw it."""
+    """All events of the run, as in `events.jsonl`, that this rank has seen."""
 
 
 class RecipeSession(Session):
-    """The session of a recipe. Entering it measures the `auto` settings, and gives `recipe` their
-    values."""
+    """The session of a recipe. Entering it measures the `auto` settings and puts the values into
+    `recipe`."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class RecipeSession(Session):
         return context
 
     def build(self) -> None:
-        """Build the model, with a loss that is a module in it, and register what is saved with the
+        """Build the model, including a loss that is a module, and register what is saved with the
         run."""
         recipe = with_loss_in_model(self.recipe)
         if recipe is not self.recipe and self.plan.pipeline != 1:

@@ -1,4 +1,4 @@
-"""`train`: a recipe executed under a plan, on a `RecipeSession`."""
+"""`train`: executes a recipe under a plan, in a `RecipeSession`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(
     allow_change: Collection[str] = (),
     loggers: Sequence[Logger] = (),
 ) -> Result:
-    """Train, on as many processes as were started. Every rank calls it, with the same recipe.
+    """Train on the processes that were started. Every rank calls it, with the same recipe.
 
     - `plan`, `run_dir`: used if the launcher gives none. None: `replicate=auto`, and a new
       directory below `runs`.
@@ -48,8 +48,8 @@ def train(
     - `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see
       `logging.loggers.Logger`.
 
-    Raises the children of `ls.errors.UserError`, and `Preempted`, which ends the process with
-    status 75, if it was asked to save and end.
+    Raises the children of `ls.errors.UserError`. Raises `Preempted` if the run was asked to save
+    and end; the process then ends with status 75.
     """
     if not isinstance(recipe, Recipe):
         raise RecipeError(
@@ -80,7 +80,7 @@ def train(
 
 
 def train_in(session: RecipeSession) -> Result:
-    """Train in a session that has been entered."""
+    """Train in a session that was entered before."""
     session.build()
     run, recipe, house = session.run, session.recipe, session.house
     assert recipe.microbatch != "auto", "_resolve has chosen one"

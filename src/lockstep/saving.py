@@ -16,9 +16,9 @@ Resume = Literal["auto", "never", "must"]
 one. `must`: refuse if there is none."""
 
 OutOfMemory = Literal["retry", "halve", "same-bits", "stop"]
-"""The changes to the plan after running out of memory. `halve`: the next of checkpointing, offload
-and microbatch_splits. `same-bits`: the same, but nothing that changes bits. `retry`: `same-bits`
-under bitwise numerics, else `halve`. `stop`: nothing."""
+"""The changes of the plan after running out of memory. `halve`: the next fallback of
+checkpointing, offload and microbatch_splits. `same-bits`: the same, but no change that alters bits.
+`retry`: `same-bits` under bitwise numerics, else `halve`. `stop`: nothing."""
 
 
 @with_field_docs
@@ -35,16 +35,15 @@ class Saving:
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
     best: str | None = None
-    """Name of an evaluation metric. The run is saved whenever it has a new best value, whatever
-    `every` says, and that checkpoint is kept until there is a better one. None: no such
-    checkpoint."""
+    """Name of an evaluation metric. The run is saved at each new best value, independently of
+    `every`, and that checkpoint is kept until a better one. None: no such checkpoint."""
     mode: Literal["min", "max"] = "min"
     """`min` if a smaller value of the metric is better, `max` if a larger one is."""
     folder: str | None = None
     """Folder of the checkpoints, or the URL of an fsspec file system (s3://bucket/run). None: in
     the run directory."""
     failures: int = 3
-    """Number of consecutive failed saves that ends the run with an error."""
+    """Number of consecutive failed saves after which the run ends with an error."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -77,8 +76,8 @@ class Saving:
             )
 
     def improves(self, value: float, before: float | None) -> bool:
-        """True if `value` of the metric is better than the best one `before`. NaN never is. None:
-        there was none."""
+        """True if `value` of the metric is better than the best previous value, `before`. NaN is
+        never better. `before=None`: there is no previous value."""
         if math.isnan(value):
             return False
         return before is None or (value < before if self.mode == "min" else value > before)
@@ -106,7 +105,7 @@ class Saving:
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation of a run by `Saving.best`; the earliest of several."""
+    """The best evaluation of a run by `Saving.best`; of equal ones the earliest."""
 
     metric: str
     """Name of the metric: `Saving.best`."""
@@ -115,15 +114,15 @@ class Best:
     step: int
     """Optimizer steps done."""
     checkpoint: str | None
-    """Name of its checkpoint. None: it is the final model, `model.safetensors` in the run
+    """Name of its checkpoint. None: the best model is the final one, `model.safetensors` in the run
     directory."""
     weights: str
     """Path or URL of its weights, for `ls.evaluate`, `Recipe.weights` and `ls.load`."""
 
 
 def interval(text: str, name: str) -> int | str:
-    """Parse an interval: a number of steps ("500"), a time ("10m") or "epoch". `name` is for the
-    error. Raises `CheckpointError`."""
+    """Parse an interval: a number of steps ("500"), a time ("10m") or "epoch". `name`: the
+    setting's name, for the error. Raises `CheckpointError`."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     if text != "epoch" and not parse_duration(text):
@@ -143,8 +142,8 @@ def check_resume(value: Any, name: str) -> Resume:
 
 
 def check_allow_change(value: Collection[str]) -> frozenset[str]:
-    """Raises `CheckpointError` if `value` is a single str, whose letters would be taken for
-    fields."""
+    """Raise `CheckpointError` if `value` is a single str: each of its letters would be taken for a
+    field."""
     if isinstance(value, str):
         raise CheckpointError(
             f"allow_change={value!r}; it is a list of fields of the recipe:"
@@ -163,8 +162,8 @@ def check_out_of_memory(value: str, name: str) -> OutOfMemory:
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: frozenset[str] = frozenset()
 ) -> list[str]:
-    """The differences of two results of `Recipe.describe`, as in `steps: 100, now 200`. Nested
-    fields have paths: evaluation.every."""
+    """The differences between two results of `Recipe.describe`, as text such as `steps: 100, now
+    200`. Nested fields have paths: evaluation.every."""
     found = []
     for name in sorted(saved.keys() | now.keys()):
         if name in allow_change:

@@ -45,16 +45,16 @@ class Session:
     """The processes, the run directory and the models of one run. Every rank makes one, and makes
     the same calls on it.
 
-    Use it in a `with`. The launcher's plan and run directory go before the ones given here. Raises
-    `PlanError`, `LaunchError` and `RunDirectoryError` on entering.
+    Use it in a `with`. A plan or run directory from the launcher replaces the one given here.
+    Raises `PlanError`, `LaunchError` and `RunDirectoryError` on entering.
     """
 
-    # `train`'s evaluations; None in a script's own session
+    # the evaluations of `train`; None in a session that a script makes
     _evaluations: Mapping[str, Evaluation] | None = None
     code: Mapping[str, str] = MappingProxyType({})
-    """Digests of the functions of the recipe; empty in a script's own session."""
+    """Digests of the functions of the recipe; empty in a session that a script makes."""
     _code_and_objects: Digests = MappingProxyType({})
-    _recovery: Recovery | None = None  # that of `train`, if the run can recover in place
+    _recovery: Recovery | None = None  # the recovery of `train`, if the run can recover in place
     _open: Callable[[RunRequest, Termination, ExitStack, Recovery | None], Opened] = staticmethod(
         open_run
     )
@@ -135,7 +135,7 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # once it has saved; until then a signal, such as the launcher's, ends nothing
+        # the watchdog ends the process once it has saved; until then no signal does
         while self.house.hang.ends_the_process:
             with suppress(BaseException):
                 threading.Event().wait()
@@ -180,7 +180,7 @@ class Session:
 
     def finish(self) -> None:
         """Put optimizers that have modes into evaluation mode, and call the hooks' `on_finish`.
-        Every rank calls it. Without it, that is done on leaving the `with`."""
+        Every rank calls it. If a script does not call it, leaving the `with` does the same."""
         if not self._finished:
             self._finished = True
             for module in self.training.modules:
@@ -194,12 +194,12 @@ class Session:
 
     @property
     def world(self) -> World:
-        """The processes of the run."""
+        """The process group of the run: all of its processes."""
         return self.context.world
 
     @property
     def rank(self) -> int:
-        """0 for the process that writes."""
+        """The rank of this process; rank 0 writes files."""
         return self.world.rank
 
     @property
@@ -219,19 +219,19 @@ class Session:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that all models have committed, in all loops, and before the run was
-        resumed."""
+        """Number of optimizer steps that all models have committed, in all loops, including steps
+        before the run was resumed."""
         return self.run.step
 
     @property
     def epoch(self) -> int | None:
-        """Epochs of the data that the steps of this loop have ended, from 0: in a step, the epoch
-        of its first sample. None before the first step, and for data without a length."""
+        """Number of epochs that this loop has completed; within a step, the epoch (from 0) of its
+        first sample. None before the first step, and for data without a length."""
         return self.run.epoch
 
     @property
     def stopping(self) -> str | None:
-        """Why no further step is taken, once `stop` has taken effect."""
+        """The reason why training stops, once `stop` has taken effect; else None."""
         return self.training.stopping
 
     def prepare(
@@ -247,10 +247,10 @@ class Session:
         weights: Weights | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns
-        what the two functions returned, the model on this rank's device. Its initial values follow
-        from the session's seed, whatever the plan, or are `weights`. `blocks`, `tensor`, `stages`,
-        `sequence` and `weights`: as in `Recipe`. May be called again, for another model, unless the
-        plan has a pipeline. Raises `RecipeError`."""
+        what the two functions returned; the model is on this rank's device. Its initial values
+        depend on the session's seed only, not on the plan; `weights` replaces them. `blocks`,
+        `tensor`, `stages`, `sequence` and `weights`: as in `Recipe`. May be called again, for
+        another model, unless the plan has a pipeline. Raises `RecipeError`."""
         how = ModelOptions(blocks=blocks, tensor=tensor, stages=stages, sequence=sequence)
         module = prepare(
             self.training,
@@ -278,11 +278,12 @@ class Session:
         sampler: Callable[[int, int], Any] | None = None,
         batch_sampler: Callable[[int, int], Any] | None = None,
     ) -> Iterator[Step]:
-        """The steps of training, each the same on every rank. Arguments are those of `Recipe`.
+        """Yields the training steps, which are the same on every rank. Arguments: see `Recipe`.
         Every rank calls it. `data=None`: no dataset; a microbatch is a `range` of indices in the
-        global batch, the same in every step (the environments of reinforcement learning). A
-        DataLoader with `sampler` or `batch_sampler`: its dataset and collate_fn. In each step all
-        models must be committed. Raises `DataError`, `RecipeError`, `LossError`."""
+        global batch, the same in every step (the environments of reinforcement learning). If `data`
+        is a DataLoader and `sampler` or `batch_sampler` is given, only its dataset and collate_fn
+        are used. Each step must commit all models. Raises `DataError`, `RecipeError`,
+        `LossError`."""
         training, run = self.training, self.run
         sizes = (global_batch, microbatch, steps, epochs, drop_last)
         options = loop.LoopOptions(data, *sizes, collate, weight, sampler, batch_sampler)
@@ -304,8 +305,8 @@ class Session:
 
     def include(self, name: str, state: Stateful) -> None:
         """Save `state` with the run, and load it when the run is resumed. Every rank calls it,
-        before `steps`. `state`: has `state_dict` and `load_state_dict`, the same on every rank.
-        Raises `CheckpointError`."""
+        before `steps`. `state`: an object with `state_dict` and `load_state_dict`, which is the
+        same on every rank. Raises `CheckpointError`."""
         if self.training.loop.loops:
             raise CheckpointError(
                 f"include({name!r}) after steps have begun; a checkpoint is loaded then; include it"
@@ -315,20 +316,21 @@ class Session:
         self.training.is_consistent_in_steps = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context manager for forwards in the session's precision. Backwards and commits stay
+        """The context manager for forwards in the session's precision. Call `backward` and `commit`
         outside of it."""
         return precisions.autocast(
             self.context.precision, self.device, keep_casts=precisions.keeps_casts(self.plan)
         )
 
     def mean(self, values: Tensor) -> float:
-        """The mean over all values (any shape) of all ranks; NaN if there are none. Every rank
-        calls it."""
+        """The mean of the values (of any shape) of all ranks together; NaN if there are none. Every
+        rank calls it."""
         return self._seen("session.mean", mean(values, self.world))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows (dim 0), any number of them, of all data ranks in rank order, on each of these.
-        Their gradient is the sum over ranks. Every rank calls it."""
+        """The rows (dim 0) of all data ranks, concatenated in rank order, on each of these ranks.
+        Ranks may have different numbers of rows. The gradient of `rows` is summed over the ranks.
+        Every rank calls it."""
         gathered = gather(rows, self.context.mesh.data)
         if self.context.overrides.probe is not None:
             self._seen("rows of session.gather", len(gathered))
@@ -344,17 +346,17 @@ class Session:
         return value
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """A copy of a prepared model's state dict with full tensors on the CPU, on every rank and
-        under every plan, for `torch.save` on one. Every rank calls it. `model`: None is the
-        first."""
+        """A copy of a prepared model's state dict, with full tensors on the CPU, on every rank and
+        under every plan; `torch.save` it on one rank. Every rank calls it. `model`: None: the first
+        one."""
         return self.run.full_state_dict(model)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training. Any rank may; it takes effect on all at the next logging
+        """Ask for the end of training. Any rank may call it; all ranks stop at the next logging
         step or evaluation."""
         self.run.stop(reason)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None:
-        those done now."""
+        """Record an event; rank 0's are in events.jsonl. `step`: number of optimizer steps done at
+        the event; None: the number done now."""
         self.run.event(name, step, **details)

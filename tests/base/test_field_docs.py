@@ -25,8 +25,8 @@ def test_every_field_of_a_public_class_is_in_its_help() -> None:
 
 def test_what_guides_say_of_metrics_and_weights_is_in_the_help() -> None:
     weight = " ".join((inspect.getdoc(ls.Recipe.weight) or "").split())
-    assert "a dict with the denominator of each `Sum` by its name" in weight
-    assert "without `Recipe.inputs` (model, batch)" in (inspect.getdoc(ls.Evaluation.metrics) or "")
+    assert "a dict of the denominators of its `Sum`s, by name" in weight
+    assert "(model, batch)" in (inspect.getdoc(ls.Evaluation.metrics) or "")
     assert "Called on every rank" in (inspect.getdoc(ls.Gathered.compute) or "")
 
 

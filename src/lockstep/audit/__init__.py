@@ -1,2 +1,2 @@
-"""`lockstep audit`: runs a training script that does not use lockstep, and holds what it did
+"""`lockstep audit`: runs a training script that does not use lockstep, and checks its actions
 against the laws."""

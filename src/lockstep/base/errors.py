@@ -1,7 +1,8 @@
 """The exceptions that lockstep raises.
 
-`UserError`s are mistakes that the user can mend: the text gives value, rule and remedy; every rank
-raises them; a script ends with status 2 and no traceback. The others are failures of the world.
+A `UserError` is a mistake that the user can fix. Its text gives value, rule and remedy; every rank
+raises it; the script ends with status 2 and no traceback. The other exceptions are failures of
+processes, machines or storage.
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ class LockstepError(Exception):
 
 
 class UserError(LockstepError):
-    """A mistake in what lockstep was given. Ends a script with status 2 and one line, not a
-    traceback."""
+    """A mistake in the user's input or script. It ends the script with status 2 and one message,
+    without a traceback."""
 
 
 class RecipeError(UserError):
-    """A recipe that contradicts itself, or whose model, loss or optimizer does not do what a recipe
-    asks of it."""
+    """A recipe that contradicts itself, or whose model, loss or optimizer breaks a rule of
+    recipes."""
 
 
 class PlanError(UserError):
-    """A plan that cannot be read, cannot be built yet, or does not fit the processes at hand."""
+    """A plan that cannot be parsed, is not supported, or does not fit the number of processes."""
 
 
 class DataError(UserError):
-    """A dataset, a batch or a metric that is not what the recipe says it is."""
+    """A dataset, a batch or a metric that does not have the form that the recipe needs."""
 
 
 class LossError(UserError):
-    """A loss or a gradient from which no step can be taken: not a scalar, without gradient, NaN or
-    infinite."""
+    """A loss or a gradient with which no step can be taken: the loss is not a scalar or has no
+    gradient, or a value is NaN or infinite."""
 
 
 class RunDirectoryError(UserError):
-    """A run directory that cannot be used: held by a live run, already holding a run, not
-    writable."""
+    """A run directory that cannot be used: a live run holds it, it contains another run, or it is
+    not writable."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used here, or a state that no checkpoint can hold."""
+    """A checkpoint that cannot be used for this run, or a state that cannot be saved."""
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first `most` names as text, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -66,12 +67,12 @@ def cannot_write(path: object, error: OSError) -> RunDirectoryError:
 
 
 class LaunchError(UserError):
-    """Processes that cannot be started or cannot meet: a missing script, an impossible count, a
-    port in use."""
+    """Processes cannot be started or cannot connect: the script is missing, the count is
+    impossible, or a port is in use."""
 
 
 class MismatchError(LockstepError):
-    """Ranks called different collectives, found by `--check`. The text has every rank's call and
+    """Ranks called different collectives; `--check` detects it. The text has every rank's call and
     line."""
 
 
@@ -98,9 +99,11 @@ def say(text: str) -> None:
 
 
 def install_excepthook() -> None:
-    """Print an uncaught `UserError` as one message and exit with status 2.
+    """Install an excepthook that prints an uncaught `UserError` as one message and exits with
+    status 2.
 
-    Called again after torch has installed its hook, which prints nothing if an earlier hook exits.
+    It is called again after torch has installed its own hook, which prints nothing if an earlier
+    hook exits.
     """
     previous = sys.excepthook
     if getattr(previous, "is_lockstep", False):
@@ -113,8 +116,8 @@ def install_excepthook() -> None:
             previous(kind, error, traceback)
             return
         say(f"lockstep: {kind.__name__}: {error}")
-        # The interpreter honours a SystemExit from the hook; without it an uncaught exception ends
-        # with status 1.
+        # A SystemExit from the hook sets the exit status; without it, an uncaught exception gives
+        # status 1.
         raise SystemExit(USER_ERROR_STATUS)
 
     hook.is_lockstep = True  # type: ignore[attr-defined]

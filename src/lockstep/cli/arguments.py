@@ -25,7 +25,7 @@ _IN_ENVIRONMENT = {each.name for each in fields(RunOptions)}
 
 
 class Decorator(Protocol):
-    """Gives a command options."""
+    """A decorator that gives a command options."""
 
     def __call__(self, command: Command, /) -> Command: ...
 
@@ -42,8 +42,8 @@ def together(*options: Decorator) -> Decorator:
 
 
 def launch_option(name: str, **changed: Any) -> Decorator:
-    """Give a command one option of `LaunchOptions`, None if not given. `changed`: arguments of
-    `click.option`."""
+    """Give a command one option of `LaunchOptions`; its value is None if it is not given.
+    `changed`: arguments of `click.option` to replace."""
     option = option_of(_FIELDS[name])
     details: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.kind is bool:
@@ -67,7 +67,8 @@ launch_options = together(*map(launch_option, sorted(_FIELDS, key=_IN_ENVIRONMEN
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:
-    """Return the launch options from a command's parameters, with defaults for the others."""
+    """Return the `LaunchOptions` for a command's parameters; options that are not among them have
+    their defaults."""
     given = {name: value for name, value in values.items() if value not in (None, ())}
     return LaunchOptions(**given)
 
@@ -127,7 +128,7 @@ def count_option(
 
 
 class NewFile(click.Path):
-    """A file that a command writes, in a directory that exists."""
+    """A parameter type: a file that the command writes, in an existing directory."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -147,7 +148,7 @@ def html_option(help: str) -> Decorator:
 
 
 def write_file(option: str, path: Path, text: str) -> None:
-    """Write a file that the user named. Raises `LaunchError`."""
+    """Write text to a file that the user named with `option`. Raises `LaunchError`."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -159,8 +160,8 @@ def unwritable(option: str, path: Path, error: OSError) -> LaunchError:
 
 
 def check_output(path: Path, what: str, is_old: Callable[[bytes], bool]) -> None:
-    """Raise `LaunchError` if `-o` cannot be written, or would overwrite another file than an old
-    one of the same kind. `is_old`: tells that from the file's first bytes."""
+    """Raise `LaunchError` if the file given by `-o` cannot be written, or would overwrite a file of
+    another kind. `is_old`: True if a file's first bytes are those of an older output."""
     try:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a {what} is one file; name a file in it")
@@ -188,9 +189,9 @@ def keep_option(contents: str) -> Decorator:
 
 @contextmanager
 def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
-    """A temporary folder, or the new or empty directory `keep`, which stays. SIGTERM and SIGHUP
-    raise an exception within, so that leaving the block ends its processes. Raises
-    `LaunchError`."""
+    """Make a temporary folder; or use `keep`, a new or empty directory, which is not removed.
+    SIGTERM and SIGHUP raise an exception within, so that leaving the block ends its processes.
+    Raises `LaunchError`."""
     if keep is None:
         with ended_by_signals(), locked_folder(prefix) as folder:
             yield folder
@@ -207,11 +208,11 @@ def work_folder(prefix: str, keep: str | None = None) -> Iterator[Path]:
 
 
 class ScriptCommand(click.Command):
-    """A command whose options come before SCRIPT. It names options after SCRIPT, and prints the
-    corrected command line."""
+    """A command whose options come before SCRIPT. If its options are given after SCRIPT, it names
+    them and prints the corrected command line."""
 
     def __init__(self, *arguments: Any, uses_lockstep: bool = True, **settings: Any) -> None:
-        """`uses_lockstep`: the scripts of this command do."""
+        """`uses_lockstep`: True if this command's scripts import lockstep."""
         settings["context_settings"] = {"allow_interspersed_args": False}
         super().__init__(*arguments, **settings)
         self._imports = "lockstep" if uses_lockstep else None
@@ -308,7 +309,7 @@ def _script_index(given: Sequence[str], options: dict[str, click.Option]) -> int
 
 def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
     """Return `args` with the options first, a `--plans` before each plan, then the script and its
-    arguments, with the `--` that was given before it. `flags`: options without a value."""
+    arguments, after the `--` if it was given. `flags`: options without a value."""
     own, rest = _leading_options(args, 0, flags)
     script, after = args[rest : rest + 1], list(args[rest + 1 :])
     if list(args[:rest][-1:]) == ["--"]:
@@ -330,7 +331,7 @@ def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
 def _leading_options(
     args: Sequence[str], index: int, flags: Collection[str]
 ) -> tuple[list[str], int]:
-    """Return the options that begin at `index`, and the index behind them."""
+    """Return the options that begin at `index`, and the index after them."""
     own: list[str] = []
     while index < len(args) and args[index].startswith("-"):
         option, index = args[index], index + 1

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.audit.run import CompareOptions
 
 _WIDTH = 100
-"""Columns without a terminal."""
+"""Width of the output in columns, if it is not a terminal."""
 
 
 def _numbers(ctx: click.Context, parameter: click.Parameter, text: str | None) -> list[int] | None:
@@ -135,14 +135,14 @@ def command(
     line: ScriptLine,
     **given: Any,
 ) -> int:
-    """Say what is wrong with a training script that does not use lockstep.
+    """Find out what is wrong with a training script that does not use lockstep.
 
-    Runs SCRIPT unchanged, as torchrun would (DDP, FSDP, Accelerate, Lightning, a loop of your own),
-    and ends it after K optimizer steps. Looks at each rank's samples, gradients before and after
-    their reduction, parameters, buffers, random numbers, learning rates, collectives and files.
-    Names each fault with the law that it breaks, the evidence, the line of your script, and the
-    lines to change. Also lists what was right, and what it could not see. All arguments after
-    SCRIPT are the script's.
+    Runs SCRIPT unchanged, as torchrun would (DDP, FSDP, Accelerate, Lightning, your own loop), and
+    ends it after K optimizer steps. Looks at each rank's samples, gradients before and after their
+    reduction, parameters, buffers, random numbers, learning rates, collectives and files. Names
+    each fault with the law that it breaks, the evidence, the line of your script, and the lines to
+    change. Also lists what is right, and what it could not see. All arguments after SCRIPT are the
+    script's.
 
     \b
     Examples:
@@ -183,7 +183,8 @@ def command(
 
 
 def show(audit: Audit) -> None:
-    """Print the findings with their laws and remedies, then what is right and what was not seen."""
+    """Print the findings with their laws and remedies, then what is right and what could not be
+    seen."""
     from rich.table import Table
     from rich.text import Text
 
@@ -223,7 +224,8 @@ def show(audit: Audit) -> None:
 
 
 def _paragraphs(finding: Finding) -> Iterator[tuple[str, bool]]:
-    """Yield the law and the remedy of a finding: prose to wrap, and lines of code."""
+    """Yield the law and the remedy of a finding as (text, is_code): prose to wrap, or lines of
+    code."""
     yield f"law: {finding.law}", False
     head = "remedy: "
     for is_code, lines in groupby(

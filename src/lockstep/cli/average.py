@@ -38,7 +38,7 @@ from lockstep.search.request import direction_of
 from lockstep.search.summary import aligned
 
 METADATA = "lockstep.average"
-"""Key in the header of the file: JSON with each run and its part."""
+"""Key in the header of the file. Its value is JSON: each run and its weight in the mean."""
 Mode = Literal["min", "max"]
 
 
@@ -46,9 +46,9 @@ Mode = Literal["min", "max"]
 class _AveragedRun:
     member: AverageMember
     what: str
-    """Description of its weights."""
+    """Description of the run's weights."""
     file: Path | None
-    """The file of the weights. None: a checkpoint."""
+    """The file with the weights. None: they are in a checkpoint."""
     parameters: dict[str, Any]
     """The run's hyper-parameters."""
     metrics: Metrics | None = None
@@ -99,9 +99,9 @@ def command(
     """Average the weights of several runs of one model into one file: a model soup.
 
     RUN is a run directory (its final model is used), a checkpoint, or a .safetensors file.
-    Floating-point tensors are averaged in float64; others are the first run's. Measure BatchNorm's
-    running statistics again before you use the file. Runs from the same pretrained weights average
-    well; runs from different random weights do not.
+    Floating-point tensors are averaged in float64; other tensors are taken from the first run.
+    Measure BatchNorm's running statistics again before you use the file. Runs from the same
+    pretrained weights average well; runs from different random weights do not.
 
     --greedy starts with the best run, and adds each other run, from better to worse, that improves
     the average (Wortsman et al., 2022). The output of SCRIPT goes to stderr.
@@ -113,7 +113,7 @@ def command(
       lockstep average runs/a runs/b -o soup.safetensors --evaluate "train.py --data test" --nproc 2
       lockstep average runs/a runs/b -o soup.safetensors --evaluate train.py --greedy --metric loss
 
-    Exit status: 0, or the failed evaluation's.
+    Exit status: 0, or that of the evaluation that failed.
     """
     path = Path(out)
     parts = _checked(click.get_current_context(), sources, path)
@@ -124,7 +124,7 @@ def command(
         _check_alike(runs[0], other)
     metrics = None
     if line is not None:
-        # beside the output, because a model may be too large for /tmp
+        # next to the output, because a model may be too large for /tmp
         parent, prefix = path.absolute().parent, f".{path.stem}-"
         with ended_by_signals(), tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
             evaluations = _Evaluations(line, _launch_options(runs, given), Path(folder))
@@ -139,7 +139,8 @@ def command(
 
 
 def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list[float]:
-    """Return the part of each run; they add up to 1. Raises `LaunchError`, `CheckpointError`."""
+    """Return the weight of each run in the mean; the weights add up to 1. Raises `LaunchError`,
+    `CheckpointError`."""
     given = context.params
     needs = dict.fromkeys(("greedy", "nproc", "plan", "share_devices", "set"), "line")
     needs |= dict.fromkeys(("metric", "mode"), "greedy")
@@ -202,7 +203,8 @@ def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
 
 
 def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Path | None]:
-    """Return the weights, their description, and their file, if they are in one."""
+    """Return the weights of a run, a description of them, and their file (None if they are in a
+    checkpoint)."""
     path = Path(source)
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -231,7 +233,8 @@ def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Pat
 
 
 def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
-    """Raise `CheckpointError` if their tensors differ, and name hyper-parameters that differ."""
+    """Raise `CheckpointError` if the tensors of two runs differ in name, shape or dtype; it names
+    hyper-parameters that differ."""
     try:
         check_alike(first.member, other.member)
     except CheckpointError as error:
@@ -248,8 +251,8 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
 
 
 def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of evaluations: hyper-parameters are those that all runs share, or what
-    `--set` gives instead."""
+    """Return the launch options of evaluations. Hyper-parameters have the values that all runs
+    share, or those that `--set` gives."""
     first = runs[0].parameters
     shared = [
         name for name in first if all(run.parameters.get(name) == first[name] for run in runs)
@@ -268,7 +271,8 @@ class _Evaluations:
     count: int = 0
 
     def greedy(self, runs: Sequence[_AveragedRun], metric: str, mode: Mode) -> Metrics:
-        """Give the runs that are not in the greedy soup a weight of 0. Returns its metrics."""
+        """Set the weight of runs that are not in the greedy soup to 0. Returns the metrics of the
+        soup."""
         measured: dict[tuple[int, ...], Metrics] = {
             (index,): run.metrics or {} for index, run in enumerate(runs)
         }

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _STYLES = {"ok": "green", "skipped": "dim", "slow": "yellow", "failed": "bold red"}
 _MOST_IN_A_MATRIX = 8
-"""Most ranks for which links are shown one by one."""
+"""Largest number of ranks for which links are shown one by one."""
 _WIDTH = 100
-"""Columns without a terminal; the most columns with one."""
+"""Width of the output in columns without a terminal, and the most with one."""
 
 
 @click.command("doctor")
@@ -57,7 +57,7 @@ _WIDTH = 100
 )
 @json_option
 def command(write: Path | None, as_json: bool, **given: Any) -> int:
-    """Check if this machine, or these machines, are fit to train.
+    """Check whether this machine, or several machines, can train.
 
     Looks at versions, devices, shared memory, threads, limits, clocks, the network interface,
     environment variables that cause trouble, and the file system of the run directory. Then starts
@@ -75,7 +75,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
     Exit status: 0 if all is well, 1 if something is wrong or slow, 2 for a mistake in the command.
     """
     require_linux("lockstep doctor")
-    # one line of ours replaces 20 lines of torch's sockets
+    # one line of lockstep replaces 20 lines about torch's sockets
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     options = options_from(given)
     options.validate()
@@ -91,7 +91,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
         _write(write, count)
         return 0
 
-    # imports torch: after all checks that do not need it
+    # imports torch: so it comes after all checks that do not need torch
     from lockstep.doctor.diagnose import diagnose
 
     diagnosis = diagnose(
@@ -171,7 +171,8 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _table(columns: Sequence[str] = ()) -> Table:
-    """Return a table without lines; with `columns`, of numbers in named rows."""
+    """Return a table without ruled lines. `columns`: headings of a table of numbers with named
+    rows."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(columns))
@@ -205,8 +206,8 @@ def _checks(checks: Sequence[CheckResult]) -> Table:
 
 
 def _shown(checks: Sequence[CheckResult]) -> list[CheckResult]:
-    """Return one row for each check that is ok, and the others' machines in a row for each
-    finding."""
+    """Return the rows to show: one for each check that is ok, and one for each other
+    finding, with all machines that have it."""
     shown: dict[object, CheckResult] = {}
     for check in checks:
         is_ok = check.verdict == "ok"

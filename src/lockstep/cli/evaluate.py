@@ -1,4 +1,4 @@
-"""`lockstep evaluate`: the evaluations of a script's recipe, on the weights of a run."""
+"""`lockstep evaluate`: measures the evaluations of a script's recipe on the weights of a run."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
     """Write the model in a checkpoint as a plain state dict, in the safetensors format.
 
     OUT has parameters and buffers under the model's names, in the dtypes of the training. A tied
-    parameter appears under each of its names. Of a run directory, the final model is exported, or,
-    if the run has not ended, its newest intact checkpoint. Checks every byte first, holds one
-    tensor in memory at a time, overwrites nothing.
+    parameter appears under each of its names. From a run directory, the final model is exported, or
+    the newest intact checkpoint if the run has not ended. The command checks every byte first,
+    holds one tensor in memory at a time, and overwrites nothing.
 
     \b
     Examples:
@@ -95,13 +95,13 @@ def _export_folder(source: str, folder: Path, *, module: int | None, best: bool)
 
 
 def load(source: str, *, best: bool = False, model: int | None = None) -> dict[str, Any]:
-    """Return the weights of a run, or of a checkpoint of any plan, as a state dict on the CPU. Any
-    process may call it.
+    """Return the weights of a run, or of a checkpoint saved under any plan, as a state dict on the
+    CPU. Any process may call it.
 
-    `source`: as of `lockstep export`: a run directory, which gives its final model or, if it has
-    not ended, its newest intact checkpoint; a checkpoint; or a URL. `best`: the model of the best
-    evaluation by `Saving.best`. `model`: which one, if a session prepared several. Every byte is
-    checked. Raises `CheckpointError`.
+    `source`: a run directory, a checkpoint, or a URL, as in `lockstep export`. For a run directory
+    it is the final model, or the newest intact checkpoint if the run has not ended. `best`: load
+    the model of the best evaluation by `Saving.best`. `model`: number of the model, if a session
+    prepared several. Every byte is checked. Raises `CheckpointError`.
     """
     from lockstep.checkpoint.pretrained_files import as_tensor  # imports torch
 
@@ -136,10 +136,10 @@ def export_pretrained(source: str, folder: str, model: Any, *, best: bool = Fals
     """Write the model of a run with its own `save_pretrained`, for `from_pretrained`. One process
     calls it.
 
-    `source`: as of `lockstep export`: a run directory, or a checkpoint of any plan. `folder`: is
-    created. `model`: the module as it was trained, of transformers, peft (which then writes its
-    adapters alone) or diffusers, or a function that builds it; its values are not used. `best`: the
-    checkpoint of the best evaluation. Raises `CheckpointError`.
+    `source`: a run directory or a checkpoint of any plan, as in `lockstep export`. `folder`: the
+    folder to create. `model`: a module like the trained one, or a function that builds it, from
+    transformers, peft (which writes only its adapters) or diffusers; its values are not used.
+    `best`: use the checkpoint of the best evaluation. Raises `CheckpointError`.
     """
     from safetensors.torch import load_file  # imports torch
 
@@ -164,7 +164,8 @@ def _check_new(path: Path) -> None:
 
 
 def check_out(path: Path) -> None:
-    """Raise `CheckpointError` unless a model can be written there, over nothing."""
+    """Raise `CheckpointError` unless a model can be written to this path without overwriting
+    anything."""
     if path.suffix != ".safetensors":
         raise CheckpointError(
             f"OUT is {str(path)!r}; models are exported as safetensors; name it "
@@ -177,7 +178,7 @@ def check_out(path: Path) -> None:
 
 def _best(at: Target) -> CheckpointName | None:
     """The checkpoint of the best evaluation; None if that is the final model. Raises
-    `CheckpointError` without one."""
+    `CheckpointError` if there is none."""
     known = (at.result() or {}).get("best")
     if known is not None:
         named = known.get("checkpoint")
@@ -200,7 +201,8 @@ def _best(at: Target) -> CheckpointName | None:
 
 
 def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] | None:
-    """The final model of a run; None if it has none. Raises `CheckpointError` if it is damaged."""
+    """The final model of a run, and a description; None if the run has none. Raises
+    `CheckpointError` if it is damaged."""
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None

@@ -1,4 +1,4 @@
-"""`lockstep inspect`: the checkpoints of a run, with every byte checked."""
+"""`lockstep inspect`: shows the checkpoints of a run, and checks every byte of them."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ _DIGITS = 12
 
 @dataclass(slots=True)
 class InspectedCheckpoint:
-    """The readable part of a checkpoint, or the final model of a run."""
+    """The contents of a checkpoint, or of the final model of a run, as far as they could be
+    read."""
 
     name: str
     step: int
     state: str = "intact"
     """`intact`, `damaged`, `unreadable` or `unreachable`."""
     reasons: list[str] = field(default_factory=list)
-    """Reasons why it is not intact."""
+    """The reasons why the state is not `intact`."""
     saved: str | None = None
     """Time of the save, with its time zone."""
     size_bytes: int = 0
     plan: str | None = None
-    """The plan under which it was saved."""
+    """The plan under which the checkpoint was saved."""
     processes: int | None = None
     score: dict[str, Any] | None = None
     """Metric, mode and value of `Saving.best`. None if it was not measured."""
@@ -77,8 +78,9 @@ class InspectedCheckpoint:
 def command(as_json: bool, target: str) -> int:
     """Show the checkpoints of a run, and check every byte of them.
 
-    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. Shows when and
-    under which plan each was saved, damage, and the fingerprint of its model, as in result.json.
+    TARGET is a run directory, one checkpoint, or the URL of a folder of checkpoints. For each
+    checkpoint, the command shows the time of the save, the plan, any damage, and the fingerprint of
+    the model, as in result.json.
 
     \b
     Examples:
@@ -169,7 +171,7 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
 
 
 def _events(run: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run to show. Skips an incomplete last line."""
+    """Yields the events of a run to show. Skips an incomplete last line."""
     return read_rows(run, EVENTS, lambda row: row["event"] in _EVENT_WORDS, {})
 
 

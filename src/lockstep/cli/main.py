@@ -65,7 +65,7 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, wanted: bool)
     help="Print the versions and end.",
 )
 def _commands() -> None:
-    """Train a PyTorch model on any number of processes, and get the same model.
+    """Train a PyTorch model on any number of processes and get the same model.
 
     \b
     Example:
@@ -95,7 +95,8 @@ def main() -> None:
     """
     _open_closed_streams()
     if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
-        # Under PYTHONUNBUFFERED, a write that a signal interrupts would lose its rest.
+        # Under PYTHONUNBUFFERED, if a signal interrupts a write, the rest of the text would be
+        # lost.
         sys.stdout = open(  # noqa: SIM115
             1,
             "w",
@@ -107,7 +108,7 @@ def main() -> None:
     try:
         status = _commands.main(prog_name="lockstep", standalone_mode=False)
     except click.UsageError as error:
-        # Without a context: a command's option lacks its value.
+        # An error without a context: the value of a command's option is missing.
         where = error.ctx.command_path if error.ctx is not None else f"lockstep {sys.argv[1]}"
         _fail(f"UsageError: {error.format_message().rstrip('.')}; see {where} --help")
     except click.ClickException as error:
@@ -120,18 +121,18 @@ def main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         _fail(f"{type(error).__name__}: {error.strerror}{where}; {remedy}")
     if "torch" in sys.modules:
-        # Everything has ended. Without this, Python takes half a second more to destroy torch's
+        # All work has ended. Without this, Python takes half a second more to destroy torch's
         # modules.
         sys.stdout.flush()
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # nobody reads the output any more
             sys.stderr.flush()
         os._exit(status or 0)
     sys.exit(status or 0)
 
 
 def _open_closed_streams() -> None:
-    """Open streams that the shell closed (`2>&-`) on the null device: else the next open file gets
-    their number."""
+    """Open streams that the shell closed (`2>&-`) on the null device: otherwise the next file that
+    is opened gets their descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)

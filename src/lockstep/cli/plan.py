@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.planner.machines.hardware import Device
 
 TOP = 5
-"""Plans to show."""
+"""Number of plans to show."""
 _BYTES = {
     "kB": 10**3,
     "KB": 10**3,
@@ -54,7 +54,7 @@ _BYTES = {
 
 
 class Quantity(click.FloatRange):
-    """A finite number in a range."""
+    """A parameter type: a finite number in a range."""
 
     name = "number"
 
@@ -115,11 +115,11 @@ def command(
 ) -> int:
     """Predict memory and time of a training step on other devices, and find the best plan for them.
 
-    Runs the script, unchanged, up to `ls.train`. Then this CPU runs one step of its recipe under
-    each plan, by the same code as in training, as one rank of the whole world, with tensors that
-    have a shape but no values. lockstep simulates its operations, collectives and memory on the
-    devices. Each figure has an interval, from the errors on published trainings. Arguments between
-    SCRIPT and --plans are the script's.
+    Runs the script, unchanged, up to `ls.train`. Then this CPU executes one step of the recipe
+    under each plan, with the code of training, as one rank of the world, on tensors that have
+    shapes but no values. lockstep simulates the step's operations, collectives and memory on the
+    devices. Each figure has an interval, which follows from the errors on published trainings.
+    Arguments between SCRIPT and --plans are the script's.
 
     \b
     Examples:
@@ -179,7 +179,8 @@ class _Found:
 
 
 def _check(target: str, plans: tuple[str, ...], memory: str | None) -> None:
-    """Raise `PlanError` for impossible devices, plans or memory, before the script runs."""
+    """Raise `PlanError` for devices, plans or memory that are not possible, before the script
+    runs."""
     from lockstep.planner.machines.hardware import cluster_of
 
     cluster = cluster_of(target)
@@ -206,7 +207,8 @@ def _predicted(
     line: ScriptLine,
     progress: Callable[[int, str], None] | None,
 ) -> _Found:
-    """Return the machine that the target names, and the outcomes of the plans, or of a search."""
+    """Return the machine that the target names, and the outcome of each given plan, or of a search
+    over plans."""
     from lockstep.planner.machines.costs import Machine
     from lockstep.planner.machines.hardware import devices_here, named, parse_target
 
@@ -280,7 +282,8 @@ def _progress(count: int, plan: str) -> None:
 
 
 def _forecast(script: str, found: _Found, tokens: float | None, price: float | None) -> Forecast:
-    """Return the forecast for the found plans. Raises `PlanError` if no plan can be run."""
+    """Return the forecast for the plans that were predicted. Raises `PlanError` if no plan can be
+    run."""
     from lockstep.planner.forecast import Forecast, struck
     from lockstep.planner.machines.costs import INTERVALS
 

@@ -1,4 +1,4 @@
-"""`lockstep report`: a page about runs, in one file."""
+"""`lockstep report`: makes a page about runs, in one file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def command(
         check_output(path, "report", lambda old: GENERATOR.encode() in old)
     show(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
     if makes_page:
-        # names of folders may be any bytes
+        # names of folders may contain any bytes
         text = make(time.time()).encode(errors="backslashreplace")
         try:
             write_atomically(path, text)
@@ -83,7 +83,8 @@ def command(
 
 
 Report = tuple[Any, Sequence[str], Callable[[float], str]]
-"""JSON, the lines for a terminal, and the page at a given time."""
+"""The report as JSON, as lines for a terminal, and as a function that makes the page for a given
+time."""
 
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:

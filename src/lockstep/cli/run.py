@@ -1,4 +1,4 @@
-"""`lockstep run`: a script on several processes, on one machine or several."""
+"""`lockstep run`: runs a script on several processes, on one machine or several."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def command(line: ScriptLine, **given: Any) -> int:
     the script's. If one process fails, all are stopped, and the traceback of the process that
     failed first is shown.
 
-    With --max-restarts R they are then started again, at most R times in the whole run. A script
-    that uses lockstep continues from the last saved step. A user's mistake, or a request to end,
-    does not restart the run.
+    With --max-restarts R all processes are then started again, at most R times in the whole run. A
+    script that uses lockstep continues from the last saved step. A user's mistake, or a request to
+    end, does not restart the run.
 
     If memory runs out, the processes are started again under a plan that needs less, as far as
     --out-of-memory allows. These restarts do not count.
 
-    --nnodes A:B runs on several machines. Give each machine this command and the same files. The
-    run begins when A machines have come. When a later one joins, all save and start again with it.
-    When one is lost, the others start again if at least A are left. The machine HOST hosts the
-    rendezvous: if it is lost, the others save and end. Whoever can connect to that port can run
-    code as you, so let only the machines of the run reach it. --nproc is for each machine and may
-    differ; auto is one per GPU, or 1. With --node-rank, --master-addr and --master-port instead of
-    --rdzv, ranks follow the machines' numbers, and the number of machines is fixed. srun lockstep
-    run, with one task per node, needs none of these: it uses the nodes of the job, and auto is one
-    process for each of the job's GPUs on a node, or 1.
+    --nnodes A:B runs on several machines. Run this command on each machine, with the same files.
+    The run begins when A machines have joined. When another joins later, all save and start again
+    with it. When one is lost, the others start again if at least A are left. The machine HOST hosts
+    the rendezvous: if it is lost, the others save and end. Whoever can connect to that port can run
+    code as you, so let only the machines of the run reach it. --nproc is the number of processes on
+    a machine, and may differ between machines; auto is one per GPU, or 1. With --node-rank,
+    --master-addr and --master-port instead of --rdzv, ranks follow the machines' numbers, and the
+    number of machines is fixed. srun lockstep run, with one task per node, needs none of these: it
+    uses the nodes of the job, and auto is one process for each of the job's GPUs on a node, or 1.
 
     SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and end; a second one ends it at once. Signals
-    that were ignored at the start, as SIGHUP under nohup, stay ignored.
+    that were ignored at the start (SIGHUP under nohup) stay ignored.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`lockstep search`: many trainings of a script, to find the best values of its
+"""`lockstep search`: trains a script many times, to find the best values of its
 hyper-parameters."""
 
 from __future__ import annotations
@@ -133,19 +133,20 @@ def command(
     line: ScriptLine,
     **given: Any,
 ) -> int:
-    """Train SCRIPT many times, and find the best values of its parameters.
+    """Train SCRIPT many times, and find the best values of its hyper-parameters.
 
     The script declares parameters: lr = ls.param("lr", 3e-4, low=1e-5, high=1e-2, log=True). Each
     trial is an ordinary run in its own directory, DIR/trial-0007, on the processes of the plan. The
-    first has the defaults; the sampler proposes the others. Samplers, pruners and the storage are
-    Optuna's.
+    first trial has the defaults; the sampler proposes the values of the others. Samplers, pruners
+    and the storage are Optuna's.
 
     A trial that crashes, hangs, runs out of memory or diverges is a failed trial; the search goes
-    on. After a kill at any moment, the same command goes on: completed trials are not repeated,
-    interrupted ones resume from their checkpoints. Searches with one storage share the trials.
+    on. After a kill at any moment, the same command continues the search: completed trials are not
+    repeated, and interrupted ones resume from their checkpoints. Searches with the same storage
+    share the trials.
 
     With --sampler pbt a population of M members is trained in generations of M trials. After each
-    generation, bad members continue the checkpoints of good ones with changed values
+    generation, bad members continue from the checkpoints of good members, with changed values
     (population-based training).
 
     \b
@@ -155,7 +156,7 @@ def command(
       lockstep search --trials 200 --storage postgresql://me@db/s --run-dir /shared/s train.py
 
     Exit status: 0; 1 if no trial has succeeded; 2 for a mistake, or a script that fails in the same
-    way in three trials; 75 after a request to end: the same command goes on.
+    way in three trials; 75 after a request to end: the same command continues the search.
     """
     if trials is None and sampler != "grid":
         raise LaunchError(
@@ -198,8 +199,8 @@ def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
 
 
 def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
-    """Send an array of jobs, each of which runs this command for one trial at a time. Returns the
-    exit status."""
+    """Submit an array of jobs to Slurm, each of which runs this command for one trial at a time.
+    Returns the exit status."""
     from lockstep.cli.slurm import array_of
     from lockstep.launch.slurm import submit
 
@@ -224,7 +225,8 @@ def _send_to_slurm(options: str, jobs: int | None, line: ScriptLine) -> int:
 
 
 def given_options(context: click.Context, *, without: Sequence[str]) -> list[str]:
-    """Return the options on the command line as words, except those with these names."""
+    """Return the options on the command line as a list of arguments, except those with the names in
+    `without`."""
     words: list[str] = []
     for option in context.command.params:
         name = str(option.name)

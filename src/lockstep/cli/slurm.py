@@ -1,4 +1,4 @@
-"""`lockstep slurm`: write the batch script of a run, and submit it."""
+"""`lockstep slurm`: writes the batch script of a run, and submits it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.launch.slurm import BatchScript, follow, submit
 from lockstep.scripts.line import check_script
 
 _BEGINS = b"#!/bin/bash\n#SBATCH "
-"""The beginning of every batch script."""
+"""First bytes of every batch script that this command writes."""
 
 
 @click.command("slurm")
@@ -89,8 +89,8 @@ def command(
     """Write a batch script that runs SCRIPT on the nodes of a Slurm job.
 
     Before the time limit, and if the job is preempted, the run saves and ends, and the job is
-    requeued and continues. The output of the nodes is in files NAME-JOB-NODE.txt. The run directory
-    is runs/NAME-JOB, unless --run names another.
+    requeued and continues. The output of each node is written to NAME-JOB-NODE.txt. The run
+    directory is runs/NAME-JOB, unless --run names another.
 
     --submit submits the script, and follows the job's states and output to its end. Ctrl-C stops
     this command, not the job.
@@ -105,7 +105,7 @@ def command(
     status, or 1.
     """
     given = shell_words("--run", run_options)
-    # parsed to be checked: an unknown option is a usage error
+    # parsed only to check them: an unknown option is a usage error
     asked = run_command.command.make_context("lockstep run", [*given, script, *arguments]).params
     if asked["script"] != script:
         raise LaunchError(
@@ -127,7 +127,7 @@ def command(
 
 def array_of(line: Sequence[str], options: Sequence[str], *, jobs: int, name: str) -> str:
     """Return the batch script of an array of one-node jobs that each run the command `line`.
-    `options`: of `lockstep slurm`, for each job. Raises `LaunchError`, or a usage error."""
+    `options`: options of `lockstep slurm` for each job. Raises `LaunchError`, or a usage error."""
     given = command.make_context("lockstep search --slurm", [*options, name]).params
     if given["nodes"] != 1 or given["run_options"] or given["output"] or given["is_sent"]:
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""`lockstep sweep`: train a script with each combination of values."""
+"""`lockstep sweep`: trains a script with each combination of values."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from lockstep.search.request import sweep_of
 @search_options
 @script_arguments()
 def command(assignments: tuple[str, ...], line: ScriptLine, **given: Any) -> int:
-    """Train SCRIPT with each combination of values of its parameters.
+    """Train SCRIPT with each combination of values of its hyper-parameters.
 
-    Works as lockstep search, without a sampler: each combination is an ordinary run in its own
-    directory, and after a kill the same command goes on. The script declares its parameters by
-    ls.param.
+    Works like lockstep search without a sampler: each combination is an ordinary run in its own
+    directory, and after a kill the same command continues the sweep. The script declares its
+    hyper-parameters with ls.param.
 
     \b
     Examples:
       lockstep sweep --set lr=1e-3,3e-3 --set seed=0,1,2 train.py
       lockstep sweep --set width=64,128 --metric accuracy --mode max --csv widths.csv train.py
 
-    Exit status: as of lockstep search.
+    Exit status: see lockstep search.
     """
     fixed = {"trials": None, "sampler": "random", "pruner": "none", "seed": 0}
     return run_search(line, given, sweep=sweep_of(assignments), **fixed)

@@ -28,18 +28,19 @@ class Target:
     run: Path | None
     """The run directory. None if the target is not one."""
     elsewhere: str | None = None
-    """The URL of the run's checkpoints in `run.json`. It is not opened, because the user has not
-    named it."""
+    """The URL of the run's checkpoints, from `run.json`. It is not opened, because the user did not
+    name it on the command line."""
 
     @classmethod
     def find(cls, text: str) -> Target:
-        """Raises `CheckpointError`, and `RunDirectoryError` for a URL without a driver."""
+        """Find the target that `text` names. Raises `CheckpointError`, and `RunDirectoryError` for
+        a URL without a driver."""
         with reachable(text):
             return _at_url(text) if "://" in text else _at_path(text)
 
     @property
     def none_there(self) -> str:
-        """Why no checkpoint exists, and what to do."""
+        """The reason why no checkpoint exists, and what to do."""
         if self.names:
             return "all are damaged; lockstep inspect shows them"
         if self.elsewhere is None:
@@ -58,7 +59,7 @@ class Target:
 
 @contextmanager
 def reachable(what: str) -> Iterator[None]:
-    """Turn an error of the system or of a store into a `CheckpointError`."""
+    """Convert an error of the system or of a store into a `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -81,8 +82,8 @@ def fingerprint(model: StateDictReader) -> str:
 
 
 def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> CheckpointName | None:
-    """Return the earliest checkpoint with the best score; None without scores. `scores`: as the
-    checkpoints record them. If the run has changed its metric, only scores of the latest metric
+    """Return the earliest checkpoint with the best score; None without scores. `scores`: the
+    records in the checkpoints. If the run's metric has changed, only scores of the latest metric
     count."""
     given = {name: score for name, score in scores.items() if score is not None}
     if not given:

@@ -87,9 +87,9 @@ def command(
 
     Runs the script, unchanged, on one process and under each plan for K steps, and compares every
     gradient, parameter and buffer. Perturbed runs, with noise of one unit in the last place,
-    measure the effect of rounding on this model; the tolerance is a multiple of it. Names the first
-    step and parameter that differ by more, and the likely cause. Arguments between SCRIPT and
-    --plans go to the script, and everything from --plans on to verify.
+    measure the effect of rounding on this model; the tolerance is a multiple of it. The command
+    names the first step and parameter that differ by more, and the likely cause. Arguments between
+    SCRIPT and --plans go to the script, and everything from --plans on to verify.
 
     \b
     Examples:
@@ -108,7 +108,7 @@ def command(
     parsed = parse_plans(plans, bitwise=bitwise)
     refuse_on_windows("lockstep verify")
 
-    # imports numpy and safetensors: after all checks that need neither
+    # imports numpy and safetensors: so it comes after all checks that need neither
     from lockstep.verify.runner import Runner
     from lockstep.verify.verification import Verification, VerifyOptions
 
@@ -119,7 +119,7 @@ def command(
         check_microbatch_size=not whole_microbatch_loss,
     )
     launch = options_from({"share_devices": share_devices})
-    # with GPUs, a run has them all
+    # with GPUs, each run uses all of them
     slots = jobs or (1 if os.path.exists("/dev/nvidia0") else usable_cpus())
     reports = _reports(quiet=as_json)
     with (
@@ -141,7 +141,7 @@ def command(
 
 
 def show(report: Report) -> None:
-    """Print the table, and below it the mismatches and notes."""
+    """Print the table, then the mismatches and notes."""
     from rich.table import Table
     from rich.text import Text
 

@@ -16,9 +16,9 @@ from lockstep.base import accelerator
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on `device`: tensors in dicts, lists, tuples and dataclasses, and objects
-    with a method `to`. On the CPU it is the batch itself. A device with streams copies on its own
-    stream beside the microbatch before, and the following computation waits; from pinned memory the
-    host does not."""
+    with a method `to`. On the CPU it returns the batch itself. On a device with streams, a separate
+    stream copies during the previous microbatch, and later computation waits for the copy; the host
+    does not wait if the memory is pinned."""
     if device.type == "cpu":
         return batch
     if not accelerator.has_streams(device):
@@ -32,8 +32,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return tensor.to(device)
         with copies:
             moved = tensor.to(device, non_blocking=True)
-        # The memory belongs to the copies' stream: this keeps it from being used again before the
-        # computation is done with it.
+        # The memory belongs to the stream of the copies: this prevents its reuse before the
+        # computation has ended.
         moved.record_stream(compute)
         return moved
 
@@ -74,7 +74,7 @@ def _map(value: Any, of_tensor: Callable[[Tensor], Tensor], of_thing: Callable[[
         if type(value) is dict:
             return parts
         changed: Any = copy.copy(value)
-        for name, part in parts.items():  # `update` is refused by the outputs of transformers
+        for name, part in parts.items():  # the outputs of transformers refuse `update`
             changed[name] = part
         return changed
     if isinstance(value, list | tuple):

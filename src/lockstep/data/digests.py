@@ -1,4 +1,5 @@
-"""Digests of some samples, by which ranks find that their data differ. Cheap for any dataset."""
+"""Digests of some samples, which ranks compare to find out that their data differ. Cheap for any
+dataset."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
 SECONDS = 0.5
-"""No further sample is fetched after this time; ranks compare what all have."""
+"""No further sample is fetched after this time; ranks compare the samples that all have fetched."""
 COLLATIONS = 5
-"""Times that `collate` makes a batch again."""
+"""Number of times that `collate` makes the same batch again."""
 COLLATED = 4
-"""Most samples of that batch."""
+"""Largest number of samples in that batch."""
 _PARTS = 64  # parts of a sample that have a digest each
 _UNREAD = "not read"  # instead of a digest
 
@@ -27,7 +28,7 @@ class DigestRequest:
     """A request for digests instead of a microbatch."""
 
     again: bool = True
-    """Make samples and a batch of `collate` again, to find those that change."""
+    """True: make samples, and a batch by `collate`, a second time, to find those that change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,10 @@ class Digests:
     samples: list[tuple[str, dict[str, str]]]
     """Name -> digests of a sample's parts by path: `[0].label`."""
     changing: str | None
-    """The first part of a sample or of a batch of `collate` that differs when made again."""
+    """The first part of a sample, or of a batch made by `collate`, that differs when it is made
+    again."""
     unread: str | None = None
-    """The sample or batch that could not be made, and why."""
+    """The sample or batch that could not be made, and the error."""
 
     @classmethod
     def of(
@@ -50,8 +52,8 @@ class Digests:
         *,
         again: bool = True,
     ) -> Digests:
-        """Fetch samples. `fetch`: position in `names` -> sample. `collated`: makes a batch by the
-        user's `collate`. `again`: see `DigestRequest`."""
+        """Fetch samples. `fetch`: position in `names` -> sample. `collated`: a function that makes
+        a batch by the user's `collate`. `again`: see `DigestRequest`."""
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
         for position, name in enumerate(names):
@@ -79,7 +81,7 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
                 return f"the batch of collate{part}", None
             if time.monotonic() - began > SECONDS:
                 break
-    except Exception as error:  # it may take batches of one size alone
+    except Exception as error:  # it may accept batches of one size only
         return None, f"whether collate gives the same batch twice ({type(error).__name__}: {error})"
     return None, None
 
@@ -92,7 +94,8 @@ def spread(length: int) -> list[int]:
 
 
 def sample_digests(sample: Any) -> dict[str, str]:
-    """Return the digest of each part by path; `not_compared` finds unreadable ones."""
+    """Return the digest of each part by path; `not_compared` finds the parts that cannot be
+    read."""
     digests, unread = contents.digest_parts(Reader().parts(sample), _PARTS)
     return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
 
@@ -105,8 +108,8 @@ def differing_part(one: Mapping[str, str], other: Mapping[str, str]) -> str | No
 def check_same_samples(
     name: str, everyone: Sequence[Digests], *, lengths_only: bool = False
 ) -> None:
-    """Raise `DataError` if two ranks' samples differ. `name`: the dataset's. `lengths_only`:
-    contents are not compared."""
+    """Raise `DataError` if two ranks' samples differ. `name`: name of the dataset. `lengths_only`:
+    compare only lengths, not contents."""
     known = [(rank, found.samples) for rank, found in enumerate(everyone) if found.samples]
     for rank, samples in known[1:]:
         first, expected = known[0]
@@ -130,7 +133,8 @@ def check_same_samples(
 def check_unchanged(
     name: str, saved: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
 ) -> None:
-    """Raise `DataError` if a sample has changed since the checkpoint. Digests by sample."""
+    """Raise `DataError` if a sample has changed since the checkpoint. `saved`, `now`: digests by
+    sample."""
     for sample, parts in now.items():
         if sample in saved and (part := differing_part(saved[sample], parts)) is not None:
             raise DataError(
@@ -142,7 +146,7 @@ def check_unchanged(
 
 
 def changing(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Say which sample changed when fetched again; None if none did."""
+    """Return text that names the sample that changed when fetched again; None if none did."""
     for rank, found in enumerate(everyone):
         if found.changing is not None:
             return (
@@ -155,7 +159,8 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
 
 
 def not_compared(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Say which samples or parts cannot be read; None if all were compared."""
+    """Return text that names the samples or parts that cannot be read; None if all were
+    compared."""
     for rank, found in enumerate(everyone):
         if found.unread is not None:
             return f"{name}: {found.unread} on rank {rank}"

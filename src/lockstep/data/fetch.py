@@ -1,4 +1,5 @@
-"""Fetch microbatches by the indices of samples, in the training process or a loader worker."""
+"""Fetches microbatches by the indices of their samples, in the training process or in a loader
+worker."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ from lockstep.keys import RandomStream, key
 CPU = torch.device("cpu")
 GATHERED_BYTES = 2**20
 GATHERED_REQUESTS = 16
-"""Most microbatches of a TensorDataset whose rows are copied in one go, up to GATHERED_BYTES."""
+"""Largest number of microbatches of a TensorDataset whose rows are copied at once, up to
+GATHERED_BYTES."""
 ALIGNMENT_BYTES = 64
-"""Torch's alignment: with another, a matrix product may have other bits."""
+"""The alignment of torch's allocations: with another one, a matrix product may round differently.
+"""
 
 
 class SampleRequest(NamedTuple):
@@ -36,7 +39,7 @@ class SampleRequest(NamedTuple):
     epochs: NDArray[np.int64]
     """The epoch of each sample."""
     samples: NDArray[np.int64]
-    """Indices in the dataset."""
+    """Indices of the samples in the dataset."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"
@@ -47,7 +50,7 @@ class ShardPosition(NamedTuple):
 
     epoch: int = 0
     seen: int = 0
-    """Samples of the shard read in that epoch."""
+    """Number of samples of the shard that were read in that epoch."""
 
 
 class ShardRequest(NamedTuple):
@@ -56,11 +59,11 @@ class ShardRequest(NamedTuple):
     step: int
     microbatch: int
     are_dummies: tuple[bool, ...]
-    """An `is_dummy` (see `Span`) for each time that the microbatch is computed."""
+    """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
     shard: int
     size: int
     begin: ShardPosition | None
-    """The position to open the shard at; None: it is open."""
+    """The position at which to open the shard; None: it is open already."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"
@@ -84,15 +87,15 @@ class Fetcher:
         self._set_epoch = getattr(data, "set_epoch", None)
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
         self.gathers = tensors and collate is None
-        """True if a batch is rows of tensors, for `gathered`."""
+        """True if a batch consists of rows of tensors, which `gathered` can copy."""
         if self.gathers:
             self._make = self._by_rows
         elif _fetches_many(data):
             self._make = self._at_once
 
     def __getitem__(self, request: SampleRequest | DigestRequest) -> Any:
-        """Return the batch, or `Digests`. Raises `DataError`, and what dataset and `collate` raise,
-        with a note."""
+        """Return the batch, or `Digests`. Raises `DataError`, and any error of the dataset or of
+        `collate`, with a note."""
         if isinstance(request, DigestRequest):
             return self._digests(again=request.again)
         self.check_length(request)
@@ -126,8 +129,8 @@ class Fetcher:
     def gathered(
         self, requests: Iterator[SampleRequest]
     ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Yield each request and its batch. Rows of several small microbatches are copied in one
-        go, into aligned parts of one allocation."""
+        """Yield each request and its batch. Rows of several small microbatches are copied at once,
+        into aligned parts of one allocation."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
 
@@ -140,7 +143,7 @@ class Fetcher:
             columns = [torch.split(column, sizes) for column in together]
             for request, parts in zip(several, zip(*columns, strict=True), strict=True):
                 self.check_length(request)
-                # .data: each may be changed in place, as no view of the others
+                # .data: each may then be changed in place, because it is not a view of the others
                 yield request, [part.data for part in parts]
 
     def _by_rows(self, request: SampleRequest) -> list[Tensor]:
@@ -212,8 +215,9 @@ def batch_of(
     request: SampleRequest | ShardRequest,
     describe: Callable[[], str],
 ) -> Any:
-    """Collate samples. `collate=None`: torch's. `describe`: names the samples. Seeds the default
-    generators if `seed` is given. Raises `DataError`, and what `collate` raises, with a note."""
+    """Collate samples. `collate=None`: torch's. `describe`: returns the names of the samples. Seeds
+    the default generators if `seed` is given. Raises `DataError`, and any error of `collate`, with
+    a note."""
     if collate is None:
         try:
             return default_collate(samples)
@@ -240,7 +244,7 @@ def batch_of(
 def _some_requests(
     requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
 ) -> Iterator[SampleRequest]:
-    """Yield requests until they have `rows` rows, or the next would not be aligned."""
+    """Yield requests until they have `rows` rows together, or the next one would not be aligned."""
     for request in islice(requests, GATHERED_REQUESTS):
         yield request
         rows -= len(request.samples)
@@ -256,7 +260,8 @@ def _fetches_many(data: Any) -> bool:
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Say why torch's collate failed: in a worker its error is about shared memory."""
+    """Return the reason why torch's collate failed: in a worker, its own error is about shared
+    memory."""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

@@ -1,4 +1,5 @@
-"""The default random generators: seeded, or preserved while user code runs."""
+"""The default random generators: functions that seed them, or preserve them while user code
+runs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from lockstep.base import accelerator
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
 _seed_python = super(random.Random, _python).seed
-"""`random.seed` of an int without type checks, a third of its time; it leaves `gauss_next`."""
+"""`random.seed` for an int, without type checks: it takes a third of the time, and does not reset
+`gauss_next`."""
 
 
 def seed_generators(key: int, device: torch.device) -> None:
@@ -28,8 +30,8 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 class PreservedGenerators:
     """Restores the default CPU generators of Python, numpy and torch on leaving, in 20 µs. Numpy's
-    is replaced meanwhile, because saving it takes 90 µs; the second normal deviate of a pair that
-    it buffers is lost."""
+    generator is replaced in between, because saving it takes 90 µs; a buffered second normal
+    deviate of a pair is lost."""
 
     def __init__(self) -> None:
         self._own = np.random.MT19937(0)

@@ -27,7 +27,8 @@ from lockstep.order import Order
 from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
-"""Positions that are mapped to samples at once, so far ahead, unless a loader says less."""
+"""Number of positions that are mapped to samples at once, ahead of use; a loader may choose fewer.
+"""
 
 
 @dataclass(slots=True)
@@ -39,12 +40,12 @@ class Span:
     start: int
     stop: int
     is_dummy: bool = False
-    """True if only a collective needs it; its gradient is discarded."""
+    """True if it is computed only because forwards have collectives; its gradient is discarded."""
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """Collated samples, on the host."""
+    """The collated samples of a microbatch, on the host."""
 
     step: int
     index: int
@@ -55,7 +56,8 @@ class Microbatch:
 
 
 class _BatchLoader:
-    """Runs a fetcher on requests, in order: in this process, or ahead in `workers` processes."""
+    """Runs a fetcher on requests, in order: in this process, or ahead of time in `workers`
+    processes."""
 
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, workers: int, device: torch.device, *, prefetch: int
@@ -73,7 +75,7 @@ class _BatchLoader:
             self._workers.close()
 
     def _fetched(self, requests: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each request and what the fetcher returns."""
+        """Yield each request and the fetcher's result for it."""
         if self._workers is not None:
             submitted, ours = tee(requests)
             for made, request in zip(self._workers.fetch(submitted), ours, strict=False):
@@ -85,8 +87,8 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """Return digests of some samples, fetched where microbatches are. Call it before `fetch`.
-        `again`: see `DigestRequest`."""
+        """Return digests of some samples, fetched in the same process as microbatches. Call it
+        before `fetch`. `again`: see `DigestRequest`."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
 
@@ -95,7 +97,7 @@ class _BatchLoader:
         return pin(batch) if self._pinned else batch
 
     def _check_structure(self, batch: Any, request: object) -> None:
-        """Raise `DataError` if the batch has another structure than the first."""
+        """Raise `DataError` if the structure of the batch differs from the first batch's."""
         made = structure(batch)
         if self._structure is None:
             self._structure = made
@@ -109,10 +111,10 @@ class _BatchLoader:
 
 class Loader(_BatchLoader):
     """Fetches microbatches of a map-style dataset, for one rank's spans. `collate=None`: torch's.
-    `shuffle=False`: a sample's index is its position. `order`: of a user's sampler. `workers`:
-    processes that prefetch `prefetch` microbatches each, on which batches do not depend; 0: this
-    process fetches, and its default generators keep their state. `ahead`: positions requested
-    ahead. `device`: one with streams gets pinned batches."""
+    `shuffle=False`: a sample's index is its position. `order`: the order of a user's sampler.
+    `workers`: number of processes that prefetch `prefetch` microbatches each (batches do not depend
+    on it); 0: this process fetches, and its default generators keep their state. `ahead`: number of
+    positions requested ahead. `device`: if it has streams, batches are pinned."""
 
     def __init__(
         self,
@@ -134,8 +136,8 @@ class Loader(_BatchLoader):
 
     def fetch(self, spans: Iterable[Span]) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in order. One call at a time. Raises `DataError` if
-        the length changes, samples cannot be collated, or a batch's structure differs; and what the
-        dataset or `collate` raises."""
+        the length changes, samples cannot be collated, or a batch's structure differs; and any
+        error of the dataset or of `collate`."""
         requests = self._requests(spans)
         only_rows = self._fetcher.gathers and self._workers is None
         for request, batch in (
@@ -167,8 +169,8 @@ class Loader(_BatchLoader):
 
 
 class StreamLoader(_BatchLoader):
-    """Fetches microbatches of a stream, for one rank's spans. Arguments: as in `Loader`. One worker
-    reads all of a shard; more workers than shards are idle."""
+    """Fetches microbatches of a stream, for one rank's spans. Arguments: as in `Loader`. Each shard
+    is read by one worker; if there are more workers than shards, some are idle."""
 
     def __init__(
         self,
@@ -188,17 +190,17 @@ class StreamLoader(_BatchLoader):
     def fetch(
         self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]
     ) -> Iterator[Microbatch]:
-        """Yield the microbatches of `spans`, in order; their lengths count, and consecutive spans
-        of one microbatch are read once. `microbatches`: in a global batch. `positions`: shard ->
-        where it continues. One call at a time. Raises what `StreamFetcher` raises, and `DataError`
-        if a batch's structure differs."""
+        """Yield the microbatches of `spans`, in order. Only the lengths of spans matter;
+        consecutive spans of one microbatch are read once. `microbatches`: number of microbatches in
+        a global batch. `positions`: shard -> position at which it continues. One call at a time.
+        Raises the errors of `StreamFetcher`, and `DataError` if a batch's structure differs."""
         requests = self._round_robin(self._requests(spans, microbatches, positions))
         for request, made in self._fetched(requests):
             if request is None:
                 continue
             batch, origin = made
             self._check_structure(batch, request)
-            # before anyone changes it in place
+            # copied before anyone changes it in place
             batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
                 of = request.step, request.microbatch, is_dummy, request.size
@@ -223,7 +225,8 @@ class StreamLoader(_BatchLoader):
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 
     def _round_robin(self, requests: Iterator[ShardRequest]) -> Iterator[ShardRequest | None]:
-        """Insert None so that one worker gets all of a shard's requests: workers take turns."""
+        """Insert None so that all requests for a shard go to one worker, since workers take
+        turns."""
         places: dict[int, int] = {}
         turn = 0
         for request in requests:
@@ -245,8 +248,9 @@ def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
 
 
 def structure(value: Any) -> Any:
-    """Return a value that is equal for batches of one structure: a tensor's dtype, (type, parts) of
-    a container, None for anything else. A list of equal parts has one part here."""
+    """Return a value that is equal for batches of the same structure: the dtype of a tensor, (type,
+    parts) of a container, None for anything else. A list whose parts are equal is shown as one
+    part."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)
@@ -276,7 +280,7 @@ def structure_difference(then: Any, now: Any, path: str = "batch") -> str | None
         pairs = {f"{path}[{name!r}]": (then[1][name], now[1][name]) for name in then[1]}
     else:
         if then[0] is list and not (then[1] and now[1]):
-            return None  # an empty list fits any other
+            return None  # an empty list matches any other list
         if len(then[1]) != len(now[1]):
             return f"{path} has {_parts(now)} and had {_parts(then)}"
         pairs = {f"{path}[{i}]": pair for i, pair in enumerate(zip(then[1], now[1], strict=True))}

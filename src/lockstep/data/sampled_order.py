@@ -19,7 +19,7 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Positions that an epoch of batches takes up: more than it has samples."""
+"""Number of positions reserved for an epoch of batches: larger than its number of samples."""
 PURE = (
     "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
     " from torch's or NumPy's default generators"
@@ -32,16 +32,16 @@ def _digest(*parts: Indices) -> str:
 
 
 class SampleOrder(ABC):
-    """The order that a user's sampler gives for so many `samples`, instead of
-    `lockstep.order.Order`: position p is at p % `stride` in epoch p // `stride`. Every rank makes
+    """The order that a user's sampler gives, which replaces `lockstep.order.Order`: position p is
+    at index p % `stride` of epoch p // `stride`. `samples`: length of the dataset. Every rank makes
     one. Raises `DataError`."""
 
     digest: str
     """The digest of epoch 0."""
     field: str
-    """The recipe's field."""
+    """Name of the sampler's field in the recipe."""
     wants: str
-    """The right result of the sampler, for errors."""
+    """A description of what the sampler should return, for errors."""
 
     def __init__(self, sampler: Callable[[int, int], Any], seed: int, samples: int) -> None:
         self._sampler, self._seed, self._samples = sampler, seed, samples
@@ -49,14 +49,14 @@ class SampleOrder(ABC):
     @property
     @abstractmethod
     def stride(self) -> int:
-        """The number of positions that an epoch takes up."""
+        """The number of positions reserved for an epoch."""
 
     @abstractmethod
     def indices(self, epoch: int) -> Indices:
         """Return the samples of an epoch, in order."""
 
     def samples(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the epoch and the sample of each position."""
+        """Return the epoch and the sample index of each position."""
         epochs, offsets = np.divmod(positions, np.int64(self.stride))
         chosen = np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
@@ -128,9 +128,9 @@ class _Epoch(NamedTuple):
     """The batches of one epoch."""
 
     indices: Indices
-    """All microbatches, one after another."""
+    """The indices of all microbatches, concatenated."""
     batches: list[list[tuple[int, int]]]
-    """Spans of the microbatches in `indices`, by batch."""
+    """For each batch, the spans of its microbatches in `indices`."""
 
 
 class BatchOrder(SampleOrder):
@@ -147,7 +147,7 @@ class BatchOrder(SampleOrder):
         first = self._epoch(0)
         self.batches, self.max_microbatches = len(first.batches), max(map(len, first.batches))
         self.sizes = [stop - start for batch in first.batches for start, stop in batch]
-        """Samples of each microbatch of epoch 0."""
+        """Number of samples in each microbatch of epoch 0."""
         self.digest = _digest(
             first.indices, np.array([start for batch in first.batches for start, _ in batch])
         )
@@ -206,7 +206,7 @@ def order_of(
     seed: int,
     samples: int,
 ) -> SampleOrder | None:
-    """Return the order of a recipe's sampler; None if it has none."""
+    """Return the order that a recipe's sampler gives; None if the recipe has no sampler."""
     if sampler is not None:
         return SampledOrder(sampler, seed, samples)
     return None if batch_sampler is None else BatchOrder(batch_sampler, seed, samples)

@@ -23,10 +23,10 @@ LENGTH_GROWTH = 1.1
 def weighted(
     weights: Sequence[float], *, samples: int | None = None, replacement: bool = True
 ) -> Sampler:
-    """Draw `samples` indices an epoch (None: as many as there are weights), each with a probability
-    in proportion to its weight.
+    """Draw `samples` indices per epoch (None: as many as there are weights), each with a
+    probability proportional to its weight.
 
-    `replacement=False`: no index twice in an epoch (Efraimidis and Spirakis, 2006). Raises
+    `replacement=False`: an epoch has no index twice (Efraimidis and Spirakis, 2006). Raises
     `RecipeError`.
     """
     given = np.asarray(weights, dtype=np.float64)
@@ -48,7 +48,7 @@ def weighted(
         if replacement:
             uniform = _uniform(count, seed, epoch)
             drawn: NDArray[np.int64] = np.searchsorted(bounds, uniform, side="right")
-            last = np.flatnonzero(given)[-1]  # where rounding has left the last bound below 1
+            last = np.flatnonzero(given)[-1]  # rounding may have left the last bound below 1
             return np.where(drawn < last, drawn, last)
         with np.errstate(divide="ignore"):
             priority = -np.log1p(-_uniform(len(given), seed, epoch)) / given
@@ -58,19 +58,19 @@ def weighted(
 
 
 def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampler:
-    """Draw indices so that each label is equally likely. `labels`: one a sample. `samples`: as in
-    `weighted`. Raises `RecipeError`."""
+    """Draw indices so that each label is equally likely. `labels`: one for each sample. `samples`:
+    as in `weighted`. Raises `RecipeError`."""
     counts = Counter(labels)
     return weighted([1 / counts[label] for label in labels], samples=samples)
 
 
 def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> Sampler:
-    """Mix datasets: an epoch has `samples` samples, and each dataset its ratio of them, to the
-    nearest whole number.
+    """Mix datasets: each epoch has `samples` samples; the share of each dataset is its ratio, to
+    the nearest whole number of samples.
 
-    For `torch.utils.data.ConcatDataset` of datasets of these `sizes`. The samples of each dataset
-    come in a keyed order that goes on from epoch to epoch, so that each is seen once before any is
-    seen again. Raises `RecipeError`.
+    Use it with a `torch.utils.data.ConcatDataset` of datasets of these `sizes`. Each dataset has
+    its own shuffled order, which continues from epoch to epoch: every sample is seen once before
+    any is seen again. Raises `RecipeError`.
     """
     if (
         len(sizes) != len(ratios)
@@ -104,12 +104,12 @@ def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> S
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, microbatches: int = 1) -> BatchSampler:
-    """Batches of samples of similar length, for `Recipe.batch_sampler`: a microbatch has at most
-    `tokens` tokens, padded to its longest sample, or one sample that is longer.
+    """Batches of samples of similar length, for `Recipe.batch_sampler`: a microbatch, padded to its
+    longest sample, has at most `tokens` tokens; a longer sample is a microbatch alone.
 
-    `lengths`: tokens of each sample. `microbatches`: in a global batch; the last of an epoch may
-    have fewer. Each sample is in one batch of an epoch. Who is with whom, and the order of
-    microbatches, change from epoch to epoch. Raises `RecipeError`.
+    `lengths`: number of tokens of each sample. `microbatches`: number of microbatches in a global
+    batch; an epoch's last batch may have fewer. Each epoch has every sample once. The grouping of
+    samples and the order of microbatches change from epoch to epoch. Raises `RecipeError`.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or not given.size or given.min() < 1 or tokens < 1 or microbatches < 1:
@@ -148,7 +148,8 @@ def _buckets(lengths: NDArray[Any]) -> list[NDArray[np.int64]]:
 
 
 def _places(length: int, count: int, seed: int, first: int) -> NDArray[np.int64]:
-    """Return the samples at `count` positions from `first` on, in the keyed order of `length`."""
+    """Return the samples at `count` positions from `first` on, in the keyed order of `length`
+    samples."""
     return Order(length, seed).samples(np.arange(first, first + count))[1]
 
 

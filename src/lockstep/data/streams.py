@@ -1,6 +1,7 @@
-"""Streams: a shard's samples in the run's order, and microbatches of them. Position p of an epoch
-is in window p // W, and each window has its own keyed permutation. So a shard's state is (epoch,
-position), and a resumed run reads one window again."""
+"""Streams: a shard's samples in the run's order, and microbatches of them. With windows of W
+samples, position p of an epoch is in window p // W, and each window has its own keyed permutation.
+So (epoch, position) is the whole state of a shard, and a resumed run reads only one window again.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ from lockstep.recipe.data import Stream
 class Sample(NamedTuple):
     epoch: int
     position: int
-    """In the order of the run."""
+    """Position in the order of the run."""
     number: int
-    """In the shard."""
+    """Number of the sample in the shard."""
     value: Any
 
 
 class Origin(NamedTuple):
-    """The samples of a microbatch."""
+    """The samples of a microbatch from a stream."""
 
     shard: int
     epochs: list[int]
     numbers: list[int]
     after: ShardPosition
-    """The shard's position after it."""
+    """The shard's position after the microbatch."""
 
     def __str__(self) -> str:
         pairs = zip(self.epochs, self.numbers, strict=True)
@@ -54,7 +55,7 @@ class Origin(NamedTuple):
 
 
 class StreamFetcher:
-    """Fetches microbatches: `fetcher[request]`. It gets all requests for a shard, in order."""
+    """Fetches microbatches: `fetcher[request]`. It must get all requests for a shard, in order."""
 
     seeds = True
 
@@ -69,8 +70,8 @@ class StreamFetcher:
     def __getitem__(
         self, request: ShardRequest | DigestRequest | None
     ) -> tuple[Any, Origin] | Digests | None:
-        """Return the batch and its origin, or `Digests`; None for None. Raises `DataError`, and
-        what stream or `collate` raise."""
+        """Return the batch and its origin, or `Digests`; None if the request is None. Raises
+        `DataError`, and any error of the stream or of `collate`."""
         if request is None:
             return None
         if isinstance(request, DigestRequest):
@@ -88,7 +89,7 @@ class StreamFetcher:
         return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
 
     def _digests(self, *, again: bool) -> Digests:
-        """Digest the first sample of shard 0, which another machine may have."""
+        """Return digests of the first sample of shard 0. Only one machine may have that shard."""
         name = "the first sample of shard 0"
         try:
             return Digests.of(
@@ -120,7 +121,8 @@ def shard_samples(
     stream: Stream, shard: int, *, seed: int, epoch: int, position: int
 ) -> Iterator[Sample]:
     """Yield a shard's samples from a position on, epoch after epoch, with one window in memory.
-    Raises `DataError` if an epoch has no sample or lacks read ones, and what the stream raises."""
+    Raises `DataError` if an epoch has no sample, or ends before samples that were read earlier, and
+    any error of the stream."""
     while True:
         first = position - position % stream.window
         opened = _opened(stream, shard, seed, epoch, first)
@@ -153,7 +155,7 @@ def _order(count: int, seed: int) -> list[int]:
 
 
 def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> Iterator[Any]:
-    """Yield one epoch in the shard's order, with generators seeded for each sample."""
+    """Yield one epoch of samples in the shard's order, with generators seeded for each sample."""
     seed_generators(key(seed, keys.RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:

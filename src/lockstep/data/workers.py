@@ -30,15 +30,16 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""The longest path in the system's `sockaddr_un`."""
+"""The longest path of a socket that the system's `sockaddr_un` can hold."""
 _FOLDER = "pymp-"
-"""Multiprocessing's own prefix of a folder for sockets."""
+"""The prefix that multiprocessing gives to a folder for sockets."""
 REST_SECONDS = 0.01
-"""Sleep before a fork, so that Gloo's threads, which return shortly after a collective, are done.
-One that frees a tensor holds a lock of Python's without the GIL, and a child forked then waits for
-ever in Python 3.11.7 (python/cpython#112275): one worker in a few hundred."""
+"""Sleep before a fork, so that Gloo's threads, which finish shortly after a collective, are done. A
+thread that frees a tensor holds a lock of Python without the GIL; a child that is forked at that
+moment hangs in Python 3.11.7 (python/cpython#112275). Without the sleep that happens to one worker
+in a few hundred."""
 LATER_SECONDS = 30
-"""A worker ends so long after SIGTERM."""
+"""Seconds after SIGTERM until a worker ends."""
 
 
 class LoaderWorkers:
@@ -47,7 +48,8 @@ class LoaderWorkers:
     def __init__(
         self, fetcher: Fetcher | StreamFetcher, count: int, *, pinned: bool, prefetch: int = 2
     ) -> None:
-        """`prefetch`: microbatches that each fetches ahead. Raises `LaunchError`."""
+        """`prefetch`: number of microbatches that each process fetches ahead. Raises
+        `LaunchError`."""
         self._folder = _new_folder()
         self._current = _Current()
         self._loader = DataLoader(
@@ -61,15 +63,15 @@ class LoaderWorkers:
             worker_init_fn=partial(_set_up, self._folder, os.getpid()),
             persistent_workers=True,
             generator=torch.Generator(),
-            # A dataset or a collate may be a lambda or live in a notebook: only a fork takes it
-            # along.
+            # A dataset or a collate function may be a lambda or defined in a notebook: it cannot be
+            # pickled, so workers are forked.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
         self._batches: Any = None
 
     def fetch(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of `requests`, which are read ahead. Ends the call before. Raises a
-        worker's exception, caused by its traceback."""
+        """Yield the batches of `requests`, which are read ahead. Ends the previous call. Raises a
+        worker's exception, with the worker's traceback as its cause."""
         self._current.requests = requests
         if self._batches is None:
             time.sleep(REST_SECONDS)
@@ -83,7 +85,8 @@ class LoaderWorkers:
         try:
             return iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if self._loader.multiprocessing_context is not None:  # forks, which pickle nothing
+            # workers are forks, which pickle nothing
+            if self._loader.multiprocessing_context is not None:
                 raise
             raise LaunchError(
                 f"loader workers on {sys.platform}, and something that they need cannot be pickled"
@@ -164,7 +167,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _new_folder() -> str:
-    """Make a folder for the workers' sockets. Raises `LaunchError` if its path is too long."""
+    """Make a folder for the workers' sockets. Raises `LaunchError` if the path would be too
+    long."""
     limit = _MOST_SOCKET_BYTES - len(f"/{_FOLDER}12345678/listener-12345678")
     folder = temporary_folder(limit)
     length = len(os.fsencode(folder))
@@ -180,10 +184,10 @@ def _new_folder() -> str:
 def _set_up(folder: str, parent: int, worker: int) -> None:
     """Set up a worker.
 
-    Its sockets are in `folder`, which the training process removes. The kernel kills it with the
-    training process, because it holds copies of sockets that peers wait on. After SIGTERM it goes
-    on for `LATER_SECONDS`, so that the step can end. It ends if a batch cannot be sent, which the
-    queue would only skip: a deadlock.
+    Its sockets are in `folder`, which the training process removes. The kernel kills it together
+    with the training process, because it holds copies of sockets that peers wait on. After SIGTERM
+    it continues for `LATER_SECONDS`, so that the step can end. It ends if a batch cannot be sent:
+    the queue would just skip the batch, and the training process would wait for ever.
     """
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)

@@ -1,5 +1,4 @@
-"""The checkpointer of a run: it begins saves, follows them to their end, and loads what was
-saved."""
+"""The checkpointer of a run: it begins saves, waits for their end, and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ class Scores:
     by_name: dict[CheckpointName, float] = field(default_factory=dict)
 
     def now(self, run: Run) -> float | None:
-        """Return the value after the latest step, if any. Raises `RecipeError` if no evaluation has
-        the metric."""
+        """Return the value measured after the latest step; None if none was. Raises `RecipeError`
+        if no evaluation has the metric."""
         metric = self.saving.best
         if metric is None or not run.metrics:
             return None
@@ -68,8 +67,8 @@ class Scores:
         return best
 
     def best(self, run: Run, folder: Storage) -> Best | None:
-        """Return the best evaluation so far, the latest step's included. `folder`: of the
-        checkpoints."""
+        """Return the best evaluation so far, including the latest step's. `folder`: the folder of
+        the checkpoints."""
         metric, value, name = self.saving.best, self.now(run), self.best_checkpoint()
         if metric is None:
             return None
@@ -87,7 +86,8 @@ class Scores:
         )
 
     def note(self, name: CheckpointName, run: Run) -> dict[str, Any] | None:
-        """Note the latest step's value for its checkpoint. Returns what the checkpoint records."""
+        """Record the latest step's value for its checkpoint. Returns the values that the checkpoint
+        stores."""
         value = self.now(run)
         if value is None:
             return None
@@ -109,8 +109,8 @@ class Scores:
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Begins saves, follows them to their end, and loads the newest checkpoint. Its state is the
-    same on all ranks."""
+    """Begins saves, waits for their end, and loads the newest checkpoint. Its state is the same on
+    all ranks."""
 
     run: Run
     folder: Storage
@@ -124,7 +124,7 @@ class Checkpointer:
     _began_at: int = 0  # steps done at the start
     # steps done since then at which it is checked again that the state can be saved
     _next_check: int = 0
-    _is_due: bool = False  # True if a save is due but waits for the one before it
+    _is_due: bool = False  # True if a save is due but waits for the previous save
     _saved: int = -1  # steps done at the last save that began, or at the start
     _is_open: bool = False  # true until the ranks have agreed on the result of the last save
     _error: str | None = None  # why the last save failed, if this rank knows it
@@ -154,8 +154,9 @@ class Checkpointer:
 
     def begin(self, saved: int, *, again: bool = False) -> None:
         """Called before the first step, with `saved` steps done in the newest checkpoint. Every
-        rank calls it. Raises `CheckpointError` if nothing can be saved. `again`: the run recovered
-        in place and could save before, so nothing is checked or prepared until the next save."""
+        rank calls it. Raises `CheckpointError` if nothing can be saved. `again`: True if the run
+        recovered in place; it could save before, so nothing is checked or prepared until the next
+        save."""
         self._saved, self._began_at = saved, self.run.step
         self._on_rank_0(self.folder.remove_uncommitted, "written to")
         if not again:
@@ -182,10 +183,10 @@ class Checkpointer:
         return interval is not None and time.monotonic() - self._since >= interval
 
     def after_step(self, step: int, *, is_time: bool) -> None:
-        """Begin a save if one is due and none is under way. Every rank calls it. Raises
-        `CheckpointError` if too many failed in a row."""
+        """Begin a save if one is due and none is in progress. Every rank calls it. Raises
+        `CheckpointError` after too many failed saves in a row."""
         done = step - self._began_at
-        # It reads values from the device. At a logging step the host has waited for the device
+        # This reads values from the device. At a logging step the host has waited for the device
         # anyway.
         if done <= 2 or (self.run.is_logging_step and done >= self._next_check):
             self._check_saveable()
@@ -193,7 +194,7 @@ class Checkpointer:
         self._poll()
         if (score := self.scores.now(self.run)) is not None and self.scores.improves(score):
             self.run.event("best-evaluation", metric=self.saving.best, value=score)
-            self.wait()  # a later step would save another state
+            self.wait()  # at a later step, another state would be saved
             self._is_due = True
         every = self.saving.steps
         self._is_due |= is_time or (every is not None and step % every == 0)
@@ -203,8 +204,8 @@ class Checkpointer:
             self._save(step)
 
     def _check_saveable(self) -> None:
-        """Raise `CheckpointError` on all ranks if one has state that cannot be saved: some appears
-        in the first steps. Every rank calls it."""
+        """Raise `CheckpointError` on all ranks if one rank has state that cannot be saved. Some
+        state appears only in the first steps. Every rank calls it."""
         failure = None
         try:
             state_of(self.training.modules, self.training.stateful)
@@ -214,7 +215,7 @@ class Checkpointer:
             raise CheckpointError(theirs)
 
     def wait(self) -> None:
-        """Wait for the save under way. Every rank calls it."""
+        """Wait for the save in progress. Every rank calls it."""
         while not self._has_ended():
             self._poll(WAIT_SECONDS)
 
@@ -226,17 +227,18 @@ class Checkpointer:
             self.wait()
 
     def await_last(self) -> None:
-        """Wait a while for the save under way on this rank, without the other ranks."""
-        with suppress(RuntimeError):  # the device may be what has failed
+        """Wait a limited time for this rank's part of the save in progress, without the other
+        ranks."""
+        with suppress(RuntimeError):  # the device itself may have failed
             self._poll(LAST_SECONDS)
 
     def rescue(
         self, step: int, ended: EndedStep | None = None, *, on_host: bool = True
     ) -> str | None:
         """Save this rank's state after `step` without the other ranks. Returns the checkpoint's
-        name; None if it is saved already. `ended`: the values of that step, on a device of which
-        the host is ahead. `on_host`: True if the tensors on the CPU are of that step too. Raises
-        `OSError`, `CheckpointError`, `StateChangedError`."""
+        name; None if it is saved already. `ended`: the host's values of that step, if the host is
+        ahead of the device. `on_host`: True if the tensors on the CPU belong to that step too.
+        Raises `OSError`, `CheckpointError`, `StateChangedError`."""
         if step <= self._saved and not self._is_open:
             return None
         if step == self._saved:
@@ -249,7 +251,7 @@ class Checkpointer:
             part, parts = part * axis.size + axis.rank, parts * axis.size
         name = CheckpointName(step, f"{(int(self.attempt, 16) + 1) % 2**32:08x}")
         metadata = {**self._metadata(), "score": None, "rescued": True}
-        with suppress(Exception):  # it may be the dataset that has failed
+        with suppress(Exception):  # the dataset may be what has failed
             self.training.loop.refresh_data()
         with self._state(ended) as state:
             if not on_host and any(to_local(tensor).is_cpu for tensor in state.tensors.values()):
@@ -275,8 +277,8 @@ class Checkpointer:
     @contextmanager
     def _state(self, ended: EndedStep | None = None) -> Iterator[State]:
         """Yield the state to save; it is valid inside the context. `ended`: see `rescue`. Raises
-        `CheckpointError`; `RecipeError` if the model or an optimizer has other parts than when
-        prepared: no run could be resumed with them."""
+        `CheckpointError`. Raises `RecipeError` if the parts of the model or of an optimizer have
+        changed since they were prepared: no run could be resumed from that state."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 module.snapshot.check_parts()
@@ -297,7 +299,8 @@ class Checkpointer:
         """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls
         it.
 
-        Raises `CheckpointError` if it is of another run, or `resume` is "must" and there is none.
+        Raises `CheckpointError` if the checkpoint belongs to another run, or if `resume` is "must"
+        and there is none.
         """
         recorder, names = self.run.context.recorder, self._names()
         if resume == "never" and names:
@@ -347,8 +350,8 @@ class Checkpointer:
         return None
 
     def _record_rescue(self, name: CheckpointName) -> None:
-        """Record the event `rescued`, unless the run that failed did: its rank 0 does if it was the
-        one that saved."""
+        """Record the event `rescued`, unless the failed run did: it did if its rank 0 saved the
+        checkpoint."""
         with suppress(RunDirectoryError):
             rows = read_rows(
                 self.run.context.run_dir, EVENTS, lambda row: row.get("event") == "rescued", {}
@@ -359,8 +362,8 @@ class Checkpointer:
 
     def restore_from_memory(self, reader: StateReader, *, allow_change: frozenset[str]) -> int:
         """Load the state that other processes hold. Every rank calls it. Returns the steps done in
-        the newest checkpoint, 0 if there is none. Raises `CheckpointError` if it was trained by
-        another recipe."""
+        the newest checkpoint, 0 if there is none. Raises `CheckpointError` if the state was trained
+        by another recipe."""
         saved = reader.manifest.values
         edited = self._edited_code(saved["code"])
         if changes := self._changes(saved["recipe"] or {}, edited, allow_change):
@@ -384,7 +387,7 @@ class Checkpointer:
         return [CheckpointName(*pair) for pair in pairs]
 
     def close(self) -> None:
-        """Abandon the save under way."""
+        """Abandon the save in progress."""
         self._saver.close()
 
     def _changes(
@@ -402,8 +405,8 @@ class Checkpointer:
         ]
 
     def _edited(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the changed settings of optimizers and functions of the recipe on rank 0. Every
-        rank calls it."""
+        """Return the optimizer settings and recipe functions that have changed, compared on rank 0.
+        Every rank calls it."""
         pairs = zip(saved["optimizers"], self.training.modules, strict=False)
         edited = [
             line for theirs, module in pairs for line in settings.described(theirs, module.settings)
@@ -415,13 +418,13 @@ class Checkpointer:
         return lines
 
     def _edited_code(self, saved: Mapping[str, str] | None) -> list[str]:
-        """Return which functions of the recipe have changed."""
+        """Return the names of the recipe's functions that have changed."""
         now = self.training.code or {}
         edited = [name for name, digest in (saved or {}).items() if now.get(name, digest) != digest]
         return [f"{name}: its code has changed, or a value that it uses" for name in edited]
 
     def _total_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """The bytes of a checkpoint's tensors. Every rank calls it."""
+        """The size of a checkpoint's tensors in bytes, over all ranks. Every rank calls it."""
         mine = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         sizes: dict[str, int] = {}
         for theirs in self.run.context.mesh.stages.gather_values(mine):
@@ -430,7 +433,7 @@ class Checkpointer:
 
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
         """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises
-        `CheckpointError`: the checkpoints cannot be `what` ("read", say)."""
+        `CheckpointError`, which says that the checkpoints cannot be `what` (such as "read")."""
         value, failure = None, None
         if self.world.rank == 0:
             try:
@@ -476,7 +479,7 @@ class Checkpointer:
         }
 
     def _poll(self, timeout_seconds: float = 0.0) -> None:
-        """Record the result of the save under way if this rank has it."""
+        """Record the result of the save in progress if this rank has it."""
         if (ended := self._saver.poll(timeout_seconds)) is None:
             return
         self._error = ended.error
@@ -504,15 +507,15 @@ class Checkpointer:
         )
 
     def _has_ended(self) -> bool:
-        """True if no rank has a save under way. Every rank calls it. Raises `CheckpointError` for
-        failures in a row."""
+        """True if no rank has a save in progress. Every rank calls it. Raises `CheckpointError`
+        after too many failures in a row."""
         if not self._is_open:
             return True
         self._poll()
         everyone = self.world.gather_values([self._saver.is_under_way, self._error])
         error = next((error for _, error in everyone if error is not None), None)
         under_way = [is_under_way for is_under_way, _ in everyone]
-        if error is not None and under_way[0]:  # it would wait for the failed rank's part
+        if error is not None and under_way[0]:  # otherwise it would wait for the failed rank's part
             under_way[0] = False
             if self.world.rank == 0:
                 self._saver.abandon()
@@ -526,7 +529,7 @@ class Checkpointer:
                 if self.world.rank == 0:
                     with suppress(OSError):
                         self.folder.remove_uncommitted()
-                self.world.any(False)  # no rank may begin the next save before that
+                self.world.any(False)  # no rank may begin the next save before this
             self.scores.by_name.pop(CheckpointName(self._saved, self.attempt), None)
         self._failures = 0 if error is None else self._failures + 1
         self._is_open, self._error = False, None

@@ -35,13 +35,13 @@ from lockstep.training.recovery import Recovery
 from lockstep.training.run import Run
 
 DEVICE_SECONDS = (5.0, 60.0)
-"""Shortest and longest wait for the device after an error."""
+"""The shortest and the longest time to wait for the device after an error."""
 _TRIES = 3
-"""The device may go on while its state is copied."""
+"""Number of attempts: the device may go on while its state is copied."""
 
 
 def device_seconds(phases: Phases) -> float:
-    """Return how long to wait for the device, which may be two steps behind."""
+    """Return the time to wait for the device, which may be two steps behind."""
     step = sum(phases.usual(name) or 0.0 for name in STEP_PHASES)
     return min(max(2 * step, DEVICE_SECONDS[0]), DEVICE_SECONDS[1])
 
@@ -51,7 +51,7 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
     it."""
     found: dict[str, Any] = {}
     if world.rank == 0:
-        with suppress(OSError):  # `restore` reports it
+        with suppress(OSError):  # `restore` reports the error
             for name in reversed(folder.names()):
                 with suppress(UnreadableError):
                     found = read_manifest(folder, name).metadata["recipe"] or {}
@@ -62,8 +62,8 @@ def saved_recipe(folder: Storage, world: World) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Checkpointing(ControlHook):
-    """Loads the newest checkpoint; saves during training, after an error, and at a request to
-    end."""
+    """Loads the newest checkpoint. Saves during training, after an error, and before the run ends
+    on request."""
 
     saving: Saving
     resume_option: Resume
@@ -75,8 +75,8 @@ class Checkpointing(ControlHook):
 
     def resume(self, run: Run, recovery: Recovery | None, data: Any) -> None:
         """Load the state that other processes hold in a recovery in place, else the newest
-        checkpoint. Every rank calls it once, before the first step. `data`: the loop's. Raises
-        `CheckpointError`."""
+        checkpoint. Every rank calls it once, before the first step. `data`: the data of the loop.
+        Raises `CheckpointError`."""
         self._load(run, recovery)
         if recovery is not None:
             recovery.announce(run, data)
@@ -159,7 +159,7 @@ class Checkpointing(ControlHook):
             self._checkpointer.save_now(run.step)
 
     def wait(self) -> None:
-        """Wait for the save under way. Every rank calls it."""
+        """Wait for the save in progress. Every rank calls it."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -171,14 +171,15 @@ class Checkpointing(ControlHook):
 
     def on_error(self, run: Run, error: BaseException) -> None:
         for module in run.training.modules:
-            with suppress(RuntimeError):  # of a collective in flight, whose peer is lost
-                reset_after_error(module.model)  # a failed forward leaves gathered parameters in it
+            with suppress(RuntimeError):  # an error of a collective in flight, whose peer is lost
+                # after a failed forward the model holds gathered parameters
+                reset_after_error(module.model)
         if not self.rescue(run, error) and self._checkpointer is not None:
             self._checkpointer.await_last()
 
     def rescue(self, run: Run, error: BaseException) -> bool:
-        """Save this rank's state without the others, if it is a complete step's. Returns True if
-        saved."""
+        """Save this rank's state without the other ranks, if it belongs to a complete step. Returns
+        True if saved."""
         training = run.training
         source, progress = training.source, training.progress
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
@@ -189,14 +190,14 @@ class Checkpointing(ControlHook):
         if self._checkpointer is None or source is None or not is_whole:
             return False
         if source.positions is not None and run.context.mesh.replicas.size > 1:
-            return False  # only the other replicas have the positions of their shards of the stream
+            return False  # only the other replicas know the positions of the shards that they read
         try:
             with defer_kill():
                 if on_device and progress is not None:
                     step, name = self._rescue_from_device(run, progress)
                 else:
                     step, name = run.step, self._checkpointer.rescue(run.step)
-        except Exception as failure:  # it must not hide the error that ended the run
+        except Exception as failure:  # an error here must not hide the error that ended the run
             run.event("rescue-failed", reason=f"{type(failure).__name__}: {failure}")
             return False
         self.rescued = True
@@ -207,7 +208,7 @@ class Checkpointing(ControlHook):
         return True
 
     def _rescue_from_device(self, run: Run, progress: DeviceProgress) -> tuple[int, str | None]:
-        """Save the newest step whose state is certainly on the device. Returns it and the
+        """Save the newest step whose state is certainly on the device. Returns that step and the
         checkpoint's name. Raises `CheckpointError`."""
         assert self._checkpointer is not None
         if is_aborted() or accelerator_groups_failed():

@@ -23,9 +23,9 @@ class EarlyStopping(Hook):
         mode: Literal["min", "max"] = "min",
         min_delta: float = 0.0,
     ) -> None:
-        """Training ends after `patience` evaluations without a gain above `min_delta` of the
-        `metric`. `mode`: "min" if a smaller value is better. Raises `RecipeError`; in `ls.train`,
-        also for an unknown metric."""
+        """Training ends after `patience` evaluations in which `metric` did not improve by more than
+        `min_delta`. `mode`: "min" if a smaller value is better, else "max". Raises `RecipeError`;
+        in `ls.train`, also for an unknown metric."""
         if patience < 1:
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
         if mode not in ("min", "max"):

@@ -1,5 +1,5 @@
-"""The hook that finds a loss that depends on the cut into microbatches, or on a value that it
-keeps."""
+"""The hook that detects a loss that depends on the split into microbatches, or on a value that it
+keeps between calls."""
 
 from __future__ import annotations
 
@@ -41,53 +41,55 @@ from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference between the loss of a microbatch and of its halves, by precision."""
+"""Largest relative difference between the loss of a microbatch and the loss of its two halves, by
+precision."""
 SAME = 1e-6
-"""Largest relative difference between two losses of one microbatch, unless bits count."""
+"""Largest relative difference between two losses of the same microbatch, unless they must be equal
+bit by bit."""
 
 Sums = dict[str, tuple[float, float]]  # (total, weight) of each term of the loss
 
 
 class Findings(NamedTuple):
-    """The findings of a rank in words; None: nothing."""
+    """The findings of a rank, as text; None: nothing was found."""
 
     kept: str | None = None
-    """The loss of one microbatch changes from call to call."""
+    """Text if the loss of one microbatch changes from call to call."""
     cut: str | None = None
-    """The loss of a microbatch differs from its halves'."""
+    """Text if the loss of a microbatch differs from the loss of its halves."""
     unchecked: str | None = None
-    """Why the loss was not compared with its halves'."""
+    """Text if the loss could not be compared with the loss of its halves."""
     talks: str | None = None
-    """The collective that the loss calls."""
+    """Name of the collective that the loss calls."""
 
 
 class Tried(NamedTuple):
-    """The loss of a piece, and checksums of the output."""
+    """The loss of a piece of a microbatch, and checksums of the model's output."""
 
     sums: Sums
     output: list[int]
 
 
 class Talks(str):
-    """The collective that a piece's loss called."""
+    """The collective that the loss called."""
 
     __slots__ = ()
 
 
 Outcome = Tried | str
-"""The loss of a piece, or the error in words."""
+"""The loss of a piece of a microbatch, or the error as text."""
 NOTHING = Findings()
 
 
 @dataclass(eq=False)
 class LossCheck(ControlHook):
     """Tries the loss on the first microbatch: twice in training mode, twice in evaluation mode, and
-    there on its halves. Restores model and loss.
+    in evaluation mode on its halves. Restores model and loss.
 
     In a forward with collectives (shard, tensor, pipeline), a failure on a half would leave ranks
-    waiting; a compiled forward would compile each new shape. There the loss is tried on halves of
-    the first output, and all ranks try their first microbatch twice, unless it is compiled or a
-    pipeline's stage has collectives.
+    waiting; a compiled forward would compile each new shape. In these cases, the loss is tried on
+    halves of the first output, and all ranks try their first microbatch twice, unless the forward
+    is compiled or a pipeline stage has collectives.
     """
 
     _is_done: bool = False
@@ -101,7 +103,7 @@ class LossCheck(ControlHook):
             return
         self._is_done = True
         if run.context.recovered_from is not None and run.step > 0:
-            return  # the same script has passed it, and a recovery is waited for
+            return  # the same script has passed this check before, and others wait for the recovery
         with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
             if not _takes_outputs(run):
                 item = run.training.source.peek() if run.training.source is not None else None
@@ -122,8 +124,8 @@ class LossCheck(ControlHook):
             )
 
     def watched(self, run: Run, recipe: Recipe) -> Callable[[Any, Any], Any] | Gathered:
-        """Return the recipe's objective; in the first step, one that tries it on halves of the
-        output."""
+        """Return the recipe's objective; in the first step, a function that also tries it on halves
+        of the output."""
         if self._is_watching and recipe.loss is not None:
             return partial(self._watch, run, recipe.loss)
         return recipe.objective
@@ -176,7 +178,7 @@ def _is_compiled(run: Run) -> bool:
 
 def _tell(run: Run, found: Findings) -> bool:
     """Report the ranks' findings. Returns True if there are any. Every rank calls it. Raises
-    `LossError` where bits count."""
+    `LossError` with bitwise numerics."""
     everyone = run.context.world.gather_values(found)
     kept, cut, unchecked, talks = (
         next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
@@ -208,7 +210,7 @@ def _tell(run: Run, found: Findings) -> bool:
 
 
 def tell_kept(run: Run, kept: str) -> None:
-    """Report a kept value. Every rank calls it. Raises `LossError` where bits count."""
+    """Report a kept value. Every rank calls it. Raises `LossError` with bitwise numerics."""
     text = (
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
         " centre, a queue), and each rank would change its own, by its own microbatches; make it a"
@@ -233,8 +235,8 @@ def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
 
 def _tried_twice(run: Run, recipe: Recipe) -> Findings:
     """Try this rank's first microbatch twice in each mode. Every rank calls it. Nothing is tried
-    unless all first microbatches have one size: a forward that fails for one size would leave
-    others waiting in its collectives."""
+    unless all first microbatches have the same size: if the forward failed for one size, the other
+    ranks would wait in its collectives."""
     assert run.training.source is not None, "a step begins"
     item = run.training.source.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
@@ -243,7 +245,8 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
         why = "the ranks' first microbatches have unequally many samples"
         return Findings(unchecked=f"{what}: {why}")
     trials: list[list[Outcome]] = []
-    for training in (True, False):  # both: what one rank finds, the others do not know
+    # always both: a rank that stopped early would leave the others waiting
+    for training in (True, False):
         tried: list[Outcome] = []
         for _ in range(2):
             tried.append(_computed(run, recipe, _piece(item, (0, None), 0), training=training))
@@ -259,7 +262,7 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
-    """Try a microbatch twice, once with other random numbers, and its halves."""
+    """Try a microbatch twice, then with other random numbers, then its halves."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -284,7 +287,8 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
 
 
 def _common_rows(batch: Any) -> int:
-    """Return the rows of all tensors; 0 if they differ, or there are none."""
+    """Return the number of rows that all tensors have; 0 if they differ, or if there are no
+    tensors."""
     rows: set[int] = set()
 
     def look(tensor: Tensor) -> Tensor:
@@ -296,7 +300,8 @@ def _common_rows(batch: Any) -> int:
 
 
 def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microbatch:
-    """Copy rows of a microbatch, because the loss may change it. `index`: of its random numbers."""
+    """Copy rows of a microbatch, because the loss may change them. `index`: the index for its
+    random numbers."""
     start, stop = rows
     is_whole = rows == (0, None)
     batch = map_tensors(
@@ -306,7 +311,7 @@ def _piece(item: Microbatch, rows: tuple[int, int | None], index: int) -> Microb
 
 
 def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> Outcome:
-    """Try the loss on an output with its batch."""
+    """Try the loss on a part of an output and of its batch."""
     weight = None if run.recipe is None else run.recipe.weight
     output, batch = piece.batch
     stream = key(run.context.seed, RandomStream.EVALUATION, run.step, piece.index)
@@ -318,7 +323,7 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
         return Tried(_measured(value, samples=piece.size, batch=batch, weights=weights), [])
     except CollectiveCalled as error:
         return Talks(error)
-    except Exception as error:  # a loss may take microbatches of one size alone
+    except Exception as error:  # a loss may accept microbatches of one size only
         return _words(error)
 
 
@@ -359,19 +364,23 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
             reshard(run.model)
     except Exception as error:
         if training and isinstance(error, RecipeError | PlanError):
-            raise  # found by a check that runs once, in the first forward
+            raise  # raised by a check that runs once, in the first forward
         if _takes_outputs(run) and out_of_memory(error):
-            raise  # the others may have room, and wait for this rank in the forward's collectives
+            # the other ranks may have enough memory, and wait for this rank in the forward's
+            # collectives
+            raise
         reset_after_error(run.model)
         return Talks(error) if isinstance(error, CollectiveCalled) else _words(error)
     if versions != [version(parameter) for parameter in parameters]:
-        return "it changes a parameter"  # the step says so, and names it
+        # the step reports this too, and names the parameter
+        return "it changes a parameter"
     return scored[0][1] if scored else Tried({}, [])
 
 
 @contextmanager
 def _buffers_restored(run: Run) -> Iterator[None]:
-    """Restore buffers: the step finds a change, or `self_updating_buffers` allows it."""
+    """Restore buffers on leaving: if the forward changes them, the step reports it, or
+    `self_updating_buffers` allows it."""
     with restored([own_buffers(module) for module in run.model.modules()]):
         yield
     for statistics in run.training.modules[0].statistics:
@@ -379,7 +388,7 @@ def _buffers_restored(run: Run) -> Iterator[None]:
 
 
 def _watching(run: Run) -> AbstractContextManager[Any]:
-    """Look for collectives in a loss, except for tensors that are split over ranks."""
+    """Watch a loss for collectives, except for tensors that are split over ranks."""
     return nullcontext() if run.context.plan.divides("features") else CollectivesRefused()
 
 
@@ -392,7 +401,7 @@ def _words(error: Exception) -> str:
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
-    """Describe how two trials differ; None if they do not, or have failed alike."""
+    """Describe how two trials differ; None if they are equal, or failed in the same way."""
     whole, again = tried[0], tried[-1]
     if isinstance(whole, str):
         return None
@@ -417,7 +426,8 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
 def _cut_differs(
     whole: Sums, otherwise: Sums, first: Sums, second: Sums, *, tolerance: float
 ) -> Findings:
-    """Compare a microbatch with its halves. `otherwise`: the whole with other random numbers."""
+    """Compare the loss of a microbatch with the loss of its halves. `otherwise`: the result for the
+    whole microbatch with other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
             return Findings(unchecked="it draws random numbers, without dropout too")
@@ -433,8 +443,8 @@ def _cut_differs(
 
 @contextmanager
 def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore each dict's values on leaving: their identity, and the contents of tensors and
-    containers."""
+    """On leaving, restore the values of each dict: the same objects, with their former contents if
+    they are tensors or containers."""
     kept = [_Attributes(attributes) for attributes in dicts]
     try:
         yield
@@ -444,7 +454,8 @@ def restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 def attributes_of(each: object) -> Iterator[dict[str, Any]]:
-    """Yield an object's attributes; of a module also its children's, and buffers."""
+    """Yield an object's attributes; for a module, also its buffers and the attributes of its
+    children."""
     if isinstance(each, nn.Module):
         for module in each.modules():
             yield from (vars(module), own_buffers(module))
@@ -489,7 +500,7 @@ def _put_back(value: Any, content: Any) -> None:
 
 
 STEPS, MICROBATCHES = 2, 4
-"""Watched steps, and microbatches of a rank."""
+"""Number of steps to watch, and of microbatches per rank."""
 
 _ABOUT = frozenset(
     {
@@ -507,7 +518,7 @@ _ABOUT = frozenset(
         "__len__",
     }
 )
-"""Attributes and methods that do not tell a tensor's values."""
+"""Attributes and methods that do not reveal a tensor's values."""
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES
 
 # attribute -> its tensors, with the number of writes to each
@@ -515,12 +526,12 @@ Marks = dict[str, list[tuple[Tensor, int]]]
 
 
 class CarriedState(ControlHook):
-    """Watches the models' attributes in the first forwards of a script's own loop, or with a batch
-    loss.
+    """Watches the models' attributes in the first forwards of a script's own loop, or of a recipe
+    with a batch loss.
 
-    An attribute carries state if a forward reads a tensor that another microbatch's forward left
-    there, and leaves another one. Cached values do not change again; what each forward sets anew is
-    not read.
+    An attribute carries state if a forward reads a tensor that an earlier microbatch's forward
+    stored there, and stores another tensor. A cache does not count, because it is not replaced;
+    neither does an attribute that each forward sets before reading it.
     """
 
     def __init__(self) -> None:
@@ -531,7 +542,7 @@ class CarriedState(ControlHook):
         if self._steps or (run.recipe is not None and run.recipe.loss is not None):
             return
         if run.context.recovered_from is not None and run.step > 0:
-            return  # the same script has passed it
+            return  # the same script has passed this check before
         if not run.context.plan.compile and not any(
             is_compiled(module.model) for module in run.training.modules
         ):
@@ -648,7 +659,8 @@ def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -
 
 
 class _Uses(TorchFunctionMode):
-    """Collects the names of tensors whose values are used. `left`: id -> name."""
+    """Collects the names of tensors whose values are used. `left`: id -> name of the tensors to
+    look for."""
 
     def __init__(self, left: Mapping[int, str]) -> None:
         super().__init__()

@@ -13,26 +13,28 @@ from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Largest share of the time for images, where a lost process may have held state alone."""
+"""Largest share of the run time that images may take, where a lost process may hold state that no
+other has."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""The same where every process holds all state: an image then serves only after the loss of all."""
+"""Largest share where every process holds the whole state: an image is then needed only if all are
+lost."""
 
 
 @dataclass(eq=False)
 class MemoryImages(ControlHook):
-    """Copies this rank's part of the state into memory that outlives the process, as often as it
-    takes a small share of the time. A copy costs twice its time, because it clears the processor's
-    caches."""
+    """Copies this rank's part of the state into memory that outlives the process, so often that it
+    takes a small share of the run time. A copy costs twice its duration, because it evicts the
+    processor's caches."""
 
     recovery: Recovery | None
-    """None: the run cannot recover in place, and has no images."""
+    """The recovery of the run. None: the run cannot recover in place, and has no images."""
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)
     _count: int = 0  # images written
     _written: int = -1  # steps done at the last one
     _next: int = 0  # steps done at the next one
     _since: float = 0.0  # when the last one was complete
-    # seconds that it took, of the processor and of the network: no waits for slower ranks
+    # seconds of processor and network time for the last image, without waits for slower ranks
     _cost: float = 0.0
 
     def before_steps(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The hook that writes metrics.jsonl, and the check that a followed metric is measured."""
+"""The hook that writes metrics.jsonl, and the check that a metric in use is measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from lockstep.training.run import Run
 from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import TrainModule
 
-# in a row. Fewer are normal while fp16 searches its loss scale, and are only events.
+# consecutive steps; fewer are normal while fp16 searches for its loss scale, and are only recorded
+# as events
 _OVERFLOWS_TO_REPORT = 8
 
 
@@ -60,7 +61,7 @@ class Metrics(ControlHook):
                 )
 
     def _read(self, run: Run) -> None:
-        """Check the results since the last call. Raises `LossError`."""
+        """Check the results of all steps since the last call. Raises `LossError`."""
         results, self._unread = self._unread, []
         for result in results:
             result.check()
@@ -102,7 +103,7 @@ class Metrics(ControlHook):
 
 def check_metric(run: Run, name: str, of: str) -> None:
     """Raise `RecipeError` if no evaluation measures the metric and no user hook may add it. `of`:
-    who follows it."""
+    what needs the metric."""
     evaluations = {} if run.recipe is None else run.recipe.evaluations
     measured = [
         f"{prefix}{metric}"
@@ -134,8 +135,8 @@ class EvaluationHook(ControlHook):
     _is_measuring: bool = False
 
     def prepare(self, run: Run, recipe: Recipe) -> None:
-        """Build the evaluators of the first model. Raises `RecipeError` without the average to
-        evaluate."""
+        """Build the evaluators of the first model. Raises `RecipeError` if an evaluation needs the
+        moving average and the run has none."""
         self._average = next(
             (hook for hook in run.training.hooks.all if isinstance(hook, ExponentialMovingAverage)),
             None,
@@ -176,8 +177,8 @@ class EvaluationHook(ControlHook):
             run.training.agree_to_stop()
 
     def measure(self, run: Run, prefixes: Iterable[str] | None = None) -> None:
-        """Measure the evaluations that were not measured after this step. Every rank calls it.
-        None: all."""
+        """Measure the evaluations that were not yet measured after this step. Every rank calls it.
+        `prefixes`: which evaluations; None: all."""
         chosen = self.evaluations if prefixes is None else prefixes
         due = [prefix for prefix in chosen if run.metrics_at.get(f"{prefix}loss") != run.step]
         if not self._evaluators or not due or self._is_measuring:
@@ -196,7 +197,7 @@ class EvaluationHook(ControlHook):
         self.metrics.throughput.exclude(time.perf_counter() - started)
         run.context.phases.enter("hooks")
         run.training.hooks.call("after_evaluation", run, found)
-        run.training.note_metrics(found)  # with those that hooks have added
+        run.training.note_metrics(found)  # includes metrics that hooks have added
         for module in run.training.modules:
             metric = module.schedule.metric
             if metric in found:

@@ -18,12 +18,12 @@ class ExponentialMovingAverage(Hook):
     """Keeps a moving average of the weights (Polyak and Juditsky, 1992): after each step, decay ×
     average + (1 - decay) × weights.
 
-    `model_average.safetensors` in the run directory holds it at the end, with the model's buffers
-    as they are.
+    At the end, the average and the model's current buffers are written to
+    `model_average.safetensors` in the run directory.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        """`decay`: factor of the old average, from 0 to below 1. Raises `RecipeError`."""
+        """`decay`: factor of the old average, at least 0 and less than 1. Raises `RecipeError`."""
         if not 0 <= decay < 1:
             raise RecipeError(
                 f"decay={decay}; it is the factor of the old average, from 0 to below 1"
@@ -54,7 +54,7 @@ class ExponentialMovingAverage(Hook):
 
     @contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        """Put the averaged weights into the model while entered."""
+        """Put the averaged weights into the model while the context is entered."""
         parts = _local_parameters(run)
         own = [part.clone() for part in parts]
         torch._foreach_copy_(parts, self._local_averages())

@@ -1,7 +1,8 @@
-"""The fallbacks when memory runs out: one change to the plan after another; and their hook.
+"""The fallbacks when memory runs out (one change of the plan after another), and the hook that
+applies them.
 
-A process cannot recover its memory for certain. It writes the next plan to the run directory and
-ends; new processes go on under that plan.
+A process cannot reliably free all of its memory. So it writes the next plan to the run directory
+and ends, and new processes continue under that plan.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ FALLBACKS = ("checkpointing", "offload", "microbatch_splits")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenFallbacks:
-    """Fallbacks as fields of `Plan`, and the failures behind them."""
+    """The fallbacks taken, as fields of `Plan`, and the failures that led to them."""
 
     checkpointing: str = "none"
     offload: bool = False
     microbatch_splits: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Each with `step` (steps done), `rank`, `error` and `then` (the change)."""
+    """One dict for each failure: `step` (steps done), `rank`, `error` and `then` (the change)."""
 
     @classmethod
     def parse(cls, text: str, path: Path) -> TakenFallbacks:
-        """Raises `RunDirectoryError` for a text that `write` did not write."""
+        """Parse the result of `write`. Raises `RunDirectoryError` for any other text."""
         try:
             found = cls(**json.loads(text))
             Plan(checkpointing=found.checkpointing, microbatch_splits=found.microbatch_splits)  # type: ignore[arg-type]  # Plan checks them
@@ -65,7 +66,8 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with the fallbacks that it lacks and can have on this type of `device`."""
+        """Return `plan` with those of the fallbacks that it does not have yet and that this type of
+        `device` allows."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -73,7 +75,7 @@ class TakenFallbacks:
         return plan
 
     def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
-        """Return these and the fallbacks of `plan`, which was chosen after `failure`."""
+        """Return these fallbacks plus those of `plan`, which was chosen after `failure`."""
         strongest = {
             name: max(
                 getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)
@@ -92,10 +94,11 @@ def next_plan(
     unsplittable: str | None,
     offloadable: bool = True,
 ) -> Plan | str:
-    """Return the next plan, or why there is none. `device`: its type.
+    """Return the next plan, or the reason why there is none. `device`: the type of the device.
 
-    `largest`: samples of the largest microbatch; None: no step had begun. `unsplittable`: why it
-    cannot be split. `offloadable`: False if an optimizer refuses offload.
+    `largest`: number of samples in the largest microbatch; None: no step had begun. `unsplittable`:
+    the reason why microbatches cannot be split. `offloadable`: False if an optimizer does not allow
+    offload.
     """
     if setting == "stop":
         return "--out-of-memory stop allows no change of the plan"
@@ -132,7 +135,8 @@ def next_plan(
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """Return the second plan's additional fallbacks as the text of a plan."""
+    """Return the fallbacks that `after` has in addition to those of `before`, as the text of a
+    plan."""
     values = {name: getattr(after, name) for name in FALLBACKS}
     return ",".join(
         f"{name}={'yes' if value is True else value}"
@@ -142,8 +146,8 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def advice(plan: Plan, found: Plan | str, *, folder: Path, step: int | None) -> str:
-    """Return the note for the error. `found`: of `next_plan`. `step`: steps done and saved; None:
-    not saved."""
+    """Return the note for the error. `found`: the result of `next_plan`. `step`: steps done and
+    saved; None: not saved."""
     if isinstance(found, str):
         tried = changes(Plan(), plan)
         return f"lockstep: memory ran out{f' with {tried}' if tried else ''}; {found}"
@@ -190,7 +194,7 @@ def read_fallbacks(world: World, folder: Path, *, resumes: bool) -> TakenFallbac
 
 
 def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
-    """Return the plan with one field changed; None if that changes nothing or cannot be."""
+    """Return the plan with one field changed; None if that changes nothing or is not allowed."""
     if getattr(plan, name) == value or (name == "offload" and device == "cpu"):
         return None
     try:
@@ -220,14 +224,15 @@ def _strength(name: str, value: Any) -> int:
 class OutOfMemory(ControlHook):
     """Writes the next plan after a failure, and asks for a restart."""
 
-    given: Plan  # the plan that was asked for
+    given: Plan  # the requested plan
     taken: TakenFallbacks  # the fallbacks taken after earlier failures
     setting: Setting
     is_restarted: bool  # True if the launcher restarts the run when asked to
     _largest: int | None = None  # Samples of the largest microbatch. None before the first loop.
-    _unsplittable: str | None = None  # why no microbatch can be split
+    _unsplittable: str | None = None  # the reason why no microbatch can be split
     _next: Plan | str | None = None
-    """The next plan, or why there is none; None: the error is another one."""
+    """The next plan, or the reason why there is none; None: the error is not an out-of-memory
+    error."""
 
     def report_change(self, run: Run) -> None:
         """Record how the plan differs from the requested one."""
@@ -248,7 +253,7 @@ class OutOfMemory(ControlHook):
 
     def begin_loop(self, run: Run, models: Sequence[nn.Module], data: Any, *, largest: int) -> None:
         """Raise `RecipeError` if the plan splits unsplittable microbatches. Every rank calls it.
-        `largest`: samples of one."""
+        `largest`: number of samples in the largest microbatch."""
         mine = [name for name, _ in training_batchnorms(models)]
         layers = [name for theirs in run.context.mesh.stages.gather_values(mine) for name in theirs]
         if layers:
@@ -294,7 +299,7 @@ class OutOfMemory(ControlHook):
             request_restart(why)
 
     def _write(self, run: Run, plan: Plan, error: BaseException) -> Plan | str:
-        """Write the next plan. Returns it, or why that failed."""
+        """Write the next plan. Returns the plan, or the reason why writing failed."""
         failure = {
             "step": run.step,
             "rank": run.context.world.rank,
@@ -308,7 +313,7 @@ class OutOfMemory(ControlHook):
         return plan
 
     def advise(self, run: Run, error: BaseException, *, saved: bool) -> None:
-        """Add advice to the error. `saved`: the last step was saved after it."""
+        """Add advice to the error. `saved`: True if the last step was saved after the error."""
         if self._next is not None:
             plan, folder = run.context.plan, run.context.run_dir
             step = run.step if saved else None

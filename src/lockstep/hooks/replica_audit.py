@@ -1,4 +1,4 @@
-"""The hook that compares replicas by checksums, and the state of users' hooks: it finds flipped
+"""The hook that compares replicas, and the state of users' hooks, by checksums: it finds flipped
 bits and changed models."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ReplicaAudit(ControlHook):
             self.compare(run)
 
     def compare(self, run: Run) -> None:
-        """Compare, unless that was done after this step. Every rank calls it, and raises
-        `DivergenceError` if replicas differ, `CheckpointError` if a hook's state does."""
+        """Compare, unless this step was compared already. Every rank calls it, and raises
+        `DivergenceError` if replicas differ, `CheckpointError` if the state of a hook differs."""
         self._unsaved.tell(run)
         mesh = run.context.mesh
         for module in run.training.modules:
@@ -71,7 +71,7 @@ class ReplicaAudit(ControlHook):
     def _message(
         self, step: int, mesh: Mesh, names: Sequence[str], sums: Tensor, differs: bool
     ) -> str:
-        """Return the same words on every rank."""
+        """Return the text of the error, the same on every rank."""
         replicas = mesh.replicas
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
         ranks = replicas.gather_values(mesh.world.rank)
@@ -87,7 +87,7 @@ class ReplicaAudit(ControlHook):
 
 
 def _checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return each checksum on the CPU."""
+    """Return the checksum of each tensor, on the CPU."""
     sums = [checksum(tensor) for tensor in tensors]
     on_cpu = torch.empty(len(sums), dtype=torch.int64)
     for device in {each.device for each in sums}:
@@ -107,7 +107,7 @@ def _compare_hooks(run: Run) -> None:
         others[f"get_extra_state of model {number}"] = partial(extra_state, module.model)
     if run.context.world.size == 1:
         return
-    # a stage has the state of its own part of the model
+    # in a pipeline, a stage has the state of its own part of the model
     stage = run.context.mesh.stages.rank
     everyone = run.context.world.gather_values(
         [stage, {name: _digest(name, other) for name, other in others.items()}]
@@ -127,7 +127,8 @@ def _compare_hooks(run: Run) -> None:
 
 
 def _digest(name: str, read: Callable[[], Any]) -> str:
-    """Hash all that is not sharded; "" for a state that cannot be saved, as the save says."""
+    """Hash everything that is not sharded; "" for a state that cannot be saved, because the save
+    reports it."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(read(), name, tensors)
@@ -139,8 +140,8 @@ def _digest(name: str, read: Callable[[], Any]) -> str:
 
 
 def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) -> str:
-    """Name the ranks that differ from the majority, and the first tensor; "" if all agree. `sums`:
-    rank -> checksum of each tensor."""
+    """Return text that names the ranks that differ from the majority, and the first differing
+    tensor; "" if all agree. `sums`: rank -> checksum of each tensor."""
     columns = zip(names, zip(*sums.values(), strict=True), strict=True)
     different = [(name, column) for name, column in columns if len(set(column)) > 1]
     if not different:
@@ -176,15 +177,15 @@ def mixed(sums: Tensor) -> Tensor:
     return total
 
 
-# attribute -> a value for each part of it, which is equal as long as the part is
+# attribute -> a value for each of its parts, which changes only if the part changes
 Versions = dict[str, list[Any]]
 
 _SAVED = MODULE_ATTRIBUTES | RECURRENT_CACHES | {"state", "param_groups"}
-"""Attributes that are saved, or watched elsewhere."""
+"""Attributes that are saved, or that another check watches."""
 
 
 class UnsavedState:
-    """Names, once, changed attributes of modules, optimizers and hooks without a state_dict."""
+    """Reports, once, changed attributes of modules, optimizers and hooks that are not saved."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = [hook for hook in hooks if not isinstance(hook, Stateful)]
@@ -232,8 +233,8 @@ class UnsavedState:
 
 
 def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-    """Yield, by name, modules whose extra state is not saved, and optimizers without their own
-    pair."""
+    """Yield, by name, modules without saved extra state, and optimizers that do not define
+    `state_dict` and `load_state_dict` themselves."""
     for module in run.training.modules:
         for name, part in module.model.named_modules():
             if type(part).get_extra_state is nn.Module.get_extra_state:
@@ -261,7 +262,7 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the versions of the hook's own tensors."""
+    """Return the versions of tensors that belong to the hook, not to the models."""
     versions: Versions = {}
     for name, value in vars(hook).items():
         tensors = [tensor for leaf in tree_leaves(value) for tensor in _tensors_of(leaf)]

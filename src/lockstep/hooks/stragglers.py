@@ -1,7 +1,7 @@
 """The hook that finds stragglers: at logging steps it gathers each rank's times, and writes
 `ranks.jsonl`.
 
-With `assignment=measured` it also gathers each rank's seconds for a microbatch and the last step
+With `assignment=measured` it also gathers each rank's time per microbatch and the last step
 requested from its loader. From these, all ranks compute the same new assignment for later steps.
 """
 
@@ -32,7 +32,7 @@ from lockstep.training.microbatches import Microbatches
 from lockstep.training.run import Run
 
 PARTS = ("data", "compute", "hooks")
-"""Parts of a step without waits for other ranks."""
+"""Parts of a step's time. None of them includes waits for other ranks."""
 _OF_HOOKS = ("hooks", "script")
 _OF_COMPUTE = ("compute", "update")
 _COLUMNS = (
@@ -46,17 +46,17 @@ _COLUMNS = (
 )
 _OF_MICROBATCHES = ("data", "compute")
 MEDIAN_OF = 16
-"""Steps (on a GPU: exchanges) in the median of a microbatch's seconds."""
+"""The median time of a microbatch is taken over this many steps (on a GPU: exchanges)."""
 MIN_MEDIAN_OF = 3
 SLOWDOWN = 1.15  # a rank is a straggler if its work takes this many times the others' median
 MIN_SECONDS = 10.0
-MIN_WINDOWS = 3  # ranks are compared over at least so many seconds and windows
+MIN_WINDOWS = 3  # ranks are compared over at least this many seconds and windows
 # Shortest time between two all-gathers. If logging steps come faster, some are skipped.
 EXCHANGE_SECONDS = 0.2
 _RANKS_AT_ONCE = 256
-"""With n times as many ranks, exchanges are n times rarer."""
+"""With n times this many ranks, exchanges are n times less frequent."""
 
-# (parts, ranks): seconds a step, between two logging steps, in the order of `PARTS`
+# shape (parts, ranks): seconds per step between two logging steps, in the order of `PARTS`
 Times = NDArray[np.float64]
 
 
@@ -83,7 +83,7 @@ class Stragglers(ControlHook):
         self.hosts, stages = zip(*context.world.gather_values(mine), strict=True)
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
-        """Logging steps between exchanges, and until the next."""
+        """Number of logging steps between two exchanges, and until the next exchange."""
         self._path = context.run_dir / "ranks.jsonl"
 
     def before_steps(self, run: Run) -> None:
@@ -143,8 +143,8 @@ class Stragglers(ControlHook):
         self._memory_bytes = float(columns["memory"].max())
 
     def _parts(self) -> list[float]:
-        """Return seconds since the last exchange: data, compute and hooks without waits, and
-        communication."""
+        """Return the seconds since the last exchange in each part: data, compute and hooks (without
+        waits), and communication."""
         totals, waits = self._times()
         phases = (("data",), _OF_COMPUTE, _OF_HOOKS)
         waited = sum(
@@ -154,7 +154,7 @@ class Stragglers(ControlHook):
         return [*(self._own(*names) for names in phases), exchange + waited]
 
     def _own(self, *names: str) -> float:
-        """Return seconds of these phases since the last exchange, without waits."""
+        """Return the seconds in these phases since the last exchange, without waits."""
         totals, waits = self._times()
         return sum(
             totals[name] - self._spent.get(name, 0.0) - waits[name] + self._waited.get(name, 0.0)
@@ -162,7 +162,8 @@ class Stragglers(ControlHook):
         )
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Return each phase's seconds, and its waits for ranks; on a GPU waits are phases."""
+        """Return the seconds in each phase, and the seconds of it that were waits for other ranks;
+        on a GPU, waits are phases of their own."""
         stream = self._phases.stream
         if stream is None:
             return self._phases.totals, self._phases.waited
@@ -196,18 +197,18 @@ class Stragglers(ControlHook):
 
 
 class MicrobatchPace:
-    """The median seconds of a microbatch on this rank."""
+    """The median time per microbatch on this rank, in seconds."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=MEDIAN_OF)
         self.restart()
 
     def restart(self) -> None:
-        """Begin the totals at 0."""
+        """Reset the totals to 0."""
         self._before = 0.0
 
     def add(self, seconds: float, microbatches: int) -> None:
-        """Note the work on so many microbatches. `seconds`: since the restart."""
+        """Add the time of so many microbatches. `seconds`: total since `restart`."""
         if microbatches:
             self._latest.append((seconds - self._before) / microbatches)
         self._before = seconds
@@ -218,9 +219,9 @@ class MicrobatchPace:
 
 
 def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, requested: int) -> None:
-    """Deal microbatches by speed if steps become shorter. Every rank calls it with the same
-    arguments. `seconds`: each rank's for a microbatch. `requested`: the last step that any rank has
-    requested."""
+    """Assign microbatches in proportion to speed, if that makes steps shorter. Every rank calls it
+    with the same arguments. `seconds`: each rank's time per microbatch. `requested`: the last step
+    that any rank has requested."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
     found = batching.assignment.at_speeds(seconds, count)
@@ -236,9 +237,10 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
 
 
 def next_interval(seconds: float, *, before: int, ranks: int) -> int:
-    """Return after how many logging steps to exchange next. `seconds`: time of one logging step."""
-    # One value says little: the first step, and a step that saves, take longer. So the interval at
-    # most doubles.
+    """Return the number of logging steps until the next exchange. `seconds`: time of one logging
+    step."""
+    # One measurement says little: the first step, and a step that saves, take longer. So the
+    # interval at most doubles.
     wanted = EXCHANGE_SECONDS * max(1.0, ranks / _RANKS_AT_ONCE)
     return max(1, min(math.ceil(wanted / max(seconds, 1e-9)), 2 * before))
 
@@ -252,23 +254,23 @@ def peak_bytes(device: torch.device) -> float:
 class Straggler(NamedTuple):
     rank: int
     part: str  # the one of `PARTS` with the largest difference
-    seconds: float  # a step, in that part
-    usual_seconds: float  # the median of the others
-    times: float  # its own work's time, divided by the others'
+    seconds: float  # seconds per step in that part
+    usual_seconds: float  # the median of the other ranks
+    times: float  # the time of this rank's own work, divided by the others'
 
 
 class StragglerFinder:
     """Finds stragglers, window by window."""
 
     def __init__(self, peers: Sequence[int]) -> None:
-        """`peers`: a number for each rank; equal ones do the same work."""
+        """`peers`: a number for each rank; ranks with the same number do the same work."""
         self._peers = peers
         self._windows: deque[tuple[float, Times]] = deque()
         self._reported: set[tuple[int, str]] = set()
 
     def add(self, times: Times, seconds: float) -> list[Straggler]:
-        """Add a window of `seconds`. Returns new stragglers; one that was reported is new again
-        after it was not slow."""
+        """Add a window of `seconds`. Returns new stragglers. A rank that was reported before is new
+        again if it was not slow in between."""
         self._windows.append((seconds, times))
         lengths = [seconds for seconds, _ in self._windows]
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
@@ -284,7 +286,7 @@ class StragglerFinder:
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
-    """Return the ranks whose own work takes longer than their peers'. O(n log n)."""
+    """Return the ranks whose own work takes longer than that of their peers, in O(n log n)."""
     found = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)
@@ -303,7 +305,7 @@ def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
 
 
 def _medians_of_the_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the median of all other values for each of two or more."""
+    """Return, for each of two or more values, the median of all the others."""
     order = np.argsort(values)
     positions = np.empty_like(order)
     positions[order] = np.arange(len(values))

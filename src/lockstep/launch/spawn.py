@@ -39,24 +39,23 @@ def spawn(
     plan: str | None = None,
     run_dir: str | None = None,
 ) -> T:
-    """Call `main(*args)` in `nproc` new processes of this machine, and return rank 0's result.
+    """Call `main(*args)` in `nproc` new processes on this machine, and return rank 0's result.
 
-    `nproc="auto"`: the product of the plan's axes, if all have a size; otherwise one per GPU, or
-    one without GPUs. `plan` and `run_dir` apply to every run that `main` trains. The result must be
-    picklable.
+    `nproc="auto"`: the product of the plan's axes, if all have a size; otherwise one process per
+    GPU, or one without GPUs. `plan` and `run_dir` apply to every run that `main` trains. The result
+    must be picklable.
 
-    If `main` can be imported (it is in a file), the processes are fresh interpreters: `args` must
-    be picklable, and a script calls this under `if __name__ == "__main__":`. If it cannot (a
-    notebook, a prompt), they are forks of this process: CUDA must not be in use yet, and each
-    computes with one thread, because a fork lacks torch's other threads.
+    If `main` can be imported from a file, the processes are fresh interpreters: `args` must be
+    picklable, and a script must call `spawn` under `if __name__ == "__main__":`. If it cannot be
+    imported (notebook, prompt), the processes are forks of this one: CUDA must not be in use yet,
+    and each process computes with one thread, because a fork lacks torch's other threads.
 
-    A `UserError` in any process is raised here as its own type, with its text. Any other failure is
-    raised as `WorkerError`, whose text has the traceback of the rank that failed first. On a
-    failure the other processes are stopped. Raises `LaunchError` and `PlanError` before it starts
-    any.
+    A `UserError` in any process is raised here with the same type and text. Any other failure
+    raises `WorkerError`, with the traceback of the rank that failed first. A failure stops the
+    other processes. Raises `LaunchError` and `PlanError` before it starts any process.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A worker that imports the script calls this again; its parent reports it once.
+        # A worker that imports the script reaches this call again; its parent reports it once.
         os._exit(_UNGUARDED_STATUS)
     _refuse_in_worker()
     refuse_on_windows("ls.spawn")
@@ -112,7 +111,7 @@ def _raise_failure(ending: Ending) -> None:
     if ending.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if ending.signal is not None:
-        # The former handler is back: the signal acts as without lockstep.
+        # The previous handler is restored: the signal acts as without lockstep.
         os.kill(os.getpid(), ending.signal)
         raise WorkerError(ending.report())
     first = ending.first
@@ -129,7 +128,8 @@ def _raise_failure(ending: Ending) -> None:
 
 
 def _rebuild(record: FailureRecord) -> UserError:
-    """The worker's error, with the same text, and of the same class if this process knows it."""
+    """The worker's error, with the same text, and of the same class if this process has that
+    class."""
     module, _, name = record.kind.partition(":")
     home = sys.modules.get("__main__" if module == "__mp_main__" else module)
     found: Any = home
@@ -138,7 +138,7 @@ def _rebuild(record: FailureRecord) -> UserError:
     kind: type[UserError] = (
         found if isinstance(found, type) and issubclass(found, UserError) else UserError
     )
-    # Without __init__, which may take other parameters than the text.
+    # Does not call __init__, which may have other parameters than the text.
     error = kind.__new__(kind)
     error.args = (record.message,)
     return error
@@ -162,7 +162,8 @@ class _Starter:
         )
         safe = {} if "PYTHONSAFEPATH" in os.environ else SAFE_PATH
         own = {"OMP_NUM_THREADS": "1"} if self._forked else safe
-        # this process's own tracker: with a worker's variables it would be killed with the worker
+        # use this process's own tracker: one with a worker's variables would be killed with the
+        # worker
         with _environment(safe):
             resource_tracker.ensure_running()
         try:
@@ -206,19 +207,20 @@ class _FunctionProcess:
             if self._result is not None and self.received is None and self._result.poll():
                 self.received = self._result.recv_bytes()
         except (EOFError, OSError):
-            self.received = None  # it ended before or while sending its result
+            self.received = None  # the process ended before or while sending its result
 
     def close(self) -> None:
         """Close the descriptors of the process, at the end."""
         if self._result is not None:
             self._result.close()
-        with suppress(ValueError):  # it still runs: not even SIGKILL ended it
+        with suppress(ValueError):  # the process still runs: not even SIGKILL ended it
             self._process.close()
 
 
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
-    """Add variables to the environment from the worker's start on, when libraries read them."""
+    """Add variables to the environment while a worker starts, because libraries read them at the
+    start."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

@@ -1,5 +1,5 @@
-"""The fingerprint of a model: equal exactly if all bits of its state dict are. Imports torch in
-functions, so that the files of a run are checked without it."""
+"""The fingerprint of a model: two are equal exactly if all bits of the state dicts are equal. Torch
+is imported in functions only, so that the files of a run can be checked without it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def digest(records: Iterable[TensorRecord]) -> str:
 def fingerprint(module_or_state_dict: nn.Module | Mapping[str, Any]) -> str:
     """Return the SHA-256 of all tensors of the state dict, as 64 hexadecimal digits.
 
-    Any rank may call it. If tensors are distributed (DTensor), every rank must: each tensor is
-    gathered in turn.
+    Any rank may call it. If tensors are distributed (DTensor), every rank must call it, because
+    each tensor is gathered.
 
     The hash runs over one record for each tensor, without separators, in the order of the names'
     UTF-8 bytes:
@@ -119,6 +119,6 @@ def _bytes(piece: Tensor) -> memoryview:
     import torch
 
     width = piece.element_size() // (2 if piece.is_complex() else 1)
-    # A contiguous tensor of one element may have any stride. `view` accepts stride 1 alone.
+    # A contiguous tensor of one element may have any stride, but `view` accepts stride 1 only.
     array = piece.cpu().as_strided(piece.shape, (1,)).view(torch.uint8).numpy()
     return (array if sys.byteorder == "little" else array.reshape(-1, width)[:, ::-1].copy()).data

@@ -16,21 +16,24 @@ from typing import Any, Protocol
 from lockstep.base.errors import UserError
 
 CLOSE_TIMEOUT_SECONDS = 60.0
-"""A run waits so long for its loggers at its end."""
+"""Time that a run waits at its end for its loggers."""
 
 
 class Logger(Protocol):
-    """A service that takes metrics, called on rank 0 in its own thread. If a method raises,
-    training goes on with one warning and without the logger."""
+    """A service that receives metrics. It is called on rank 0, in a separate thread. If a method
+    raises, training continues without the logger, after one warning."""
 
     def start(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        """Called before the first step, also of a resumed run. `config`: run.json."""
+        """Called before the first step, also when a run is resumed. `config`: contents of
+        run.json."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Called for each line of metrics.jsonl, with finite values. `step`: steps done."""
+        """Called for each line of metrics.jsonl, with finite values. `step`: number of steps
+        done."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """Called after the run. `result`: result.json; None if the run failed or was preempted."""
+        """Called after the run. `result`: contents of result.json; None if the run failed or was
+        preempted."""
 
 
 class WandB:
@@ -107,8 +110,8 @@ class MLflow:
 
 
 class Loggers:
-    """A thread that calls the loggers, so that training does not wait. Made on one rank; close
-    it."""
+    """A thread that calls the loggers, so that training does not wait. Only one rank makes it; call
+    `close` at the end."""
 
     def __init__(
         self, loggers: Sequence[Logger], run_dir: Path, warn: Callable[[str], None]
@@ -130,7 +133,7 @@ class Loggers:
         self._calls.put(lambda logger: logger.log(step, finite))
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Note the result, which `close` passes on."""
+        """Store the result, which `close` passes to the loggers."""
         self._result = result
 
     def close(self) -> None:

@@ -33,7 +33,8 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raise `RecipeError` unless both count samples, and `microbatch` is None or not larger."""
+    """Raise `RecipeError` unless both are numbers of samples and `microbatch` is None or at most
+    `global_batch`. `of`: prefix of the names in the error."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
         return
@@ -47,7 +48,8 @@ def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
 
 
 def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
-    """Raise `RecipeError` unless exactly one counts. `of`: prefix of the names."""
+    """Raise `RecipeError` unless exactly one of `steps` and `epochs` is given, and is a count.
+    `of`: prefix of the names in the error."""
     if (steps is None) == (epochs is None):
         raise RecipeError(
             f"steps={steps} and epochs={epochs}; a recipe has one length; give exactly one of"
@@ -60,8 +62,8 @@ def check_length(steps: Any, epochs: Any, *, of: str = "") -> None:
 
 
 def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: int) -> None:
-    """Raise `RecipeError` unless `value` is a bool, and if True every epoch has a full batch.
-    `samples`: of an epoch; None: unknown."""
+    """Raise `RecipeError` unless `value` is a bool; if it is True, every epoch must have a full
+    batch. `samples`: number of samples in an epoch; None: unknown."""
     if not isinstance(value, bool):
         raise RecipeError(
             f"drop_last={value!r}; it is True to leave out the last batch of an epoch if it is"
@@ -127,7 +129,8 @@ def powersgd_rank(gradient_compression: str) -> int | None:
 
 
 def keeps_rest(gradient_compression: str) -> bool:
-    """True if the compression has error feedback: the next step sends what this one did not."""
+    """True if the compression has error feedback: the next step adds what this step's compression
+    lost."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 
@@ -137,8 +140,8 @@ def check_seed(value: Any) -> None:
 
 
 def check_factory(name: str, value: Any, *, remedy: str) -> None:
-    """Raise `RecipeError` unless `value` is a function: not the module or optimizer that it should
-    make."""
+    """Raise `RecipeError` unless `value` is a function; the usual mistake is to pass the module or
+    optimizer that it should make."""
     if hasattr(value, "state_dict") and not isinstance(value, type):
         raise RecipeError(
             f"{name} is a {type(value).__name__}, not a function that makes one; every process"

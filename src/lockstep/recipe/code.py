@@ -1,5 +1,5 @@
-"""Digests of a recipe's functions, by which a resumed run and joining processes find an edit. Needs
-no torch."""
+"""Digests of a recipe's functions: a resumed run, and processes that join, compare them to find
+edited code. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from lockstep.recipe.recipe import Recipe
 
 @functools.cache
 def texts() -> Mapping[str, str]:
-    """Return the source of the script, as `__main__`, and of the user's loaded modules, as they are
+    """Return the source of the script (as `__main__`) and of each loaded module of the user, read
     at the first call."""
     found: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
-        if name == "__mp_main__":  # the script too; in a process that was a spare, lockstep's own
+        # includes the script; in a process that was a spare, `__main__` is lockstep's own file
+        if name == "__mp_main__":
             continue
         file = getattr(module, "__dict__", {}).get("__file__")
         if (
@@ -44,13 +45,14 @@ def sources() -> dict[str, str]:
 
 
 def programs(names: Iterable[str]) -> dict[str, str]:
-    """Return these modules' digests without comments, docstrings and line numbers, which takes a
-    parse."""
+    """Return a digest of each of these modules without comments, docstrings and line numbers; this
+    parses them."""
     return {name: _program(texts()[name]) for name in names if name in texts()}
 
 
 def note_source(file: str, source: bytes) -> None:
-    """Let `texts` take this as the file's text: the script may be edited while it runs."""
+    """Make `texts` use `source` as the file's text, because the script may be edited while it
+    runs."""
     with suppress(SyntaxError, UnicodeDecodeError):
         text = decode_source(source)
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -59,7 +61,7 @@ def note_source(file: str, source: bytes) -> None:
 def _program(text: str) -> str:
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # not Python, or that of another version
+    except (SyntaxError, ValueError):  # not Python, or for another version of Python
         return _digest(text)
     for node in ast.walk(tree):
         if isinstance(
@@ -74,7 +76,7 @@ def _digest(text: str) -> str:
 
 
 def other_sources(one: Mapping[str, str], another: Mapping[str, str]) -> list[str]:
-    """Return the modules that differ."""
+    """Return the names of modules whose digests differ."""
     return [name for name, digest in one.items() if another.get(name, digest) != digest]
 
 
@@ -90,7 +92,7 @@ FIELDS = (
     "batch_sampler",
 )
 MOST_BYTES = 2**26
-"""A larger tensor or array is read at both ends."""
+"""If a tensor or array is larger, only its first and last bytes are read."""
 _PARTS = 64
 
 Digests = Mapping[str, Mapping[str, str]]
@@ -98,13 +100,13 @@ Digests = Mapping[str, Mapping[str, str]]
 
 
 def code_of(recipe: Recipe) -> dict[str, str]:
-    """Return one digest of each function, whatever is in objects that it passes on, such as the
-    script's arguments. They differ between versions of Python."""
+    """Return one digest for each function of the recipe. It ignores the contents of objects that a
+    function uses, such as the script's arguments, and differs between versions of Python."""
     return {name: digest(function) for name, function in _functions(recipe).items()}
 
 
 def code_and_objects_of(recipe: Recipe) -> Digests:
-    """Return the digests of each function, with the contents of objects that it uses."""
+    """Return the digests of each function, including the contents of objects that it uses."""
     return {name: parts(function, objects=True) for name, function in _functions(recipe).items()}
 
 
@@ -118,10 +120,10 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
 
 
 def parts(function: Any, *, objects: bool = False) -> dict[str, str]:
-    """Return the digests of a function's code, of what it closes over, has as defaults or reads
-    from its module, and of the user's functions and classes that it uses. Line numbers and
-    docstrings do not count; of trained parameters, dtype and shape do. `objects`: the contents of
-    users' objects, dataclasses and namespaces count too."""
+    """Return the digests of a function's code, and of what it uses: closure variables, defaults,
+    globals of its module, and the user's functions and classes. Line numbers and docstrings are
+    ignored; of trained parameters only dtype and shape count. `objects`: include the contents of
+    the user's objects, dataclasses and namespaces."""
     return digest_parts(_RecipeReader(objects).parts(function), _PARTS)[0]
 
 
@@ -158,7 +160,7 @@ class _RecipeReader(CodeReader):
 
 
 def _parts_of_module(module: Any) -> dict[str, Any]:
-    """Return a module's own parameters, buffers and modules by name."""
+    """Return the parameters, buffers and modules that belong to a module directly, by name."""
     modules = {
         name: each
         for name, each in module.named_modules(remove_duplicate=False)

@@ -15,8 +15,8 @@ from lockstep.recipe.checks import check_callable, check_count
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Uneven files as `shards` shards whose lengths differ by at most one sample. Shard k has the
-    samples [k * total // shards, (k + 1) * total // shards) of all files one after another."""
+    """Uneven files as `shards` shards, whose lengths differ by at most one sample. Shard k has the
+    samples [k * total // shards, (k + 1) * total // shards) of the concatenated files."""
 
     paths: Sequence[Any]
     read: Callable[[Any, int], Iterable[Any]]
@@ -37,7 +37,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceStream:
-    """A streaming dataset of Hugging Face, which shards and skips by itself."""
+    """A streaming dataset of Hugging Face, which can shard and skip efficiently."""
 
     data: Any
     shards: int
@@ -51,8 +51,8 @@ class HuggingFaceStream:
 
 @dataclass(frozen=True, slots=True)
 class EveryNth:
-    """Any iterable as `shards` shards: shard k has the samples k, k + shards, and so on. Each shard
-    reads all of it."""
+    """Any iterable as `shards` shards: shard k has the samples k, k + shards, and so on. Every
+    shard reads the whole iterable."""
 
     data: Iterable[Any]
     shards: int
@@ -70,8 +70,8 @@ class Stream:
     """Data without a length or without random access, in logical shards whose number does not
     depend on the world size.
 
-    The ranks that compute a shard's microbatches read it from beginning to end, then again as its
-    next epoch. Each sample is thus seen exactly once in each epoch of its shard. With M
+    The ranks that compute a shard's microbatches read the shard from beginning to end, then start
+    its next epoch. Each sample is thus seen exactly once in each epoch of its shard. With M
     microbatches in a global batch, microbatch i of step s reads from shard i + M * (s mod (shards /
     M)). A resumed run continues at each shard's position and reads at most `window` samples of it
     again.
@@ -83,11 +83,11 @@ class Stream:
     open: Callable[[int, int, int], Iterable[Any]]
     """(shard, epoch, start) -> an iterable of the shard's samples in that epoch, without the first
     `start`. The samples and their order must depend on shard and epoch only. A source that cannot
-    seek reads and discards the first `start` samples. `start` is 0 unless a run is resumed, else a
-    multiple of `window` or the shard's end."""
+    seek reads and discards the first `start` samples. `start` is 0 unless a run is resumed, then it
+    is a multiple of `window`, or the shard's length."""
     shards: int = field(kw_only=True)
-    """Number of logical shards, a multiple of the microbatches in a global batch. `open` gets 0 to
-    `shards` - 1."""
+    """Number of logical shards, a multiple of the microbatches in a global batch. `open` is called
+    with shards 0 to `shards` - 1."""
     window: int = field(kw_only=True, default=1)
     """Samples in the shuffle buffer of a shard. A process holds one for each shard that it reads.
     1: no shuffle."""
@@ -107,12 +107,12 @@ class Stream:
         counts: Sequence[int] | None = None,
         window: int = 1,
     ) -> Stream:
-        """A stream of files with any numbers of samples, balanced: the lengths of shards differ by
-        at most one sample.
+        """A stream of files, which may have different numbers of samples: the lengths of its shards
+        differ by at most one sample.
 
         `paths`: in the same order in every process. `read`: (path, start) -> an iterable of the
-        file's samples without the first `start`. `counts`: samples of each file; None: each process
-        counts them once, by reading all files. Raises `RecipeError` and `DataError`.
+        file's samples without the first `start`. `counts`: number of samples in each file; None:
+        each process reads all files once to count them. Raises `RecipeError` and `DataError`.
         """
         check_callable("Stream.files(read)", read, optional=False)
         found = (
@@ -128,13 +128,13 @@ class Stream:
 
     @classmethod
     def of(cls, data: Iterable[Any], *, shards: int = 1, window: int = 1) -> Stream:
-        """A stream of an iterable dataset: Hugging Face streaming, torch's `IterableDataset`,
-        WebDataset.
+        """A stream made from an iterable dataset: Hugging Face streaming, torch's
+        `IterableDataset`, WebDataset.
 
-        It must not be split by rank or worker, and each iteration, or each after the same
-        `set_epoch`, must give the same samples. A dataset of Hugging Face is split and sought by
-        its own `shard` and `skip`; of any other, each shard reads all samples and keeps every
-        `shards`-th, and a resumed run reads again from the beginning. Raises `DataError`.
+        The dataset must not be split by rank or worker. Every iteration (or every one after the
+        same `set_epoch`) must give the same samples. A Hugging Face dataset is read with its own
+        `shard` and `skip`. For any other, each shard reads all samples and keeps every `shards`-th,
+        and a resumed run reads from the beginning again. Raises `DataError`.
         """
         if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             raise DataError(
@@ -194,8 +194,8 @@ def check_data(
 def check_samplers(
     sampler: Any, batch_sampler: Any, data: Any, global_batch: Any, microbatch: Any
 ) -> None:
-    """Raise `RecipeError` unless a `batch_sampler` replaces both batch sizes, and samplers have a
-    dataset."""
+    """Raise `RecipeError` if a `batch_sampler` is given together with a batch size, or a sampler
+    without a dataset."""
     check_callable("sampler", sampler, optional=True)
     check_callable("batch_sampler", batch_sampler, optional=True)
     if batch_sampler is None:
@@ -217,7 +217,7 @@ def check_samplers(
 
 
 def check_dataset(name: str, value: Any) -> None:
-    """Raise `DataError` unless `value` is a map-style dataset with a sample."""
+    """Raise `DataError` unless `value` is a map-style dataset with at least one sample."""
     if hasattr(value, "dataset") and hasattr(value, "batch_sampler"):
         raise DataError(
             f"{name} is a {type(value).__name__}; lockstep makes the batches, so that they do not"

@@ -1,7 +1,7 @@
 """Hyper-parameters of a script: `param` declares one; `--set`, a search or the resumed run gives
 its value.
 
-A script asks for all before its first recipe. `declared` has this process's.
+A script declares all of them before its first recipe. `declared` holds those of this process.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Parameter:
     log: bool = False
     """True if a search compares values by their ratio."""
     step: float | None = None
-    """Distance of values from `low` on. None: any value; 1 for an int."""
+    """Distance between allowed values, counted from `low`. None: any value; 1 for an int."""
     choices: tuple[Value, ...] = ()
-    """All values; empty: those between the bounds."""
+    """All allowed values; empty: every value between the bounds."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
@@ -128,7 +128,7 @@ class Parameter:
 
     @property
     def values(self) -> Sequence[Value] | None:
-        """All values, if countable."""
+        """All allowed values, or None if they are not countable."""
         if self.choices:
             return self.choices
         if (
@@ -146,7 +146,8 @@ class Parameter:
         return [float(low + number * step) for number in range(int((high - low) / step) + 1)]
 
     def check(self, value: Value, source: str) -> None:
-        """Raise `RecipeError` for an impossible value. `source`: who gave it."""
+        """Raise `RecipeError` if the value is not allowed. `source`: where it came from, for the
+        error."""
         if isinstance(value, float) and not math.isfinite(value):
             raise self._error(
                 f"has the value {value!r} ({source}); a value is finite; give a number, or None for"
@@ -172,7 +173,7 @@ class Parameter:
             )
 
     def read(self, text: str, source: str) -> Value:
-        """Parse a value. Raises `RecipeError`. `source`: who gave it."""
+        """Parse a value. Raises `RecipeError`. `source`: where it came from, for the error."""
         value: Value
         if self.choices:
             same = [each for each in self.choices if text == str(each)] or [
@@ -206,7 +207,7 @@ class Parameter:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Parameter:
-        """Invert `describe`."""
+        """Make a `Parameter` from the result of `describe`."""
         return cls(**{**described, "choices": tuple(described["choices"])})
 
     def _error(self, text: str) -> RecipeError:
@@ -237,17 +238,17 @@ def param(
     step: float | None = None,
     choices: Sequence[T] | None = None,
 ) -> T:
-    """Return the value of a hyper-parameter: of `--set name=value`, of the trial of a search, of
-    the run that is resumed, or else `default`. The same on every rank.
+    """Return the value of a hyper-parameter: from `--set name=value`, the trial of a search, or the
+    resumed run; else `default`. It is the same on every rank.
 
     - `low`, `high`: bounds, both inclusive. `choices`: all values, instead. With neither, a search
       leaves it alone.
     - `log`: a search samples its logarithm. `step`: distance between values.
     - An int `default` makes it a whole number.
 
-    Called on every rank, before the `Recipe` is made; the values are in `run.json`. Raises
-    `RecipeError` for values that contradict each other, for a parameter declared twice in two ways,
-    and after the recipe was made.
+    Call it on every rank, before the `Recipe` is made; the values are written to `run.json`. Raises
+    `RecipeError` for contradictory values, for a parameter that is declared twice in different
+    ways, and after the recipe was made.
     """
     if choices is not None and len(choices) == 0:
         raise RecipeError(
@@ -268,7 +269,7 @@ def param(
 
 
 class Declared:
-    """The parameters that this process has asked for."""
+    """The parameters that this process has declared."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, Parameter] = {}
@@ -277,7 +278,7 @@ class Declared:
         """True once a recipe was made."""
 
     def add(self, parameter: Parameter, environ: Mapping[str, str]) -> Value:
-        """Return the value. Raises `RecipeError`."""
+        """Declare a parameter and return its value. Raises `RecipeError`."""
         name, before = parameter.name, self.parameters.get(parameter.name)
         if before is not None and before != parameter:
             changed = [
@@ -322,14 +323,14 @@ declared = Declared()
 
 
 def given_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts of `--set` by name. Raises `RecipeError`."""
+    """Return the values that `--set` gives, as text by name. Raises `RecipeError`."""
     return dict(
         map(split_assignment, read_assignments(environ.get(ASSIGNMENTS) or "[]", ASSIGNMENTS))
     )
 
 
 def read_assignments(text: str, name: str) -> tuple[str, ...]:
-    """Parse a variable's list of texts. Raises `RecipeError`."""
+    """Parse the list of assignments in an environment variable. Raises `RecipeError`."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -343,7 +344,7 @@ def read_assignments(text: str, name: str) -> tuple[str, ...]:
 
 
 def split_assignment(text: str) -> tuple[str, str]:
-    """Split `lr=1e-3`. Raises `RecipeError`."""
+    """Split an assignment, such as `lr=1e-3`, into name and value. Raises `RecipeError`."""
     name, equals, value = text.partition("=")
     if not equals or not _NAME.fullmatch(name):
         raise RecipeError(f"--set {text!r}; it is a parameter's name and its value: --set lr=1e-3")
@@ -351,7 +352,7 @@ def split_assignment(text: str) -> tuple[str, str]:
 
 
 def saved_values(run_dir: Path) -> dict[str, Value]:
-    """Return the values of the run in a directory; empty if it has none."""
+    """Return the parameter values of the run in a directory; empty if it has none."""
     try:
         found = read_object(run_dir, "run.json")["recipe"]["parameters"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
 """The recipe: everything that decides what is learned.
 
-It never names a rank, a world size, a device or a host. How it is executed is a
-`lockstep.plan.Plan`.
+It never names a rank, a world size, a device or a host. Those belong to `lockstep.plan.Plan`, which
+says how the recipe is executed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A loss term: the sum over one microbatch of what `Recipe.weight` counts, which is its
-    denominator.
+    """A loss term that is a sum over one microbatch. Its denominator is what `Recipe.weight`
+    returns.
 
     If the loss is a dict of terms, `weight` returns a dict too, with the denominator of each `Sum`
     by its name.
@@ -68,7 +68,7 @@ class Loss:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A metric that is a mean: Σ values / number of values over the evaluation data. Each sample
+    """A metric that is a mean over the evaluation data: Σ values / number of values. Each sample
     counts once."""
 
     values: Callable[[Any, Any], Tensor]
@@ -79,15 +79,16 @@ class Mean:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`: computed from
-    what was collected for all samples, in their order."""
+    """A metric that is not a mean over samples (AUC, F1), or a `Recipe.batch_loss`: it is computed
+    from tensors collected for all samples, in the order of the samples."""
 
     collect: Callable[[Any, Any], tuple[Tensor, ...]]
     """(output, batch) -> tensors whose first dim is the samples of this microbatch. Called with
     (model, batch) if the recipe has no `inputs`."""
     compute: Callable[..., Any]
-    """(*tensors) -> value. Called on every rank with the collected tensors of all samples: of the
-    evaluation data, on the CPU; of the global batch, on the rank's device."""
+    """(*tensors) -> value. Called on every rank with the collected tensors of all samples. A metric
+    gets those of the evaluation data, on the CPU; a `batch_loss` those of the global batch, on the
+    rank's device."""
 
 
 @with_field_docs
@@ -100,21 +101,22 @@ class Evaluation:
     """
 
     data: Any
-    """A map-style dataset. It is read in order; a random sample is the same in every evaluation."""
+    """A map-style dataset. It is read in order. Random augmentation gives the same samples in every
+    evaluation."""
     every: int | Literal["epoch"] | None = None
     """Steps between evaluations, or "epoch": after each epoch. None: only after the last step,
     which is always evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
-    """Name -> metric. Its functions get (output, batch), or without `Recipe.inputs` (model, batch).
-    The loss is always measured, as `loss`."""
+    """Name -> metric. The metric's functions get (output, batch), or (model, batch) if the recipe
+    has no `inputs`. The loss is always measured, as `loss`."""
     microbatch: int | None = None
     """Samples in one forward. None: `Recipe.microbatch`; 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate`, which may augment, is
-    not used: give a function that only pads to both."""
+    """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate` is not used, because it
+    may augment: a function that only pads can be given to both."""
     loss: Callable[[Any, Any], Any] | None = None
-    """The loss to measure, called as `Recipe.loss` is: a scalar, an `ls.Loss`, or a dict of
-    scalars; `Recipe.weight` does not count. None: `Recipe.loss`."""
+    """The loss to measure, with the arguments of `Recipe.loss`. It returns a scalar, an `ls.Loss`,
+    or a dict of scalars; `Recipe.weight` is not used. None: `Recipe.loss`."""
     weights: Literal["current", "average"] = "current"
     """The weights to measure: the model's own, or the moving average of the run's
     `ls.ExponentialMovingAverage`."""
@@ -172,11 +174,11 @@ class Weights:
     a state dict, or nested dicts, whose keys are then joined by dots."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Names in the file -> names in the model, or None to skip the tensor. `*` stands for any text,
-    once on each side: {"module.*": "*"}. The first matching pattern counts; names that match none
-    are unchanged."""
+    once on each side: {"module.*": "*"}. The first matching pattern is used; a name that matches
+    none is unchanged."""
     missing: Literal["refuse", "keep"] = "refuse"
-    """Tensors of the model that the file lacks are an error (`refuse`) or keep their initial values
-    (`keep`)."""
+    """Tensors of the model that the file lacks: `refuse` raises an error, `keep` keeps their
+    initial values."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -208,7 +210,7 @@ class Weights:
 
     @classmethod
     def of(cls, given: Any) -> Weights | None:
-        """Convert `Recipe.weights`. Raises `RecipeError`."""
+        """Convert the value of `Recipe.weights`. Raises `RecipeError`."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, str | PathLike):
@@ -222,11 +224,11 @@ class Weights:
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """All that decides what is learned: model, loss, data, batches, optimizer, precision, seed,
-    length, evaluation.
+    """Everything that decides what is learned: model, loss, data, batches, optimizer, precision,
+    seed, length, evaluation.
 
-    Values are checked here; what needs a model or a batch is checked when training starts. Raises
-    `RecipeError` and `DataError`.
+    Values are checked when the recipe is made; checks that need a model or a batch are made when
+    training starts. Raises `RecipeError` and `DataError`.
     """
 
     model: Callable[[], Any]
@@ -234,16 +236,16 @@ class Recipe:
     same values."""
     data: Any
     """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch`
-    and `steps`. If the dataset has `__getitems__(indices)`, it is called once for a microbatch; a
-    list that it returns is collated, anything else is the batch."""
+    and `steps`. If the dataset has `__getitems__(indices)`, it is called once for each microbatch;
+    if it returns a list, that is collated; anything else is used as the batch."""
     loss: Callable[[Any, Any], Any] | None = None
     """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model,
     batch) -> one of these, or a `Loss`. A scalar is the mean over this microbatch's samples. Give
     this or `batch_loss`."""
     batch_loss: Gathered | None = None
-    """A loss that compares samples with each other: `compute` gets the rows that `collect` has
-    given for all samples of the global batch, and returns a scalar tensor. Each microbatch is
-    computed twice, and memory is one microbatch's."""
+    """A loss that compares samples with each other: `collect` returns rows for each microbatch;
+    `compute` gets the rows of the whole global batch and returns a scalar tensor. Each microbatch
+    is computed twice, so that the activations of only one are in memory."""
     optimizer: Callable[[Any], Any]
     """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly
     one."""
@@ -257,31 +259,32 @@ class Recipe:
     epochs: int | None = None
     """Number of passes over the data. The last batch of each may be short. Give this or `steps`."""
     drop_last: bool = False
-    """With `epochs`: leave out the last batch of each epoch if it is short. Which samples it has
-    changes from epoch to epoch."""
+    """With `epochs`: leave out the last batch of each epoch if it is short. Each epoch leaves out
+    other samples."""
     sampler: Callable[[int, int], Any] | None = None
     """(epoch, seed) -> the indices of an epoch's samples, in order: weighted, balanced, a
-    curriculum. Epochs have one length. A pure function; the default generators are seeded by both
-    before it is called. None: each sample once an epoch, in a keyed order. See `ls.samplers`."""
+    curriculum. All epochs must have the same length. It must be a pure function; the default random
+    generators are seeded with (epoch, seed) before it is called. None: each sample once per epoch,
+    in a shuffled order that follows from the seed. See `ls.samplers`."""
     batch_sampler: Callable[[int, int], Any] | None = None
-    """(epoch, seed) -> the global batches of an epoch, each a list of microbatches, each a list of
-    indices; as `sampler`, instead of `global_batch` and `microbatch`. All epochs have equally many
-    batches."""
+    """(epoch, seed) -> the global batches of an epoch: each a list of microbatches, each of those a
+    list of indices. Like `sampler`, but it replaces `global_batch` and `microbatch`. All epochs
+    must have the same number of batches."""
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
-    """(collated batch on the CPU) -> the denominator of a `Sum`: a number. For a dict of terms: a
-    dict with the denominator of each `Sum` by its name; terms that are plain scalars have none."""
+    """(collated batch on the CPU) -> the denominator of a `Sum`, a number. If the loss is a dict: a
+    dict of the denominators of its `Sum`s, by name; terms that are plain scalars have none."""
     collate: Callable[[list[Any]], Any] | None = None
-    """(samples) -> batch, for training alone; see `Evaluation.collate`. None: torch's
-    `default_collate`."""
+    """(samples) -> batch, used for training only; for evaluations see `Evaluation.collate`. None:
+    torch's `default_collate`."""
     schedule: Callable[[Any], Any] | None = None
     """(step) -> multiplier of all learning rates, a pure function; or (optimizer) -> a torch
     LRScheduler. A ReduceLROnPlateau follows the evaluations' `loss`, or the metric of
     `ls.OnMetric`. None: constant rates."""
     clip_norm: float | None = None
-    """Maximum norm of the whole gradient; a larger gradient is scaled down to it. None: no
-    clipping."""
+    """Maximum norm of the gradient of all parameters together; a larger gradient is scaled down to
+    it. None: no clipping."""
     precision: Precision | Literal["auto"] = "fp32"
     """Precision of the forward: `fp32`, or autocast to `bf16` or `fp16` (with loss scaling).
     Parameters keep their dtype. `auto`: the fastest that the device supports in hardware, measured
@@ -294,25 +297,25 @@ class Recipe:
     - 1."""
     blocks: abc.Sequence[str] | None = None
     """Names of the modules that a plan wraps one by one for FSDP2, activation checkpointing or
-    compilation; `*` stands for any text: `["blocks.*"]`. None: the members of every list of modules
-    of one class."""
+    compilation; `*` stands for any text: `["blocks.*"]`. None: the members of every `ModuleList` or
+    `Sequential` whose members have one class."""
     tensor: Mapping[str, str] | None = None
     """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name
     stands for any text. None: the model's own `tensor_plan`, or that of a Hugging Face model."""
     stages: abc.Sequence[str] | None = None
     """Names of the modules that a pipeline may be cut between; `*` stands for any text:
     `["embedding", "blocks.*", "head"]`. The forward calls them in this order, each with the output
-    of the one before. Each has its own random stream. None: the members of an `nn.Sequential`;
-    other models cannot be pipelined."""
+    of the previous one. Each of them has its own random stream. None: the members of an
+    `nn.Sequential`; other models cannot be pipelined."""
     sequence: Sequence | None = None
     """The sequences that the plan's `context` cuts, their documents and positions. None:
     `ls.Sequence()`, for a model that draws no random numbers."""
     weights: Weights | str | PathLike[str] | None = None
     """Pretrained weights to start from, or just their path. None: the initial values that `model`
-    gives."""
+    sets."""
     evaluation: Evaluation | Mapping[str, Evaluation] | None = None
-    """Evaluation during and after training; several by name, whose metrics are then called
-    `name/loss` and so on. None: no evaluation."""
+    """Evaluation during and after training, or a dict of several by name; their metrics are then
+    called `name/loss` and so on. None: no evaluation."""
 
     def __post_init__(self) -> None:
         check_factory("Recipe.model", self.model, remedy="model=lambda: Net()")
@@ -429,7 +432,8 @@ class Recipe:
         return {} if self.evaluation is None else {"": self.evaluation}
 
     def describe(self) -> dict[str, Any]:
-        """Return the recipe as JSON: functions and datasets by name and length."""
+        """Return the recipe as JSON, with the names of functions, and the names and lengths of
+        datasets."""
         described = {name: _describe(getattr(self, name)) for name in self.__slots__} | {
             "weights": _describe(Weights.of(self.weights))
         }

@@ -32,8 +32,8 @@ Columns = tuple[Tensor, ...]
 
 
 def checked_columns(what: str, collected: Any, samples: int) -> Columns:
-    """Return what was collected from a microbatch as a tuple. Raises `DataError` unless each tensor
-    has one row per sample. `what`: for the message."""
+    """Return the rows that were collected from a microbatch, as a tuple. Raises `DataError` unless
+    each tensor has one row per sample. `what`: the name of the loss or metric, for the error."""
     tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
@@ -58,8 +58,8 @@ def gather_columns(
     sizes: Sequence[int],
 ) -> list[Tensor]:
     """All-gather the rows of all microbatches, on the CPU, in the order of the samples. Every rank
-    of `data` calls it. `parts`: of this rank's microbatches. `sizes`: samples of each
-    microbatch. Raises `DataError` if rows differ."""
+    of `data` calls it. `parts`: the rows of each microbatch of this rank. `sizes`: number of
+    samples of each microbatch. Raises `DataError` if dtypes or shapes of rows differ."""
     mine, count = list(parts.values()), _count(data, what, parts)
     return [
         samples_in_order(
@@ -70,8 +70,8 @@ def gather_columns(
 
 
 def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
-    """The number of tensors that each microbatch has given. Raises `DataError` if dtypes or shapes
-    differ."""
+    """The number of tensors that were collected from each microbatch. Raises `DataError` if dtypes
+    or shapes differ."""
     kinds = {
         index: [
             [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part
@@ -91,8 +91,8 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
 
 
 def distinct_kinds(data: World, kinds: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """Return (first microbatch, kind) for every kind (JSON) that some rank has, in the order of the
-    microbatches. Every rank of `data` calls it."""
+    """Return (first microbatch, kind) for every distinct kind (JSON) on any rank, in the order of
+    the microbatches. Every rank of `data` calls it."""
     everyone = data.gather_values(_firsts(kinds.items()))
     return _firsts(sorted(chain.from_iterable(everyone), key=itemgetter(0)))
 
@@ -120,7 +120,7 @@ class BatchLoss:
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool
     ) -> None:
-        """`watched`: look for collectives in its compute, which takes time."""
+        """`watched`: whether to watch its `compute` for collectives, which takes time."""
         self._watched = watched
         self._loss = loss
         self._spans = spans
@@ -142,7 +142,8 @@ class BatchLoss:
         with torch.no_grad():
             for item, batch in batches:
                 with autocast:
-                    copied = map_tensors(batch, Tensor.clone)  # the model may change it in place
+                    # the model may change the batch in place
+                    copied = map_tensors(batch, Tensor.clone)
                     columns = checked_columns(
                         WHAT, self._loss.collect(call(copied), copied), item.size
                     )
@@ -155,7 +156,7 @@ class BatchLoss:
 
     def _differentiate(self, columns: list[Tensor], autocast: AbstractContextManager[Any]) -> None:
         with torch.enable_grad(), autocast:
-            # Half-precision rows would lose small gradients, which are not yet scaled.
+            # Gradients of half-precision rows could underflow: they are not yet scaled.
             leaves = [
                 column.float() if column.dtype in (torch.float16, torch.bfloat16) else column
                 for column in columns
@@ -196,5 +197,5 @@ class BatchLoss:
             if g is not None
         ]
         total = torch.stack(terms).sum()
-        # The value to record is the loss itself, once.
+        # The value to record is the loss itself, recorded once.
         return Sum(total - total.detach() + (self._value if item.index == 0 else 0.0))

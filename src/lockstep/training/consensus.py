@@ -16,11 +16,11 @@ from lockstep.training.step_result import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The requests of one rank, or those that all ranks have agreed on."""
+    """The requests of one rank, or the requests that all ranks have agreed on."""
 
-    stop: str | None = None  # why training stops after this step
+    stop: str | None = None  # the reason why training stops after this step
     save: bool = False
-    end: str | None = None  # why the run saves and ends now, to be resumed later
+    end: str | None = None  # the reason why the run saves and ends now, to be resumed later
 
     def __bool__(self) -> bool:
         return self.save or self.stop is not None or self.end is not None
@@ -48,15 +48,17 @@ class Consensus:
     mesh: Mesh
     phases: Phases
     request: Callable[[], Request]  # returns this rank's current request
-    # the flags of the step before, being copied from the GPU
+    # the flags of the previous step, which are being copied from the GPU
     _before: tuple[Tensor, torch.Event] | None = None
 
     def flag(self, *, may_stop: bool) -> bool:
-        """True if this rank has a request. `may_stop`: a request to stop counts in this step."""
+        """True if this rank has a request. `may_stop`: True if a request to stop counts in this
+        step."""
         return bool(self._mine(may_stop))
 
     def agree(self, results: Sequence[StepResult], *, may_stop: bool) -> Request:
-        """Agree after a step. `results` hold the flags of all ranks. Every rank calls it."""
+        """Agree on the requests after a step. `results` contain the flags of all ranks. Every rank
+        calls it."""
         if not results:  # all models have skipped the step
             return (
                 self._merged(may_stop)
@@ -86,8 +88,9 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
-        """True if any rank raised its flag in this step. On a GPU without `wait`: in the previous
-        step, so that the host need not wait for the device. `flags`: the data ranks'."""
+        """True if any rank raised its flag in this step. On a GPU, unless `wait`, the previous
+        step's flags are read, so that the host need not wait. `flags`: those that the data ranks
+        exchanged."""
         on_gpu = [
             flag
             for flag in flags
@@ -104,7 +107,7 @@ class Consensus:
         for axis in self.mesh.larger:
             if (
                 "microbatches" not in axis.divides
-            ):  # over the others it is summed with the gradients
+            ):  # over the other axes the flag is summed with the gradients
                 self.mesh.axis(axis.name).all_reduce(raised_by)
         before, self._before = self._before, None
         if wait:

@@ -24,20 +24,22 @@ class Probe(Protocol):
     """Observes each microbatch. `lockstep verify` installs one."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Entered before a microbatch's forward; left when the next one is asked for."""
+        """Called before the microbatch's forward; the context is left when the next microbatch is
+        requested."""
 
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """Called before the backward of `grad_output * total`. `module`: its number in the session.
-        `microbatch`: its number in the step."""
+        """Called before the backward of `grad_output * total`. `module`: number of the model in the
+        session. `microbatch`: number of the microbatch in the step."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
-        """Called instead for a microbatch whose backward a pipeline's schedule has computed."""
+        """Called instead of `before_backward` for a microbatch whose backward a pipeline schedule
+        has computed."""
 
     def result(self, name: str, value: float) -> None:
-        """Called with a number that the script has got from all ranks. `name`: the call that
-        returned it."""
+        """Called with a number that a call of the script has reduced over all ranks. `name`: that
+        call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,16 +50,16 @@ class Overrides:
     precision: Precision | None = None
     gradient_compression: str | None = None
     microbatch: int | None = None  # samples
-    # called with each model that a factory has built
+    # called with each model that a factory returns
     change_model: Callable[[nn.Module], None] | None = None
     change_loaded: Callable[[nn.Module], None] | None = None
-    """Called with each model that pretrained weights were loaded into."""
+    """Called with each model after pretrained weights were loaded into it."""
     # called with each batch of a step, on the device
     change_batch: Callable[[Microbatch, Any], Any] | None = None
     probe: Probe | None = None
     without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
-    """True: no checkpoints, no autotuning, no loggers, and of lockstep's hooks only the ones that
+    """True: no checkpoints, no autotuning, no loggers, and only those of lockstep's hooks that
     training itself needs."""
 
 
@@ -70,14 +72,14 @@ class Context:
     plan: Plan
     precision: Precision
     gradient_compression: str
-    requested_compression: str  # the script's `gradient_compression`, without overrides
+    requested_compression: str  # the script's `gradient_compression`, before overrides
     seed: int
     log_every: int  # steps between two lines of metrics.jsonl
-    recipe: dict[str, Any] | None  # as JSON, as it was given; None without `ls.train`
+    recipe: dict[str, Any] | None  # the recipe as JSON, as it was given; None without `ls.train`
     recorder: Recorder
     phases: Phases
     overrides: Overrides
-    recovered_from: str | None = None  # the loss that the latest recovery in place followed
+    recovered_from: str | None = None  # why the process was lost that led to a recovery in place
 
     @property
     def device(self) -> torch.device:

@@ -1,5 +1,5 @@
-"""Torch's deterministic mode, in a run with numerics=bitwise on an accelerator: operations that it
-refuses, and its filling of new tensors."""
+"""Torch's deterministic mode for numerics=bitwise on an accelerator: the operations that it
+refuses, and how it fills new tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ implementations."""
 
 
 def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return what such a refusal means under numerics=bitwise; None for another error."""
+    """Return the `PlanError` that explains a refusal of deterministic mode under numerics=bitwise;
+    None for any other error."""
     if not isinstance(error, RuntimeError) or not (found := _REFUSED.search(str(error))):
         return None
     name = found.group(1)
@@ -47,10 +48,10 @@ def error_of_determinism(error: BaseException | None, plan: object) -> PlanError
 
 
 class FillsInFirstStep(Hook):
-    """Ends torch's filling of new tensors with NaN after the first step. In deterministic mode
-    torch fills every new tensor, which takes a tenth of a step's time. Code that reads one of
-    floating-point numbers before it is written has a loss of NaN in the first step, which is
-    refused, if what it reads there reaches the loss."""
+    """Stops torch from filling new tensors with NaN after the first step. In deterministic mode
+    torch fills every new tensor, which takes a tenth of a step's time. If code reads a
+    floating-point tensor before writing it and the value reaches the loss, the loss of the first
+    step is NaN, which is refused."""
 
     def after_step(self, run: Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a module's property

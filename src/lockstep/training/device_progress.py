@@ -1,10 +1,10 @@
-"""The progress of an accelerator with the steps that the host has queued, and the host's values of
-these steps.
+"""The progress of an accelerator through the steps that the host has queued, and the host's values
+for each of these steps.
 
-The host is up to two steps ahead of its device, and if a collective never ends it stays so. What it
-knows of the state (the step, the schedule, the position in the data) then does not fit the
-tensors on the device. So an event is recorded where a step has ended, and one where the next change
-of the state begins: a state is certain if the device has reached the first and not the second.
+The host queues up to two steps ahead of its device; if a collective never ends, it stays ahead. The
+host's state (step, schedule, position in the data) then does not match the tensors on the device.
+So one event is recorded at the end of each step, and one before the next change of the state: the
+state is certain if the device has reached the first event but not the second.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import HostValues
 
 _KEPT = 3
-"""The steps after whose end the device may be."""
+"""Number of latest steps to keep: the device may be at the end of any of them."""
 _POLL_SECONDS = 0.005
 
 
 class StreamMark:
-    """A place in what is queued on the current streams of some devices."""
+    """A point in the work that is queued on the current streams of some devices."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._events = [(accelerator.event(device), device) for device in devices]
@@ -43,13 +43,13 @@ class StreamMark:
         return self.is_recorded and all(event.query() for event, _ in self._events)
 
     def may_be_passed(self) -> bool:
-        """True if a device has reached it."""
+        """True if a device may have passed it: at least one has reached it."""
         return self.is_recorded and any(event.query() for event, _ in self._events)
 
 
 @dataclass(eq=False, slots=True)
 class EndedStep:
-    """A step whose end was queued, with the values that the host had then."""
+    """A step whose end was queued, with the host's values at that time."""
 
     step: int
     metrics: dict[str, float]
@@ -60,14 +60,15 @@ class EndedStep:
     modules: list[HostValues]
     end: StreamMark = field(init=False)
     change: StreamMark = field(init=False)
-    """Before the first change of the state after it; not recorded as long as none is queued."""
+    """A mark before the first change of the state after the step; not recorded until such a change
+    is queued."""
 
     def is_certain(self) -> bool:
         """True if the tensors on the device are those of this step."""
         return self.end.is_reached() and not self.change.may_be_passed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the `Run` then."""
+        """Return the state of the `Run` after this step."""
         loss = self.saved_loss if self.latest is None else self.latest.loss()
         return {
             "step": self.step,
@@ -81,8 +82,8 @@ class EndedStep:
 
 
 class DeviceProgress:
-    """The last steps of a run on accelerators. The training thread notes them; any thread may
-    ask."""
+    """The last steps of a run on accelerators. The training thread records them; any thread may
+    query them."""
 
     def __init__(self) -> None:
         self._ended: deque[EndedStep] = deque()
@@ -90,7 +91,8 @@ class DeviceProgress:
         self._devices: Sequence[torch.device] = ()
 
     def end_step(self, ended: EndedStep, devices: Sequence[torch.device]) -> None:
-        """Note that the end of a step is queued. `devices`: all that hold a part of the state."""
+        """Record that the end of a step is queued. `devices`: all devices that hold a part of the
+        state."""
         if devices != self._devices:
             self._devices, self._marks = devices, []
         if len(self._ended) == _KEPT:
@@ -104,7 +106,7 @@ class DeviceProgress:
         self._ended.append(ended)
 
     def begin_change(self) -> None:
-        """Note that what is queued from now on changes the state, until the next step has ended."""
+        """Record that work queued from now on changes the state, until the next step has ended."""
         if self._ended and not (latest := self._ended[-1]).change.is_recorded:
             latest.change.record()
 
@@ -118,11 +120,12 @@ class DeviceProgress:
 
     def is_certain(self, ended: EndedStep) -> bool:
         """True if the tensors on the device are still those of this step."""
-        return ended.is_certain() and ended in self._ended  # its marks are another step's otherwise
+        # otherwise its marks belong to another step
+        return ended.is_certain() and ended in self._ended
 
     def newest(self, within_seconds: float) -> EndedStep | None:
-        """Return the newest step whose state is certainly on the device; None if there is
-        none. Waits so long for the latest step."""
+        """Return the newest step whose state is certainly on the device; None if there is none.
+        Waits up to `within_seconds` for the latest step."""
         deadline = time.monotonic() + within_seconds
         while self._ended:
             ended = list(self._ended)

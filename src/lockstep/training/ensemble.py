@@ -96,8 +96,8 @@ def _loaded(model: nn.Module, path: str) -> nn.Module:
 
 
 def _mean(outputs: list[Any]) -> Any:
-    """Return the mean of outputs of one structure. Raises `RecipeError` for what has no mean,
-    unless all are equal."""
+    """Return the mean of outputs that have the same structure. Raises `RecipeError` for values that
+    have no mean, unless all are equal."""
     first = outputs[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
         return torch.stack(outputs).mean(dim=0)

@@ -1,5 +1,4 @@
-"""Evaluates a model on data it is not trained on: every sample counts exactly once, at any world
-size."""
+"""Evaluates a model on held-out data: every sample counts exactly once, at any world size."""
 
 from __future__ import annotations
 
@@ -44,13 +43,13 @@ ALONE = (
     "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask"
     " torch.distributed.is_initialized()"
 )
-"""The remedy for a metric that calls a collective: there, the answer is False."""
+"""The remedy for a metric that calls a collective: `is_initialized()` returns False there."""
 
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode. Afterwards restore each module's mode, and free
-    parameters that forwards have all-gathered."""
+    """Put the model into evaluation mode. On exit, restore each module's mode and free parameters
+    that forwards have all-gathered."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -74,7 +73,7 @@ class Evaluator:
     module: TrainModule
     assignment: MicrobatchAssignment = field(init=False)
     _is_first: bool = True
-    """True until a microbatch has been measured."""
+    """True until the first microbatch has been measured."""
 
     @classmethod
     def of(
@@ -148,7 +147,7 @@ class Evaluator:
     def _measured(
         self, item: Microbatch, batch: Any, output: Any, loss: Any
     ) -> tuple[Sums, _ToHost]:
-        # a metric may keep what it is called with, or call the model
+        # a metric may keep its arguments, or call the model
         if item.is_dummy and self.recipe.inputs is not None:
             return {}, _ToHost({}, self.module.device)
         weighs = self.recipe.weight if self.evaluation.loss is None else None
@@ -174,8 +173,8 @@ class Evaluator:
     def _called(
         self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any
     ) -> Any:
-        """Call a metric's function of one microbatch. Raises `DataError` if it calls a collective,
-        which is looked for once."""
+        """Call a function of a metric for one microbatch. Raises `DataError` if it calls a
+        collective; only the first microbatch is watched."""
         if self.recipe.inputs is None or self.plan.divides("features"):
             return function(output, batch)  # the model's own collectives
         try:
@@ -219,8 +218,8 @@ class Evaluator:
         return means
 
     def _names(self, rows: dict[int, Sums]) -> list[str]:
-        """The names of the sums. Every rank calls it. Raises `LossError` if they differ between
-        microbatches."""
+        """The names of the sums that an evaluation computes. Every rank calls it. Raises
+        `LossError` if they differ between microbatches."""
         (_, names), *others = distinct_kinds(
             self.mesh.data, {index: list(row) for index, row in rows.items()}
         )
@@ -264,12 +263,12 @@ class Evaluator:
 
 
 class _ToHost:
-    """Copies of the rows that a microbatch has collected, on their way to the host. It takes them
-    after it has begun the next microbatch, and waits for them: so it is at most one microbatch
-    ahead of a device."""
+    """Copies the collected rows of microbatches to the host. It waits for the rows of one
+    microbatch after the next has begun, so the host is at most one microbatch ahead of the device.
+    """
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
-        """`device`: the model's; the host must not get far ahead of it."""
+        """`device`: the model's device, which the host must not get far ahead of."""
         devices = {device, *(tensor.device for each in columns.values() for tensor in each)}
         streams = [each for each in devices if accelerator.has_streams(each)]
         behind = bool(streams)
@@ -284,7 +283,7 @@ class _ToHost:
             return self._columns
         for event in self._events:
             event.synchronize()
-        # out of pinned memory
+        # copy out of pinned memory
         return {
             name: tuple(tensor.clone() for tensor in each) for name, each in self._columns.items()
         }
@@ -296,8 +295,8 @@ def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Column
 
 
 def _no_loss(output: Any, batch: Any) -> None:
-    """The loss of a microbatch of a recipe with a `batch_loss`, which is computed from the rows of
-    all."""
+    """The loss of a microbatch if the recipe has a `batch_loss`: nothing, because that is computed
+    from the rows of all microbatches."""
 
 
 def _one_number(name: str, computed: Any) -> float:

@@ -32,8 +32,8 @@ Loss = Callable[[Any, Any], Any]
 Score = Callable[[Microbatch, Any, Any, Any], T]
 """(microbatch, batch, output, loss) -> the microbatch's part of an evaluation."""
 EVALUATED_TOGETHER = 2
-"""Microbatches of a stage in one forward of an evaluation; activations between stages are all in
-memory."""
+"""Number of microbatches that a stage computes in one forward of an evaluation; all activations
+between stages are kept in memory."""
 
 
 class Accumulation(Protocol):
@@ -41,11 +41,11 @@ class Accumulation(Protocol):
     it."""
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches and batches, on the device, each with its own random
-        generators."""
+        """Yields this rank's microbatches with their batches, on the device, each with its own
+        random generators."""
 
     def accumulate(self, loss: Any) -> None:
-        """Accumulate the gradient of the loss of the microbatch that `batches` gave last."""
+        """Accumulate the gradient of a loss, for the latest microbatch of `batches`."""
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         """All of this rank's microbatches and their batches at once. For `record`."""
@@ -62,18 +62,18 @@ class Accumulation(Protocol):
     def record(
         self, microbatch: Microbatch, value: Any, weight: Any, part: Contribution | None
     ) -> None:
-        """Record a microbatch whose gradient has been accumulated. `part`: None if another rank has
-        its loss."""
+        """Record a microbatch whose gradient has been accumulated. `part`: None if another rank
+        computes its loss."""
 
 
 class Executor(Protocol):
     """Computes this rank's microbatches of one model. Every rank makes the same calls."""
 
     why_no_loop: str | None
-    """Why the script cannot loop over microbatches itself; None if it can."""
+    """The reason why the script cannot loop over microbatches itself; None if it can."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
-        """Forward and backward of all microbatches of a step."""
+        """Compute forward and backward of all microbatches of a step."""
 
     def evaluate(
         self,
@@ -83,12 +83,12 @@ class Executor(Protocol):
         loss: Loss,
         score: Score[T],
     ) -> Iterable[tuple[Microbatch, T]]:
-        """Forward alone: each microbatch and its score, on ranks with the output. `position`: the
-        key of its random streams."""
+        """Compute the forward only. Yields each microbatch and its score, on ranks that have the
+        model's output. `position`: the key of a microbatch's random streams."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
-        """Compute a JSON value on the rank with the model's output, for all ranks. An error there
-        is raised on all."""
+        """Compute a JSON value on the rank with the model's output, and return it on all ranks. An
+        error is raised on all ranks."""
 
 
 @dataclass(slots=True)
@@ -214,8 +214,8 @@ class PipelineExecutor:
 
 
 def call_model(inputs: Inputs, model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch; without `inputs` the model itself, because the loss then
-    calls it."""
+    """The model's output for a batch. Without `inputs` it returns the model itself, which the loss
+    then calls."""
     if inputs is None:
         return model
     arguments = model_arguments(inputs, batch)

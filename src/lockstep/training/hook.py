@@ -40,12 +40,13 @@ class Hook:
         """Before each evaluation."""
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
-        """After each evaluation, with its metrics, which are the same on every rank. What a hook
-        adds to them is in the run's result, and can be named in `Saving(best=)`."""
+        """After each evaluation, with its metrics, which are the same on every rank. A hook may add
+        values to `metrics`: they appear in the run's result, and `Saving(best=...)` can name them.
+        """
 
     def on_finish(self, run: Run) -> None:
-        """After the last step and the last evaluation, before the result is written. Not after an
-        error."""
+        """After the last step and the last evaluation, before the result is written. Not called
+        after an error."""
 
     def on_save(self, run: Run) -> None:
         """After the final weights were written to the run directory."""
@@ -62,7 +63,7 @@ class Hook:
 
 
 class ControlHook(Hook):
-    """One of lockstep's own hooks, which may also stop, save or end the run."""
+    """A hook of lockstep itself, which may also stop, save or end the run."""
 
     def request(self, run: Run) -> Request:
         """Return this rank's request to all ranks. Called in each step."""
@@ -78,11 +79,12 @@ class ControlHook(Hook):
         """After the last step of a loop of steps."""
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
-        """After `between_steps`, with what all ranks agreed on. Every rank calls it."""
+        """Called on every rank after `between_steps`, with the requests that all ranks agreed
+        on."""
 
 
 MOMENTS = ("on_", "before_", "after_", "between_")
-"""The beginnings of the names of all moments."""
+"""Prefixes of the names of hook methods."""
 
 
 def check_hooks(hooks: Any) -> None:

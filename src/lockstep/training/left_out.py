@@ -17,8 +17,8 @@ _PIECE = 1 << 20
 
 
 class LeftOut:
-    """The tensors that neither the state dict nor an optimizer holds. One that changes belongs to
-    the run's state."""
+    """The tensors that neither the state dict nor an optimizer holds. If one of them changes, it
+    belongs to the run's state."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
         """`held`: names of parameters that an optimizer holds. Every rank makes one, before a
@@ -37,7 +37,7 @@ class LeftOut:
         self._agreed: set[str] = set()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, by name."""
+        """All of these tensors, by name."""
         found = {}
         for prefix, module in self._modules:
             for own in (own_parameters(module), own_buffers(module)):
@@ -48,7 +48,7 @@ class LeftOut:
         return found
 
     def agree(self, world: World) -> None:
-        """Let what has changed on one rank count as changed on all. Every rank calls it."""
+        """Count a tensor that has changed on one rank as changed on all. Every rank calls it."""
         for names in world.gather_values(sorted(self.changed())):
             self._agreed |= set(names)
 
@@ -61,7 +61,7 @@ class LeftOut:
         }
 
     def resized(self) -> list[str]:
-        """The names of the buffers that have another shape than at the start."""
+        """The names of the buffers whose shape has changed since the start."""
         return [
             name
             for name, tensor in self._model.named_buffers()
@@ -93,9 +93,9 @@ def not_persistent(model: nn.Module) -> set[str]:
 def complete_state_dict(
     model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
 ) -> dict[str, Any]:
-    """Return the model's state dict, with what it leaves out although an optimizer holds it or it
-    has changed, but no buffers with persistent=False. Every rank calls it. `changed`: what
-    `LeftOut.changed` returns."""
+    """Return the model's state dict, plus tensors that it leaves out but that an optimizer holds or
+    that have changed. Buffers with persistent=False are never added. Every rank calls it.
+    `changed`: what `LeftOut.changed` returns."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}
@@ -114,15 +114,15 @@ def complete_state_dict(
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where this rank's part is in memory; 0 if it has none."""
+    """Return the memory address of this rank's part; 0 if it has none."""
     return to_local(tensor).detach().data_ptr() if to_local(tensor).numel() else 0
 
 
 def _checksum(tensor: Tensor) -> tuple[object, ...]:
-    """Return a number that depends on every byte of this rank's part and on its place, with dtype
-    and shape.
+    """Return a value that depends on every byte of this rank's part and the byte's
+    position, and on dtype and shape.
 
-    For a tensor without dense bytes it is the count of the changes that torch has seen."""
+    For a tensor without dense bytes, it contains torch's count of changes instead."""
     part, kind = to_local(tensor).detach(), (str(tensor.dtype), tuple(tensor.shape))
     if (
         type(part) is not Tensor

@@ -52,7 +52,7 @@ from lockstep.training.training import Training
 NUMBERS = ("global_batch", "microbatch", "steps", "epochs", "drop_last")
 """The arguments of `Session.steps` that must be the same when the run is resumed."""
 SETTINGS = ("seed", "precision", "gradient_compression")
-"""The arguments of `Session` of which that is true."""
+"""The arguments of `Session` that must be the same when the run is resumed."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,8 @@ class LoopOptions:
     batch_sampler: Callable[[int, int], Any] | None
 
     def __post_init__(self) -> None:
-        """Take dataset and collate function from a DataLoader whose order is given."""
+        """Take the dataset and collate function out of a DataLoader if the order of samples is
+        given."""
         if isinstance(self.data, DataLoader) and (
             self.sampler is not None or self.batch_sampler is not None
         ):
@@ -166,8 +167,8 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
 
 
 def _describe(training: Training, options: LoopOptions) -> None:
-    """Record what a script's own loop learns, as far as it is numbers; it is compared when the run
-    is resumed."""
+    """Record the numbers that decide what a script's own loop learns; a resumed run compares
+    them."""
     context = training.context
     settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
     settings |= {
@@ -181,8 +182,8 @@ def _describe(training: Training, options: LoopOptions) -> None:
 
 
 def report_layout(training: Training, options: LoopOptions, batching: Batching) -> None:
-    """Record each model's reducer, what BatchNorm's statistics cover, and idle ranks, in the first
-    loop of steps."""
+    """Record each model's reducer, the samples that BatchNorm's statistics cover, and idle ranks.
+    Only for the first loop of steps."""
     if training.run.recipe is None:
         _describe(training, options)
     models = [module.model for module in training.modules]
@@ -204,8 +205,8 @@ def report_layout(training: Training, options: LoopOptions, batching: Batching) 
 
 
 def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
-    """The order of the sampler. Every rank calls it. Raises `DataError` on all ranks if it differs
-    between ranks."""
+    """The order that the sampler gives; None without one. Every rank calls it. Raises `DataError`
+    on all ranks if it differs between ranks."""
     if options.sampler is None and options.batch_sampler is None:
         return None
     order = order_of(
@@ -226,8 +227,8 @@ def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
 
 
 def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
-    """Return the order of a recipe's sampler, and the samples of an epoch, 0 of a stream. Raises
-    `DataError`."""
+    """Return the order of a recipe's sampler, and the number of samples in an epoch (0 for a
+    stream). Raises `DataError`."""
     if isinstance(recipe.data, Stream):
         return None, 0
     order = order_of(
@@ -298,7 +299,7 @@ def sources(
     close: Callable[[Callable[[], object]], object],
 ) -> Iterator[Microbatches]:
     """Each step's microbatches on this rank, from step `first` on. `close` is called with the
-    loader's `close` method, to register it."""
+    loader's `close` method, to run it at the end."""
     context, data = training.context, options.data
     if data is None:
         return from_indices(batching, seed=context.seed, first=first)
@@ -317,7 +318,7 @@ def sources(
             else {}
         )
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
-    # what is requested is settled: a change of the assignment comes after it
+    # microbatches that were requested are settled: a change of the assignment applies after them
     if context.plan.assignment == "measured":
         how["ahead"] = max(1, training.run.global_batch // context.mesh.data.size)
     loader = Loader(data, order=batching.order, **how)
@@ -334,7 +335,7 @@ def compare_data(
     data also with the samples of the run that is resumed. Every rank calls it.
 
     Raises `DataError` on all ranks if samples differ; with numerics=bitwise also if a sample
-    changes from one fetch to the next, which is otherwise a warning.
+    changes from one fetch to the next; in other numerics that is a warning.
     """
     everyone = [Digests(**found) for found in training.context.world.gather_values(asdict(digests))]
     reason = changing(name, everyone)
@@ -377,7 +378,7 @@ def steps(
     ]
     streams = [(number, module.parallel.streams) for number, module in enumerate(training.modules)]
     training.streams = [(number, each) for number, each in streams if each is not None]
-    for source in batches:  # each is fetched in the phase "data" of `Step.batches`
+    for source in batches:  # each batch is fetched in the phase "data" of `Step.batches`
         context.phases.step = source.step
         if weight is not None:
             before = context.phases.enter("exchange", interrupts=True)
@@ -406,7 +407,7 @@ def steps(
         training.hooks.call("after_step", training.run)
         context.phases.enter("between steps")
         training.end_step(source)
-        # the hooks read what the step computes
+        # the hooks read the step's results
         if training.run.is_logging_step and accelerator.has_streams(context.device):
             with context.phases.waiting_for_device():
                 accelerator.current_stream(context.device).synchronize()

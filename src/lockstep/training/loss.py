@@ -24,11 +24,11 @@ _LISTS = (list, tuple)
 
 
 def rows_per_sample(name: str, batch: Any, samples: int) -> int:
-    """Return how many rows the batch has for each of the `samples` that were asked for: 1, or more
-    if all are repeated (several views). Raises `LossError` if that is no whole number: a mean over
-    the rows is then no mean over samples. `name`: of the term that is one. A batch in which nothing
-    can be counted is taken at its word."""
-    kind = type(batch)  # the common cases, asked for each microbatch
+    """Return the number of rows in the batch for each of its `samples`: 1, or more if every sample
+    is repeated (several views). Raises `LossError` if it is not a whole number, because a mean over
+    rows is then no mean over samples. `name`: the loss term that is a mean. If no rows can be
+    counted, it returns 1."""
+    kind = type(batch)  # the common cases first: this is called for each microbatch
     first = (
         batch[0]
         if kind in _LISTS and batch
@@ -53,9 +53,9 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
 
 
 def rows_of(batch: Any, samples: int) -> int | None:
-    """Return the number of samples in a batch for which `samples` were asked: the rows of its
-    tensors, or the lengths of its lists. -1: its tensors have unequally many, and nothing has
-    `samples`. None: nothing can be counted."""
+    """Return the number of rows in a batch of `samples` samples: the rows of its tensors, or the
+    lengths of its lists. -1: its tensors have different numbers of rows, none of them `samples`.
+    None: nothing can be counted."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else None
     if is_dataclass(batch):
@@ -71,7 +71,7 @@ def rows_of(batch: Any, samples: int) -> int | None:
         return samples
     if not any(isinstance(part, Tensor | np.ndarray) for part in parts):
         if len(lists) == 1 and all(isinstance(part, list | tuple) for part in parts):
-            return lists.pop()  # a list of images and one of targets
+            return lists.pop()  # a list of images and a list of targets
         if not isinstance(batch, Mapping) and not lists and parts:
             return len(parts)  # a list of samples, each a dict or a text
     if len(tensors) == 1:
@@ -93,12 +93,12 @@ def _tensor_rows(parts: Iterable[Any]) -> Iterable[int]:
 
 
 NAME = "loss_module"
-"""The loss's name in the model, and in the names of its parameters."""
+"""The name of the loss module in the model, and the prefix of its parameters' names."""
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """The recipe with a loss module as a part of the model, where optimizer, plans and checkpoints
-    find its parameters. Unchanged if the loss has none."""
+    """The recipe with a loss module made a part of the model, so that optimizer, plans and
+    checkpoints find its parameters. Unchanged if the loss has no parameters."""
     if not isinstance(recipe.loss, nn.Module) or not any(
         parameter.requires_grad for parameter in recipe.loss.parameters()
     ):
@@ -134,13 +134,13 @@ class _LossInModel:
 
 class _SequentialBeforeLoss(nn.Sequential):
     def forward(self, input: Any) -> Any:
-        for name, module in self._modules.items():  # a module may stand in it twice
+        for name, module in self._modules.items():  # a module may occur in it twice
             if name != NAME:
                 input = module(input)
         return input
 
 
-IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out by default
+IGNORE_INDEX = -100  # torch's cross entropy ignores this label by default
 SINGLE = "loss"  # the name of the only term, if the loss is not a dict
 Weights = dict[str, float]
 Sums = dict[str, tuple[Number, Number]]
@@ -151,24 +151,24 @@ class LossKind(NamedTuple):
     """Properties that the losses of all microbatches share."""
 
     has_weight: bool
-    """True of an `ls.Loss`."""
+    """True for an `ls.Loss`."""
     terms: list[str]
     repeats: int
-    """Rows of the batch for each sample, where the loss has a mean over them."""
+    """Number of rows of the batch for each sample, if the loss is a mean over rows."""
 
 
 class Contribution(NamedTuple):
-    """The part of one microbatch in a step: the gradient of `grad_output * total`, and the numbers
-    to record."""
+    """The contribution of one microbatch to a step: the gradient of `grad_output * total`, and the
+    numbers to record."""
 
     total: Tensor  # scalar with a gradient
     grad_output: Tensor
-    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite: the sum
-    tells all ranks."""
-    # Scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
+    """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, so that
+    the summed gradient tells all ranks."""
+    # scalar: the microbatch's part of the step's loss; for an `ls.Loss`, its unscaled total
     value: Tensor | float
-    weight: Tensor | None  # Scalar; only of an `ls.Loss`
-    terms: dict[str, Tensor]  # each term's part of the step's loss, if there are several
+    weight: Tensor | None  # scalar; for an `ls.Loss` only
+    terms: dict[str, Tensor]  # the part of each term in the step's loss, if there are several
     repeats: int = 1  # as in `LossKind`
 
     def kind(self) -> LossKind:
@@ -184,8 +184,8 @@ def contribution(
     weights: Weights | None,
     prescale: Tensor,
 ) -> Contribution:
-    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: of the global batch.
-    `prescale`: the divisor of an `ls.Loss`."""
+    """Check and scale a microbatch's loss. Raises `LossError`. `weights`: denominators over the
+    global batch. `prescale`: the divisor of an `ls.Loss`."""
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
@@ -215,7 +215,7 @@ def contribution(
 
 def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
     """The loss of a microbatch of `samples` in an evaluation: metric name -> (total, weight) of
-    each term. `weights`: this microbatch's."""
+    each term. `weights`: denominators of this microbatch."""
     if isinstance(loss, Loss):
         part = _forward_known(loss, weights, torch.ones(()), learns=False)
         assert part.weight is not None
@@ -235,8 +235,8 @@ def measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) ->
 
 
 def number_of(scalar: Tensor) -> Number:
-    """Return a scalar as a float64: on the device if reading it would make the host wait, else as a
-    number."""
+    """Return a scalar as a float64: a tensor on the device if reading it would make the host wait,
+    else a number."""
     return (
         scalar.detach().double()
         if accelerator.has_streams(scalar.device)
@@ -245,7 +245,7 @@ def number_of(scalar: Tensor) -> Number:
 
 
 def numbers_on_host(numbers: Sequence[Number]) -> list[float]:
-    """Read numbers. The host waits once for those on a device."""
+    """Convert numbers to floats. The host waits once for all numbers that are on a device."""
     on_device = [number for number in numbers if isinstance(number, Tensor)]
     read = iter(
         torch.stack([number.to(on_device[0].device) for number in on_device]).tolist()
@@ -303,20 +303,22 @@ def _check_same_names(terms: Mapping[str, Any], weights: Weights) -> None:
 
 
 def _repeats(name: str, term: Any, batch: Any, samples: int) -> int:
-    """See `LossKind.repeats`. Raises `LossError` if a plain scalar is no mean over the samples."""
+    """Return the value of `LossKind.repeats`. Raises `LossError` if a plain scalar is no mean over
+    the samples."""
     return 1 if isinstance(term, Sum) else rows_per_sample(name, batch, samples)
 
 
 def _scale(name: str, term: Any, fraction: float, weights: Weights | None) -> float:
-    """The factor of a term's total: 1 / Σ weight (0 if that is 0), or else `fraction`, this
-    microbatch's share of the step's samples."""
+    """The factor of a term's total: 1 / Σ weight (0 if the sum is 0) for a term with a weight, else
+    `fraction`, this microbatch's share of the step's samples."""
     if not isinstance(term, Sum) or weights is None:
         return fraction
     return 1.0 / weights[name] if weights[name] else 0.0
 
 
 def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) -> None:
-    """Raise `LossError` if a term has no weight in the whole global batch, and is not 0."""
+    """Raise `LossError` if the weight of a term is 0 in the whole global batch, but its total is
+    not."""
     if (
         weights is not None
         and isinstance(term, Sum)
@@ -454,8 +456,8 @@ def _number(name: Any, value: Any) -> float:
 
 
 def _ignore_index_in(batch: Any) -> str | None:
-    """Return where the batch holds the ignore index, as an index: "", "[0]", "['labels'][1]"; None:
-    nowhere."""
+    """Return the position of the ignore index in the batch as an index expression: "", "[0]",
+    "['labels'][1]"; None if it does not occur."""
     if isinstance(batch, Tensor):
         if batch.dtype not in (torch.int64, torch.int32) or not batch.is_cpu or not batch.numel():
             return None

@@ -1,5 +1,5 @@
-"""The microbatches of each step: of a dataset in its keyed order, of a stream, or (without data) of
-fixed indices."""
+"""The microbatches of each step: from a dataset in its keyed order, from a stream, or (without
+data) fixed indices."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def total_steps(
     epochs: int | None,
     drop_last: bool,
 ) -> int:
-    """Return the optimizer steps of a training. `order`: its sampler's. `samples`: in one
-    epoch."""
+    """Return the number of optimizer steps of a training. `order`: the sampler's order. `samples`:
+    number of samples in one epoch."""
     if isinstance(order, BatchOrder):
         return steps if steps is not None else order.batches * (epochs or 0)
     assert global_batch is not None, "a recipe has one, or a batch_sampler"
@@ -53,7 +53,7 @@ def total_steps(
 
 
 class Batching:
-    """The number of steps of a loop, and the assignment of each global batch's microbatches to
+    """The number of steps of a loop, the microbatches of each global batch, and their assignment to
     ranks."""
 
     def __init__(
@@ -70,16 +70,15 @@ class Batching:
         microbatch_splits: int = 0,
         order: SampleOrder | None = None,
     ) -> None:
-        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: that of the
-        recipe's sampler. A `BatchOrder` has the batches, and `global_batch` is None."""
+        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: the order
+        that the recipe's sampler gives; if it is a `BatchOrder`, `global_batch` is None."""
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
         self.samples = samples
         self.mesh = mesh
         self._assignments = [(0, assignment)]
         self.requested = -1
-        """The last step whose microbatches on this rank are settled: they are being fetched, or
-        were."""
+        """The last step whose microbatches on this rank were requested from the loader."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
         self.steps = total_steps(
@@ -107,7 +106,7 @@ class Batching:
 
     @property
     def assignment(self) -> MicrobatchAssignment:
-        """The latest assignment of microbatches to ranks. A step that was requested may have
+        """The latest assignment of microbatches to ranks. Steps requested earlier may have
         another."""
         return self._assignments[-1][1]
 
@@ -119,9 +118,9 @@ class Batching:
         return next(each for first, each in reversed(self._assignments) if first <= step)
 
     def reassign(self, assignment: MicrobatchAssignment, *, first: int, done: int) -> None:
-        """Assign the microbatches of step `first` and later ones anew. Every rank calls it, with a
-        step after all that any rank has requested. `done`: the last step that has ended; the
-        assignments of earlier ones are forgotten."""
+        """Change the assignment from step `first` on. Every rank calls it; no rank may have
+        requested step `first`. `done`: the last step that has ended; assignments of earlier steps
+        are deleted."""
         assert first > self.requested, "what a rank has requested, it computes"
         settled = max(0, min(done, self.requested))
         oldest = max(at for at, _ in self._assignments if at <= settled)
@@ -147,7 +146,8 @@ class Batching:
         return self.span(step)[0] // self.samples
 
     def spans(self, step: int) -> Spans:
-        """The microbatches of a step, or their slices if each microbatch is split over ranks."""
+        """The spans of a step's microbatches, or of their slices if each microbatch is split over
+        ranks."""
         if self._batches is not None:
             return tuple(
                 assignment.split_spans(self._batches.microbatches(step), self._most_parts())
@@ -159,7 +159,7 @@ class Batching:
         return self._uniform(stop - start) if self._batches is None else self.spans(step)
 
     def _uniform(self, size: int) -> Spans:
-        """The microbatches of a batch of `size` samples."""
+        """The spans of the microbatches in a batch of `size` samples."""
         if size not in self._spans:
             assigned = self.assignment
             unsplit = assignment.microbatch_spans(
@@ -169,12 +169,12 @@ class Batching:
         return self._spans[size]
 
     def _most_parts(self) -> int:
-        """The number of parts that each microbatch is split into, if it has as many samples."""
+        """The number of parts into which a microbatch is split if it has enough samples."""
         return self.assignment.slices or self._parts
 
     @property
     def largest(self) -> int:
-        """Samples of the largest microbatch."""
+        """Number of samples in the largest microbatch."""
         return (
             max(stop - start for start, stop in self.spans(0))
             if self._batches is None
@@ -183,8 +183,8 @@ class Batching:
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Samples of each microbatch of the last global batch of an epoch; without epochs, of any
-        global batch; of a `batch_sampler`, of all."""
+        """Number of samples in each microbatch of an epoch's last global batch. Without epochs: of
+        any global batch. With a `batch_sampler`: of all global batches."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
@@ -198,7 +198,7 @@ class Batching:
 
     @cached_property
     def counts(self) -> set[int]:
-        """Microbatches of a step; several numbers if steps have unequally many. Of a
+        """The number of microbatches in a step; several numbers if steps differ. With a
         `batch_sampler`: in epoch 0."""
         if self._batches is not None:
             return {len(self.spans(step)) for step in range(self._batches.batches)}
@@ -209,7 +209,7 @@ class Batching:
         return self.mine_among(self.assignment_in_step(step), len(self.spans(step)))
 
     def mine_among(self, assigned: MicrobatchAssignment, count: int) -> list[tuple[int, bool]]:
-        """This rank's microbatches of a step that has `count`."""
+        """This rank's microbatches in a step with `count` microbatches."""
         if self._mine_of is None or self._mine_of[0] is not assigned or self._mine_of[1] != count:
             self._mine_of = assigned, count
             self._mine = assigned.with_dummies(count, self.mesh.data.rank)
@@ -231,8 +231,8 @@ class Batching:
         ]
 
     def request(self, first: int) -> Iterator[Span]:
-        """This rank's microbatches from step `first` on, as `mine_in_step`. What is taken is noted
-        in `requested`."""
+        """Yields this rank's microbatches from step `first` on, as in `mine_in_step`. `requested`
+        records the latest step taken."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)
@@ -240,11 +240,11 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples of each microbatch of one step, and the rank that computes it; for messages and
-    checks."""
+    """The samples of each microbatch of one step, and the rank that computes the microbatch; for
+    messages and checks."""
 
     step: int
-    start: int  # the first position of the global batch
+    start: int  # the position of the first sample of the global batch
     spans: Spans
     mesh: Mesh
     assignment: MicrobatchAssignment
@@ -258,7 +258,7 @@ class StepLayout:
         return self.assignment.indices(len(self.spans), self.mesh.data.rank)
 
     def name(self, place: int) -> str:
-        """Name microbatch `place` in words."""
+        """Return the name of microbatch `place`, in words."""
         split = self.assignment.slices
         return (
             f"slice {place % split} of microbatch {place // split}"
@@ -267,7 +267,7 @@ class StepLayout:
         )
 
     def owner(self, place: int) -> str:
-        """Name the rank that computes microbatch `place`."""
+        """Return the name of the rank that computes microbatch `place`."""
         rank = next(
             rank
             for rank, share in enumerate(self.assignment.indices_by_rank(len(self.spans)))
@@ -278,8 +278,9 @@ class StepLayout:
         )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """The full microbatch at or around `place`, and its samples. For a stream, the samples are
-        described in words, and `place` must be a microbatch of this rank."""
+        """The full microbatch that is, or contains, microbatch `place`, and its samples. For a
+        stream, the samples are described in words, and `place` must be a microbatch of this rank.
+        """
         if self.origins is not None:
             return place, self.origins[place].names()
         split = self.assignment.slices or 1
@@ -288,8 +289,8 @@ class StepLayout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Name the samples of microbatch `place`. Every rank of `mesh.data` calls it: for a stream,
-        only the rank that read the samples knows their names."""
+        """Return the names of the samples of microbatch `place`. Every rank of `mesh.data` calls
+        it: for a stream, only the rank that read the samples knows their names."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
@@ -309,7 +310,7 @@ class StepLayout:
 
 
 class Microbatches:
-    """One step's microbatches on this rank."""
+    """The microbatches of one step on this rank."""
 
     def __init__(
         self,
@@ -321,7 +322,7 @@ class Microbatches:
         order: Order | SampleOrder | None,
         positions: Mapping[int, ShardPosition] | None = None,
     ) -> None:
-        """`positions`: of the stream's shards before the step."""
+        """`positions`: positions of the stream's shards before the step."""
         start, stop = batching.span(step)
         self.step = step
         self.samples = stop - start
@@ -339,16 +340,16 @@ class Microbatches:
         self.weights: Weights | None = None
         """Each term's denominator over the global batch, if there is a weight function."""
         self.positions = None if positions is None else dict(positions)
-        """The position of each stream shard of this rank after the step, once all microbatches are
-        fetched."""
+        """Positions after the step of the stream shards that this rank reads, once all microbatches
+        are fetched."""
         fetched = islice(items, len(mine))
         self._items = fetched if positions is None else map(self._record_origin, fetched)
         self._kept: list[Microbatch] | None = None
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Fetch this rank's microbatches, sum the weights over ranks. Every rank calls it. Returns
-        the terms' names."""
+        """Fetch this rank's microbatches and sum their weights over ranks. Every rank calls it.
+        Returns the terms' names."""
         self._kept = list(self._items)
         try:
             with nullcontext() if names is not None else CollectivesRefused():
@@ -392,7 +393,7 @@ class Microbatches:
         return self._kept[0] if self._kept else None
 
     def batches(self, passes: int) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches, and their batches on the device, each with its own random
+        """Yields this rank's microbatches and their batches on the device, each with its own random
         generators."""
         for item in self._kept if self._kept is not None else self._items:
             batch = to_device(item.batch, self._device)
@@ -411,24 +412,24 @@ class Microbatches:
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
-        """The key of a microbatch's random stream. `passes`: how often it was computed before in
-        this step."""
+        """The key of a microbatch's random stream. `passes`: number of times that it was computed
+        before in this step."""
         return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
 def from_data(
     loader: Loader, batching: Batching, *, seed: int, first: int = 0
 ) -> Iterator[Microbatches]:
-    """The steps of a dataset from step `first` on, in the loader's order. Nothing is fetched for
-    earlier steps."""
+    """Yields the steps of a dataset from step `first` on, in the loader's order. Nothing is fetched
+    for earlier steps."""
     fetched = loader.fetch(batching.request(first))
     for step in range(first, batching.steps):
         yield Microbatches(step, batching, fetched, seed=seed, order=loader.order)
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """Steps from step `first` on, without data: a microbatch is a range of the batch's indices,
-    alike in all."""
+    """Yields steps from step `first` on, without data: a microbatch is a range of indices in the
+    batch, which is the same in all steps."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         batching.requested = step
@@ -453,11 +454,11 @@ def from_stream(
     first: int = 0,
     positions: Mapping[int, ShardPosition] | None = None,
 ) -> Iterator[Microbatches]:
-    """The steps of a stream from step `first` on. `positions`: of all shards before it; default: at
-    the beginning."""
+    """Yields the steps of a stream from step `first` on. `positions`: of all shards before step
+    `first`; default: at the beginning."""
     begin = positions or {}
     count = batching.max_microbatches
-    mine = batching.mine(0)  # alike in all steps
+    mine = batching.mine(0)  # the same in all steps
     fetched = loader.fetch(batching.request(first), microbatches=count, positions=begin)
     turns = range(loader.shards // count)
     own = [index for index, is_dummy in mine if not is_dummy]
@@ -477,7 +478,7 @@ def from_stream(
 
 def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, ShardPosition]:
     """Read the position of each stream shard from a checkpoint's values. Raises `CheckpointError`
-    if they are of another stream."""
+    if they belong to another stream."""
     saved = {int(shard): ShardPosition(*position) for shard, position in values["shards"].items()}
     if saved.keys() != set(range(shards)):
         raise CheckpointError(

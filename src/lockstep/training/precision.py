@@ -24,8 +24,8 @@ GradScaler."""
 def autocast(
     precision: Precision, device: torch.device, *, keep_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """The context manager for forwards. Backwards run outside of it. `keep_casts`: cast a weight
-    once for all its uses in a forward, and add their gradients in autocast's precision."""
+    """The context manager for forwards. Backwards run outside of it. `keep_casts`: cast each weight
+    once per forward, and add the gradients of its uses in autocast's precision."""
     dtype = AUTOCAST.get(precision)
     return (
         nullcontext()
@@ -35,8 +35,8 @@ def autocast(
 
 
 def keeps_casts(plan: Plan) -> bool:
-    """False under `shard`, where the casts of the full model would be kept; in bitwise
-    numerics False under every plan, as under `shard`."""
+    """True if autocast may keep cast weights. False under `shard`, where the casts of the full
+    model would be kept; with bitwise numerics False under every plan, to match `shard`."""
     return not plan.divides("parameters") and plan.numerics == "fast"
 
 
@@ -47,11 +47,11 @@ class LossScale:
     def __init__(self) -> None:
         self.value = 2.0**16
         self.in_a_row = 0  # steps without an overflow since the last change
-        self.overflows = 0  # steps in a row, up to the latest, with an overflow
+        self.overflows = 0  # consecutive steps, up to the latest, with an overflow
 
     @property
     def divisor(self) -> float | Tensor:
-        """The scale, where it is: reading `value` may make the host wait."""
+        """The scale, on the device if it is there: reading `value` may make the host wait."""
         return self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -59,7 +59,7 @@ class LossScale:
             torch._foreach_mul_([to_local(gradient) for gradient in gradients], 1.0 / self.divisor)
 
     def update(self, *, overflowed: bool) -> None:
-        """Called once a step."""
+        """Update the scale. Called once per step."""
         self.in_a_row = 0 if overflowed else self.in_a_row + 1
         self.overflows = self.overflows + 1 if overflowed else 0
         if overflowed:
@@ -70,8 +70,8 @@ class LossScale:
 
 
 class DeviceLossScale(LossScale):
-    """A `LossScale` whose numbers are on the device: the host does not wait to know whether a step
-    overflowed."""
+    """A `LossScale` whose numbers are on the device, so that the host does not wait for a step's
+    overflow flag."""
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.zeros((), device=device)
@@ -105,11 +105,12 @@ class DeviceLossScale(LossScale):
 
     @property
     def divisor(self) -> Tensor:
-        # `update_by` changes it in place, and an optimizer may still hold what this returns
+        # `update_by` changes the scale in place, and an optimizer may still hold what this returns
         return self._scale.clone()
 
     def update_by(self, found_inf: Tensor) -> None:
-        """Called once a step. `found_inf`: 1.0 on the device if the norm overflowed, else 0.0."""
+        """Update the scale. Called once per step. `found_inf`: 1.0 on the device if the norm
+        overflowed, else 0.0."""
         update_loss_scale(self._scale, self._in_a_row, found_inf, steps_to_double=STEPS_TO_DOUBLE)
         self._overflows.add_(1.0).mul_(found_inf)
 
@@ -122,8 +123,8 @@ def loss_scale(precision: Precision, device: torch.device | None) -> LossScale |
 
 
 def candidates(device: torch.device) -> list[Precision]:
-    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU bf16, or fp16 on
-    older ones."""
+    """The precisions that `precision="auto"` chooses from: fp32, and on a GPU also bf16 (fp16 on
+    older GPUs)."""
     # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
     if not accelerator.is_accelerator(device):
         return ["fp32"]
@@ -133,7 +134,7 @@ def candidates(device: torch.device) -> list[Precision]:
 
 
 def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
-    """Why this precision is slow on this CPU; None if it is not."""
+    """The reason why this precision is slow on this CPU; None if it is not."""
     if (
         precision == "fp32"
         or device.type != "cpu"
@@ -147,8 +148,8 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
 
 
 def slow_without_tf32(precision: Precision, device: torch.device) -> str | None:
-    """Why products in fp32 are slow on this GPU; None if they are not, or if the user has
-    chosen."""
+    """The reason why products in fp32 are slow on this GPU; None if they are not, or if the user
+    has chosen a precision for them."""
     if precision != "fp32" or not accelerator.leaves_tf32_unused(device):
         return None
     return (

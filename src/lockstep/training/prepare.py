@@ -57,8 +57,8 @@ def build_model(
     exchange: SyncBatchNormExchange,
     weights: Weights | None,
 ) -> ParallelModel:
-    """Build model `number`, parallelized, without loading `weights`. Every rank calls it. Raises
-    `RecipeError`."""
+    """Build model number `number` of the session and parallelize it, without loading `weights`.
+    Every rank calls it. Raises `RecipeError`."""
     mesh = context.mesh
     check_sequence(context.plan, options.sequence)
 

@@ -33,14 +33,14 @@ class PretrainedWeights:
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """First name of each of the model's tensors in the file -> its names in the file (several if it
-    is tied)."""
+    """For each tensor of the model that is in the file, by its first name: its names in the file
+    (several if it is tied)."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
     def of(cls, weights: Weights, model: nn.Module, world: World) -> PretrainedWeights:
-        """Open the file and find the model's tensors in it, before the model is parallelized. Every
-        rank calls it. Raises `RecipeError`."""
+        """Open the file and match its tensors with the model's, before the model is parallelized.
+        Every rank calls it. Raises `RecipeError`."""
         with ExitStack() as stack:
 
             def opened() -> tuple[PretrainedWeights, Any]:
@@ -120,8 +120,8 @@ class PretrainedWeights:
 
 
 def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
-    """Return the parameters that count even if the state dict leaves them out: trained ones, and
-    those in the file."""
+    """Return the parameters that are loaded even if the state dict leaves them out: trained ones,
+    and those in the file."""
     named = dict(model.named_parameters())
     there = {_renamed(weights.names, name) for name in theirs}
     return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
@@ -134,8 +134,8 @@ def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 def match_names(
     weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return each tensor's names in the file; `ours`: by first names, `tied`: others. Raises
-    `RecipeError`."""
+    """Return the names in the file of each tensor of the model. `ours`: first names of the model's
+    tensors; `tied`: their other names. Raises `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
@@ -236,7 +236,7 @@ def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _ends(name: str) -> list[str]:
-    """The part of a name after each of its dots."""
+    """The suffixes of a name: the text after each of its dots."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 
@@ -257,8 +257,8 @@ def _not_alike(path: str) -> str:
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Return the first result of `call` on this rank, and the second one (JSON) of every rank.
-    Raises the first rank's `RecipeError` on all."""
+    """Call `call` on every rank. Return its first result on this rank, and its second result (JSON)
+    from every rank. The first `RecipeError` of any rank is raised on all ranks."""
     found, failure = None, None
     try:
         found = call()

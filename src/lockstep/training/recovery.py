@@ -1,5 +1,5 @@
 """Recovery in place of a run on this process: the state that it holds while it waits for its new
-rank, and what of it all ranks then train on from."""
+rank, and the state from which all ranks continue training."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ from lockstep.training.state import Stateful, StateReader, state_of
 from lockstep.training.training import Training
 
 MOST_BYTES = 2**26
-"""The largest tensor or array that is read. Of a larger tensor, torch's count of changes is
-compared."""
+"""Size of the largest tensor or array that is read. For a larger tensor, torch's count of changes
+is compared instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookState:
-    """All that a hook holds or uses, at one time."""
+    """All values that a hook holds or uses, at one time."""
 
     digests: Mapping[str, str]
-    """Digests by path: attributes, what functions close over, and the variables of their
+    """Digests by path: attributes, closure variables of functions, and the variables of their
     modules."""
     unread: list[str]
-    """The paths of what cannot be read, and so cannot be compared."""
+    """Paths of values that cannot be read, and so cannot be compared."""
 
 
 def hook_states(training: Training) -> dict[str, HookState]:
-    """Return the state of each hook of the user without a state_dict, by the hook's place and
-    name."""
+    """Return the state of each user's hook that has no state_dict, by the hook's index and name."""
     hooks = [
         hook
         for hook in training.hooks.all
@@ -64,8 +63,8 @@ def hook_states(training: Training) -> dict[str, HookState]:
 
 
 def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
-    """Return why a new process would begin with another hook than this process has; None if it
-    would not."""
+    """Return the reason why a new process would start with a different hook from the one here; None
+    if it would start with the same."""
     for name, state in before.items():
         found = now[name]
         changed = [
@@ -124,31 +123,31 @@ class _HookReader(CodeReader):
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The full state of a replica after a step: the tensors of the modules that trained until then,
-    not copied."""
+    """The full state of a replica after a step. Its tensors are those of the trained modules, not
+    copies."""
 
     step: int
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    """JSON, such as a checkpoint's manifest has."""
+    """JSON values, such as those in a checkpoint's manifest."""
 
     @classmethod
     def of(cls, training: Training) -> HeldState:
-        """Return the state of this process, whose last step must be complete."""
+        """Return the state of this process. Its last step must be complete."""
         state = state_of(training.modules, training.stateful)
         return cls(training.run.step, state.tensors, values_to_hold(training, state.values))
 
 
 def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is held in memory beside tensors, with the recipe by which it was trained.
-    `values`: of the state."""
+    """Return the values that are held in memory beside tensors: `values` of the state, and the
+    recipe."""
     learned = {"recipe": training.context.recorder.summary.get("recipe"), "code": training.code}
     return {**values, **training.loop.values(), **learned, "step": training.run.step}
 
 
 class ReplicaReader:
-    """Reads the state that some of the ranks hold, as `CheckpointReader` reads a checkpoint. The
-    newest one counts."""
+    """Reads a state that some of the ranks hold, like `CheckpointReader` reads a checkpoint. It
+    uses the newest state."""
 
     def __init__(self, held: HeldState | None, world: World) -> None:
         """Every rank makes one, with the state that it holds."""
@@ -166,7 +165,7 @@ class ReplicaReader:
             described = [kinds, dict(self._held.values)]
         kinds, values = world.value_of(self._source, described) or ({}, {})
         self.manifest = Manifest(step=newest, files={}, values=values, metadata={})
-        """Its step is -1 if no rank holds a state."""
+        """The manifest; its step is -1 if no rank holds a state."""
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in kinds.items()
         }
@@ -174,7 +173,8 @@ class ReplicaReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the values into this rank's tensors. Every rank calls it, with the same names."""
+        """Load the held values into this rank's tensors. Every rank calls it, with the same
+        names."""
         for name, target in state.items():
             local = to_local(target).detach()
             if self._held is not None:
@@ -191,7 +191,7 @@ T = TypeVar("T")
 
 
 class Recovery:
-    """The recoveries of one run on this process. A run that recovers is opened again, in the same
+    """The recoveries of one run on this process. Each recovery opens the run again in the same
     process."""
 
     def __init__(self, rejoin: Rejoin) -> None:
@@ -208,16 +208,16 @@ class Recovery:
                 " again"
             )
         self.sizes: Sequence[int] = ()
-        """The world sizes, up to the run's, that its plan fits."""
+        """The world sizes that the plan fits, up to the run's."""
         self.holder: dict[str, Any] | None = None
-        """The process that writes the run directory, as `RunDirectory.holder` has it."""
+        """The process that writes the run directory, in the form of `RunDirectory.holder`."""
         self._held: HeldState | None = None
         self._is_restored = False
         self.can_replace = False
-        """True once the launcher knows that all processes can recover in place. Alike on all
+        """True once the launcher knows that all processes can recover in place. The same on all
         ranks."""
-        self.is_replica = False  # True if this process has all of the state
-        # the most steps that this process has done since its state was last restored; a survivor's
+        self.is_replica = False  # True if this process has the whole state
+        # for a survivor: the most steps that it has done since its state was last restored
         self._reached = -1
         self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
@@ -231,8 +231,8 @@ class Recovery:
         self._rejoin.join_at_first()
 
     def run(self, attempt: Callable[[], T]) -> T:
-        """Open the run and train, by `attempt`. After the loss of another process, do so again in
-        this one, with the rank that the launcher gives it."""
+        """Call `attempt`, which opens the run and trains. After the loss of another process, call
+        it again in this process, with the rank that the launcher assigns."""
         while True:
             self.begin()
             try:
@@ -242,8 +242,8 @@ class Recovery:
                     self.close(failed=True)
                     is_mistake = isinstance(error, UserError) and not isinstance(error, PlanError)
                     if self.is_under_way and is_mistake:
-                        # Before the loss there was no such mistake: processes that start anew may
-                        # not make it.
+                        # No process made this mistake before the loss: processes that start anew
+                        # may not make it.
                         self.refuse(error)
                         raise LockstepError(
                             f"the run cannot be opened again in this process: {error}"
@@ -257,13 +257,12 @@ class Recovery:
 
     @property
     def is_under_way(self) -> bool:
-        """True from the loss of a process until the state is restored; alike on all ranks of an
+        """True from the loss of a process until the state is restored; the same on all ranks of an
         open run."""
         return self._rejoin.is_rejoining
 
     def lost_holders(self, world: World) -> list[dict[str, Any]]:
-        """The processes that have written the run directory before the loss. Every rank calls
-        it."""
+        """The processes that wrote the run directory before the loss. Every rank calls it."""
         return (
             [each for each in world.gather_values(self.holder) if each is not None]
             if self.is_under_way
@@ -271,13 +270,14 @@ class Recovery:
         )
 
     def raise_if_lost(self) -> None:
-        """Raise `ConnectionAbortedError` if the launcher has every process leave its collectives.
-        Called between two steps: a process that waits for no other would not notice."""
+        """Raise `ConnectionAbortedError` if the launcher has told every process to leave its
+        collectives. Called between two steps, because a process that waits for no other would not
+        notice."""
         self._rejoin.raise_if_lost()
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether the run could recover in place from now on: if all of its
-        processes can. Every rank calls it. `data`: what the loop trains on."""
+        """Tell the launcher whether the run can recover in place from now on; all of its processes
+        must be able to. Every rank calls it. `data`: the training data of the loop."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run.training)
@@ -297,18 +297,18 @@ class Recovery:
         self._rejoin.report_hang(ranks, record)
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Let the memory in which this process keeps images outlive it."""
+        """Let the memory that holds this process's images outlive the process."""
         self._rejoin.offer_images(descriptors)
 
     def note_all_offered(self) -> None:
-        """Called when all ranks have offered theirs: images of earlier starts are not needed from
-        then on."""
+        """Called when all ranks have offered their images: images of earlier starts are then no
+        longer needed."""
         self._rejoin.note_all_offered()
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
-        """A reader of the newest state that the survivors hold, or that is in the images of all,
-        and which of the two it reads: "replica" or "image". None if there is none. Every rank calls
-        it. `plan`: the run's from now on; if it splits tensors, only images can be read."""
+        """A reader of the newest state that the survivors hold ("replica") or that the images of
+        all ranks hold ("image"), with that word. None if there is none. Every rank calls it.
+        `plan`: the run's plan from now on; if it splits tensors, only images can be read."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         images = open_images(
@@ -320,9 +320,9 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Note that this process has the state after `step` again, or at 0 the state of a first
-        start. Returns the seconds from the loss until all processes were ready, and from then until
-        now, and the steps to do again."""
+        """Record that this process has the state after `step` again (0: the state at a first
+        start). Returns the seconds from the loss until all processes were ready, the seconds from
+        then until now, and the number of steps to repeat."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
@@ -331,15 +331,16 @@ class Recovery:
         figures["repeated_steps"] = max(0, self._reached - step)
         self._held, self._is_restored, self._reached = None, True, -1
         self._rejoin.end_recovery()
-        gc.collect()  # modules refer to themselves: their memory is freed here, not some time later
+        # modules refer to themselves: collect the cycles here, so that memory is freed now
+        gc.collect()
         return figures
 
     def rejoined(
         self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
     ) -> bool:
         """True if `error` came from the loss of another process and this one has a new rank in its
-        environment. Waits for it. `run`, `stop_watching`: of the run that is open, if there is one;
-        this wait is no hang."""
+        environment. Waits for it. `run`, `stop_watching`: of the open run, if there is one; they
+        keep this wait from being reported as a hang."""
 
         def hold() -> int | str:
             if stop_watching is not None:
@@ -349,7 +350,7 @@ class Recovery:
         return self._rejoin.rejoined(error, hold, at=-1 if run is None else run.step)
 
     def leave(self, error: BaseException) -> None:
-        """Leave the process groups that `error` has ended, before the run is opened again."""
+        """Leave the process groups that `error` has broken, before the run is opened again."""
         self.times += 1
         link: BaseException | None = error
         while link is not None:
@@ -358,7 +359,8 @@ class Recovery:
         self._rejoin.leave(partial(leave_groups, collect=False))
 
     def refuse(self, error: BaseException) -> None:
-        """Have all start again, because the run cannot be opened again in this process."""
+        """Make all processes start again, because the run cannot be opened again in this
+        process."""
         self._rejoin.refuse(str(error))
 
     def close(self, *, failed: bool) -> None:
@@ -366,8 +368,8 @@ class Recovery:
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
-        """Keep the state of this process if its last step is complete, and return that step; -1 if
-        none is kept, so that images are used; or, in words, why images cannot be used."""
+        """Keep the state of this process if its last step is complete. Returns that step; -1 if
+        none is kept and images are used; or the reason why images cannot be used."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:
@@ -382,7 +384,8 @@ class Recovery:
 
 
 def why_not(run: Run) -> str | None:
-    """Why a run could not recover in place from the loss of a process; None if it could."""
+    """The reason why a run could not recover in place from the loss of a process; None if it
+    could."""
     context = run.context
     if context.world.size > 1 and not context.world.owns_group:
         return "the script has made the process group itself"

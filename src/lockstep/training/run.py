@@ -1,4 +1,5 @@
-"""The `Run` that hooks get: what users read of a run, and what they ask of it."""
+"""The `Run` that hooks get: what they can read of a run, and the calls with which they can
+influence it."""
 
 from __future__ import annotations
 
@@ -31,30 +32,30 @@ class Run:
         self.training = training
         """The private side of the run, for lockstep's own hooks."""
         self.recipe: Recipe | None = None
-        """None without `ls.train`."""
+        """The recipe; None without `ls.train`."""
         self.step = 0
         """Optimizer steps done."""
         self.metrics: dict[str, float] = {}
         """The latest value of each metric of the evaluations."""
         self.metrics_at: dict[str, int] = {}
-        """`step` when each metric was measured."""
+        """The value of `step` when each metric was measured."""
         self.is_logging_step = False
         """True if the current step has a line in metrics.jsonl."""
         self.global_batch = 0
-        """Samples of a step of the current loop."""
+        """Number of samples in a step of the current loop."""
         self.microbatch: int | None = None
-        """Samples of a microbatch; None: one microbatch for each rank."""
+        """Number of samples in a microbatch; None: one microbatch for each rank."""
         self.total_steps = 0
-        """Steps of the current loop, from its beginning."""
+        """Number of steps in the current loop, counted from its beginning."""
 
     @property
     def model(self) -> nn.Module:
-        """The user's own module; the first one if there are several."""
+        """The user's module; the first one if there are several."""
         return self.training.modules[0].model
 
     @property
     def rank(self) -> int:
-        """The rank of this process. 0 for the one that writes the run directory."""
+        """The rank of this process. Rank 0 writes the run directory."""
         return self.context.world.rank
 
     @property
@@ -74,9 +75,8 @@ class Run:
 
     @property
     def epoch(self) -> int | None:
-        """Epochs of the current loop's data that the steps done have ended, from 0: in
-        `before_step`, the epoch of the step's first sample. None before the first step, and for
-        data without a length."""
+        """Number of epochs that the current loop has completed; in `before_step`, the epoch (from
+        0) of the step's first sample. None before the first step, and for data without a length."""
         epoch_of, before = self.training.epoch_of, self.training.loop.steps_before
         return None if epoch_of is None else epoch_of(self.step - before)
 
@@ -88,17 +88,17 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The first model's loss in the latest step that it has not skipped: Σ total / Σ weight of
-        the global batch."""
+        """The loss of the first model in the latest step that it did not skip: Σ total / Σ weight
+        over the global batch."""
         return self.training.loss
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training, on any rank. All stop at the next logging step, or after
-        this evaluation."""
+        """Ask for the end of training. Any rank may call it; all ranks stop at the next logging
+        step, or after this evaluation."""
         self.training.stop = reason
 
     def freeze(self, *patterns: str) -> None:
-        """Train without the parameters of `model` with these names from the next step on; `*`
+        """Stop training the parameters of `model` that have these names, from the next step on; `*`
         stands for any text. Every rank calls it, between two steps. The optimizer keeps their
         state. Raises `RecipeError`."""
         self._set_trainable(patterns, to=False)
@@ -138,9 +138,9 @@ class Run:
             )
 
     def evaluate(self) -> dict[str, float]:
-        """Measure all of the recipe's evaluations that were not measured after this step, and
-        return the metrics of all. Every rank calls it, between two steps. Raises `RecipeError` if
-        the recipe has none."""
+        """Measure those of the recipe's evaluations that were not yet measured after this step, and
+        return the metrics of all evaluations. Every rank calls it, between two steps. Raises
+        `RecipeError` if the recipe has none."""
         if self.training.measure is None:
             raise RecipeError(
                 "run.evaluate() without Recipe.evaluation; it measures the recipe's"
@@ -150,17 +150,17 @@ class Run:
         return dict(self.metrics)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:
-        """Record an event; rank 0's are in events.jsonl. `step`: optimizer steps done then; None:
-        those done now."""
+        """Record an event; rank 0's are in events.jsonl. `step`: number of optimizer steps done at
+        the event; None: the number done now."""
         event = self.context.recorder.event(name, self.step if step is None else step, **details)
         if self.training.has_started:
             self.training.hooks.call("on_event", self, event)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Add numbers to this step's line in metrics.jsonl and to the progress display; rank 0's
-        are written.
+        """Add numbers to this step's line in metrics.jsonl and to the progress display. Only rank
+        0's numbers are written.
 
-        Raises `DataError` for a value that is not a number, or a name that the line has already.
+        Raises `DataError` for a value that is not a number, or a name that the line already has.
         """
         for name, value in values.items():
             if name in ROW_NAMES or name.startswith("lr/"):
@@ -171,8 +171,8 @@ class Run:
 
     def full_state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Return a copy of the state dict of `model` with full tensors on the CPU, on every rank
-        and under every plan: for `save_pretrained`. Optimizers that have modes are in evaluation
-        mode then. Every rank calls it. None: the first model."""
+        and under every plan: for `save_pretrained`. Optimizers that have modes are put into
+        evaluation mode for the copy. Every rank calls it. `model=None`: the first model."""
         with ExitStack() as stack:
             for module in self.training.modules:
                 stack.enter_context(module.modes.evaluating())
@@ -196,8 +196,8 @@ class Run:
         return {name: norm for theirs in everyone for name, norm in theirs.items()}
 
     def save(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write tensors to a safetensors file in the run directory. Every rank calls it; rank 0
-        writes the tensors of all ranks."""
+        """Write tensors to a safetensors file in the run directory. Every rank calls it; the file
+        has the full tensors."""
         self.context.recorder.save_tensors(name, self.context.mesh.union(state_dict))
 
     def include(self, name: str, state: Stateful) -> None:

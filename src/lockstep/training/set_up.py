@@ -55,8 +55,8 @@ class Remark(NamedTuple):
 
 
 def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
-    """Yield a remark for each avoidable cause of a slow run, and for a torch that nobody has
-    tested."""
+    """Yield a remark for each avoidable cause of a slow run, and for an untested version of
+    torch."""
     if (untested := untested_torch(torch.__version__)) is not None:
         yield untested
     if mesh.world.device.type == "cpu" and (reason := accelerator.unseen(os.environ)):
@@ -97,7 +97,8 @@ def remarks(plan: Plan, mesh: Mesh, precision: Precision) -> Iterator[Remark]:
 
 
 def check_torch(version: str) -> None:
-    """Raise `LaunchError` if this version of torch is older than lockstep works on."""
+    """Raise `LaunchError` if this version of torch is older than the oldest that lockstep
+    supports."""
     if _major_and_minor(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise LaunchError(
@@ -107,8 +108,7 @@ def check_torch(version: str) -> None:
 
 
 def lost_with_container(run_dir: Path) -> Remark | None:
-    """Return a remark if the run directory is in the file system of the container that this process
-    is in."""
+    """Return a remark if the run directory would be lost with the container of this process."""
     if (reason := ends_with_container(run_dir, os.environ)) is None:
         return None
     return Remark(
@@ -153,8 +153,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
 
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
-    """Let the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value a
-    channel: it has no variance, and torch raises an error at the end of the epoch."""
+    """Make the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value
+    per channel: it has no variance, and torch would raise an error at the end of the epoch."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.assignment.slices:
         return
@@ -200,7 +200,7 @@ def idle_ranks(batching: Batching) -> Remark | None:
 
 
 def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
-    """Return a remark if measured speeds change nothing, because no rank ever has more than one
+    """Return a remark if measuring speeds has no effect, because no rank ever has more than one
     microbatch."""
     ranks, count = batching.assignment.ranks, batching.max_microbatches
     if plan.assignment == "equal" or ranks == 1 or count > ranks:
@@ -217,7 +217,7 @@ def check_assignment(
     plan: Plan, assignment: MicrobatchAssignment, *, is_stream: bool, microbatch_is_fixed: bool
 ) -> None:
     """Raise `PlanError` if the plan measures speeds and microbatches cannot move from rank to rank.
-    `assignment`: with microbatches split, if SyncBatchNorm splits them."""
+    `assignment`: of the slices, if SyncBatchNorm splits microbatches."""
     if plan.assignment == "equal":
         return
     for applies, what, why, instead in (
@@ -308,7 +308,7 @@ def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
 
 
 def resolved(plan: Plan, world_size: int) -> str:
-    """Return the plan as text, resolved if it can be."""
+    """Return the plan as text, resolved for `world_size` if possible."""
     try:
         return str(plan.resolve(world_size))
     except PlanError:
@@ -316,8 +316,8 @@ def resolved(plan: Plan, world_size: int) -> str:
 
 
 def use_threads(number: int) -> None:
-    # set_num_threads makes MKL use all threads for small products too, and a small GPT 3 to 7%
-    # slower: not called without need.
+    # set_num_threads makes MKL use all threads for small products too, which makes a small GPT 3 to
+    # 7% slower: it is called only if needed.
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
 
@@ -337,9 +337,9 @@ def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> Remark | None:
-    """Return a remark if ranks compute on different kinds of devices. `everyone`: as `device_kind`.
-    Raises `PlanError` under bitwise numerics: the bits would depend on which rank computes which
-    microbatch."""
+    """Return a remark if ranks compute on different kinds of devices. `everyone`: `device_kind` of
+    each rank. Raises `PlanError` under bitwise numerics, because the bits would depend on which
+    rank computes which microbatch."""
     first, differing = everyone[0], dict[int, dict[str, list[str | None]]]()
     for rank, other in enumerate(everyone):
         if other != first:
@@ -364,8 +364,8 @@ def check_same_devices(everyone: Sequence[Mapping[str, str]], numerics: str) -> 
 
 
 def check_same_programs(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise `RecipeError` if ranks execute other versions of the user's modules. `everyone`: as
-    `programs`."""
+    """Raise `RecipeError` if ranks execute different versions of the user's modules. `everyone`:
+    result of `programs` on each rank."""
     for rank, other in enumerate(everyone):
         if changed := other_sources(everyone[0], other):
             raise RecipeError(
@@ -384,8 +384,8 @@ def _file_of(module: str) -> str:
 
 
 def check_same_code(everyone: Sequence[Digests]) -> None:
-    """Raise `RecipeError` if a function of the recipe is not the same on all ranks. `everyone`: as
-    `code_of`."""
+    """Raise `RecipeError` if a function of the recipe differs between ranks. `everyone`: result of
+    `code_of` on each rank."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for field in {**first, **other}:
@@ -403,7 +403,7 @@ def set_up_computation(
     plan: Plan, world: World, threads: int, stack: ExitStack
 ) -> list[Remark | None]:
     """Set threads and determinism until `stack` closes. `threads`: used if the plan has none.
-    Returns remarks on what the device lacks. Raises `PlanError`."""
+    Returns remarks on features that the device lacks. Raises `PlanError`."""
     bitwise = plan.numerics == "bitwise"
     pinned = bitwise and (world.device.type == "cpu" or plan.offload)
     if pinned and plan.threads not in (None, "auto", 1):
@@ -429,7 +429,7 @@ def set_up_computation(
         stack.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    # past these limits torch stops compiling new shapes, not at the same shape on all ranks
+    # past these limits torch stops compiling new shapes; ranks may reach them at different shapes
     if plan.compile:
         limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
         stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
@@ -441,10 +441,10 @@ def set_up_computation(
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     """Make glibc keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns False if
-    the user has settings, or it is not glibc.
+    the user has set this, or the C library is not glibc.
 
-    By default glibc returns a step's gradients to the system, and gets them back page by page: up
-    to a fifth of a step.
+    By default glibc returns the memory of a step's gradients to the system and gets it back page by
+    page, which takes up to a fifth of a step.
     """
     if sys.platform != "linux" or any(name in environ for name in OWN_SETTINGS):
         return False
@@ -472,8 +472,8 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` has not. Returns a
-    remark then: a product may have been computed before, and torch reads the setting once."""
+    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` did not. It then
+    returns a remark: torch reads the setting at the first product, which may be over."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

@@ -1,4 +1,4 @@
-"""The state of a session in a checkpoint: tensors by name, and JSON. The names do not depend on the
+"""The state of a session in a checkpoint: named tensors, and JSON. The names do not depend on the
 plan.
 
 | name | tensor |
@@ -61,7 +61,7 @@ _TRAINING_FORM: Mapping[str, Any] = {
     "schedule": list, "loss_scale": list | None, "overflows": int, "prescale": float | None,
     "trainable": list | None
 }  # fmt: skip
-"""The types of a checkpoint's values."""
+"""The expected types of a checkpoint's values."""
 
 EXTRA_STATE = "_extra_state"
 """The key of a module's extra state in its state dict."""
@@ -72,8 +72,8 @@ class Stateful(Protocol):
     """An object with state that a run must have to resume."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors, numbers, text, None, and lists, tuples and dicts of them; alike on all ranks, or
-        DTensors."""
+        """Return tensors, numbers, text, None, and lists, tuples and dicts of them. Values are the
+        same on all ranks, or DTensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
@@ -89,7 +89,7 @@ class StateReader(Protocol):
         """Name -> dtype and shape of each saved tensor."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors, whose names are among the saved ones.
+        """Load the saved values into this rank's tensors. Every name in `state` must be saved.
         Every rank calls it."""
 
 
@@ -98,7 +98,7 @@ class State:
     """The state of a session on this rank; the tensors are not copied."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    # JSON; in a pipeline, of this rank's stages
+    # JSON; in a pipeline, the values of this rank's stages
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,9 +111,9 @@ def state_of(
 ) -> State:
     """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
 
-    `host`: what the host knew of each module after the step whose state the tensors have; None:
-    what it knows now. `known`: given again and again by one caller, it saves the search for the
-    tensors of modules, which takes longer than to copy a small model. The tensors are then the
+    `host`: the host's values for each module after the step that the tensors belong to; None: the
+    current values. `known`: passed again at each call by one caller, it saves the search for the
+    modules' tensors, which takes longer than copying a small model. The tensors are then the
     modules' own, with their gradients: read them at once."""
     state = State()
     found = [(known or KnownTensors()).of(module, number) for number, module in enumerate(modules)]
@@ -133,13 +133,13 @@ def state_of(
 
 @dataclass(frozen=True, slots=True)
 class _ModuleTensors:
-    """The tensors of a module in a state, and where they were found."""
+    """The tensors of a module in a state, and the dicts in which they were found."""
 
     tensors: dict[str, Tensor]
     optimizers: list[OptimizerState]
     tied: dict[str, str]
     places: list[tuple[Mapping[Any, Any], Sequence[Any]]]
-    """The dicts that held them, and their values."""
+    """The dicts that hold the tensors, and the values of each dict."""
     states: Sequence[tuple[Optimizer, object]]
     """Each optimizer, and its dict of states."""
 
@@ -168,7 +168,7 @@ class _ModuleTensors:
         )
 
     def is_current(self) -> bool:
-        """True if the module and its optimizers hold the same objects as then."""
+        """True if the module and its optimizers still hold the same objects."""
         if any(
             optimizer.state is not state or has_own_pair(optimizer)
             for optimizer, state in self.states
@@ -187,8 +187,8 @@ class KnownTensors:
         self._found: dict[int, _ModuleTensors] = {}
 
     def of(self, module: TrainModule, number: int) -> _ModuleTensors:
-        """Those of the module with this number; found again if it or its optimizers hold other
-        objects than before."""
+        """Return the tensors of the module with this number; searched again if it or its optimizers
+        hold other objects than before."""
         found = self._found.get(number)
         if found is None or not found.is_current():
             found = self._found[number] = _ModuleTensors.find(module, number)
@@ -198,11 +198,11 @@ class KnownTensors:
 def restore(
     reader: StateReader, modules: Sequence[TrainModule], others: Mapping[str, Stateful], mesh: Mesh
 ) -> None:
-    """Load everything from a saved state. Every rank calls it. After an error the state is
-    undefined.
+    """Load everything from a saved state. Every rank calls it. After an error, the values in memory
+    are undefined.
 
-    Raises `CheckpointError` if the checkpoint is of another model or run, and `DamagedError`; both
-    on every rank.
+    Raises `CheckpointError` if the checkpoint belongs to another model or run, `DamagedError` if it
+    is damaged; both on every rank.
     """
     values, now = reader.manifest.values, state_of((), others).tensors
     targets: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ def restore(
             mesh,
         )
         targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in encoded}
-        # what cannot be decoded is found before anything is loaded
+        # anything that cannot be decoded is found before anything is loaded
         decode([values["modules"], values["state"]], targets.__getitem__)
     reader.load_into(targets, mesh.world)
     left = iter(states)
@@ -248,7 +248,7 @@ def restore(
 
 @contextmanager
 def damage_in(what: str) -> Iterator[None]:
-    """Turn what Python raises for values of a wrong kind into a `DamagedError`."""
+    """Convert what Python raises for values of a wrong type into a `DamagedError`."""
     try:
         yield
     except (
@@ -297,7 +297,7 @@ def _checked(values: Any, form: Mapping[str, Any]) -> Any:
 def _model_targets(
     module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds
 ) -> dict[str, Tensor]:
-    """Return the tensors of a model into which saved ones are loaded, by the saved names."""
+    """Return the tensors of a model that saved tensors are loaded into, by the saved names."""
     named: dict[str, Tensor] = {
         **dict(module.model.named_parameters()),
         **dict(module.model.named_buffers()),
@@ -404,7 +404,7 @@ def _restore_module(
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the modules' `get_extra_state` return, by the names in the state dict."""
+    """Return the result of each module's `get_extra_state`, by its name in the state dict."""
     return {
         f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module.get_extra_state()
         for name, module in model.named_modules()
@@ -434,14 +434,14 @@ def _on_device(values: Any, parameter: Tensor) -> Any:
 
 def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers in the model's state dict, tied ones once, by their first names.
-    `also`: names of parameters that count although the state dict leaves them out."""
+    `also`: names of parameters to add although the state dict leaves them out."""
     saved = list(in_state(model, also))
     others = _aliases(saved)
     return ((name, tensor.detach()) for name, tensor in saved if name not in others)
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
-    """Return further name -> first name, for the tied tensors among `tensors_of`'s."""
+    """Return other name -> first name, for the tied tensors among those of `tensors_of`."""
     return _aliases(list(in_state(model, also)))
 
 
@@ -503,7 +503,8 @@ def _check_same_parts(
 def _check_tensors(
     targets: Mapping[str, Tensor], saved: Mapping[str, tuple[str, tuple[int, ...]]], mesh: Mesh
 ) -> None:
-    """Raise `CheckpointError` unless `targets` are the saved tensors. Every rank calls it."""
+    """Raise `CheckpointError` unless `targets` and the saved tensors have the same names and
+    shapes. Every rank calls it."""
     mine = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in targets.items()

@@ -33,7 +33,7 @@ from lockstep.training.training import Training
 
 
 class Step:
-    """One optimizer step under way, the same on all ranks. Made by `Session.steps`.
+    """One optimizer step in progress, the same on all ranks. `Session.steps` yields it.
 
     It accumulates the gradient of one model at a time: from that model's first microbatch to its
     commit.
@@ -41,17 +41,17 @@ class Step:
 
     def __init__(self, source: Microbatches, training: Training) -> None:
         self.index = source.step
-        """From 0, in each loop."""
+        """Number of the step in its loop, from 0."""
         self.samples = source.samples
-        """Samples of the global batch."""
+        """Number of samples in the global batch."""
         self.count = source.count
-        """Microbatches of the global batch over all ranks; their slices if SyncBatchNorm splits
-        them."""
+        """Number of microbatches in the global batch, over all ranks; of their slices if
+        SyncBatchNorm splits them."""
         self.source = source
         self.weights = source.weights
         """Each term's denominator over the global batch, if there is a weight function."""
         self.committed: dict[int, StepResult] = {}
-        """Keys: the models' numbers in the session."""
+        """The results of committed models, by the model's number in the session."""
         self.skipped: set[int] = set()
         self._training, self._run = training, training.run
         self._modules = training.modules
@@ -61,14 +61,14 @@ class Step:
         self._phases = training.context.phases
         self._probe = training.context.overrides.probe
         self._computed: tuple[Any, Any] | None = None
-        """The `inputs` and `loss` of `compute`."""
+        """The `inputs` and `loss` given to `compute`."""
         self._is_repeated = False
-        """True while an optimizer has the gradient computed again."""
-        # a second model's backward may reach the first one
+        """True while an optimizer's closure computes the gradient again."""
+        # a second model's backward may reach the first model
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """The gradients as the last backward of the step, or of the step before, has left them.
-        None: not compared."""
+        """The gradients after the last backward of this step or the previous one. None: not
+        compared."""
         self._current: Microbatch | None = None
         self._number = 0
         """The model whose gradient is accumulated, once `_has_begun`."""
@@ -77,8 +77,8 @@ class Step:
     def compute(
         self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered
     ) -> None:
-        """Forward and backward of all of this rank's microbatches, under every plan, for a session
-        with one model. Every rank calls it.
+        """Compute forward and backward of all of this rank's microbatches, under every plan, in a
+        session with one model. Every rank calls it.
 
         `inputs` and `loss`: as in `Recipe`, or its `batch_loss`. Raises `LossError`, `RecipeError`.
         """
@@ -106,8 +106,8 @@ class Step:
         executor.train(self, inputs, loss)
 
     def _without_backward(self, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
-        """Call the loss of a microbatch between backwards of others. Raises `LossError` if it calls
-        one itself."""
+        """Call the loss of a microbatch, when `backward` is not allowed. Raises `LossError` if the
+        loss calls it."""
         self._note_gradients()
         value = loss(output, batch)
         self._check_gradients()
@@ -115,10 +115,10 @@ class Step:
 
     def microbatches(self, *, dummies: bool = False) -> Iterator[Any]:
         """Yield the batch of each microbatch of this rank, each with its own random generators. A
-        rank may have none.
+        rank may have no microbatches.
 
-        Can be iterated again after a `commit`, for another model: with the same batches and other
-        generators. `dummies`: True for a loop that looks at `is_dummy`. Without it, a plan that
+        After a `commit` it can be iterated again for another model, with the same batches and other
+        random numbers. `dummies`: True for a loop that looks at `is_dummy`. If False, a plan that
         needs dummies raises `RecipeError`.
         """
         for module in self._modules:
@@ -135,14 +135,14 @@ class Step:
 
     @property
     def is_dummy(self) -> bool:
-        """True while `microbatches` has given this rank a dummy: a microbatch that another forward
-        counts, computed because forwards have collectives. Its gradient is discarded; leave out all
-        else that the loop computes."""
+        """True while this rank's microbatch is a dummy: it belongs to another rank, and is computed
+        only because forwards have collectives. Its gradient is discarded; ignore everything else
+        that the loop computes from it."""
         return self._current is not None and self._current.is_dummy
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
         """Accumulate the gradient of this microbatch's loss. Called once for each microbatch, on
-        the rank that has it.
+        the rank that computes it.
 
         `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the
         `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: the model's, if several models are
@@ -154,7 +154,7 @@ class Step:
         self.accumulate(loss)
 
     def accumulate(self, loss: Any) -> None:
-        """`backward`, once the accumulation has begun. Lockstep calls it."""
+        """Accumulate as `backward` does, once the accumulation has begun. Lockstep calls it."""
         if not self._has_begun:
             raise LossError(
                 f"after step {self.index}: step.accumulate without step.backward, which names the"
@@ -240,9 +240,9 @@ class Step:
 
         `clip_norm`: the largest global norm of the gradient. `closure`: for optimizers that compute
         the gradient more than once a step (LBFGS, SAM): a function that loops over `microbatches`
-        and calls `backward` for each, as was done before this commit; not needed after `compute`.
-        Raises `LossError` if the loss or the gradient is not finite (on a GPU at the next logging
-        step; the model is not updated by such a step if the optimizer is `fused`).
+        and calls `backward` for each, as the script did before this commit; not needed after
+        `compute`. Raises `LossError` if the loss or the gradient is not finite (on a GPU at the
+        next logging step; with a `fused` optimizer such a step does not update the model).
         """
         check_clip_norm(clip_norm)
         number = self._number_of(optimizer)
@@ -300,9 +300,9 @@ class Step:
     def _again(
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
-        """The closure for an optimizer: it returns the loss, and leaves the gradient. The first
-        call finds the gradient of this step; later ones compute it again, at the parameters as they
-        are then, with the same random numbers. `closure`: the script's; None: as `compute` has."""
+        """The closure for an optimizer: it returns the loss and sets the gradient. The first call
+        uses the gradient of this step; later calls compute it again at the current parameters, with
+        the same random numbers. `closure`: the script's closure; None: repeat `compute`."""
         module, calls = self._modules[number], count()
         repeat = closure or partial(self._train, number, *(self._computed or ()))
 
@@ -333,9 +333,9 @@ class Step:
             module.call_gradient_hooks()
 
     def skip(self, optimizer: Any = None) -> None:
-        """Leave a model, its optimizer's state and its schedule as they are in this step. Every
-        rank calls it, instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if the
-        model has had a backward in this step."""
+        """Leave a model, its optimizer's state and its schedule unchanged in this step. Every rank
+        calls it, instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if `backward`
+        was called for the model in this step."""
         number = self._number_of(optimizer)
         self._check_open(number)
         if self._has_begun:
@@ -351,8 +351,8 @@ class Step:
         self._run.log(values)
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
-        """This rank's microbatches with their batches on the device, each with its own random
-        generators."""
+        """Yields this rank's microbatches with their batches on the device, each with its own
+        random generators."""
         self._begin_statistics()
         passes = len(self.committed)
         for current, batch in self._phases.during("data", self.source.batches(passes)):
@@ -360,7 +360,7 @@ class Step:
             self._training.microbatches += 1
             self._training.exchange.is_dummy = current.is_dummy
             for statistics in self._statistics:
-                # the updates by forwards without a backward, and by recomputation
+                # undo the updates by forwards without a backward, and by recomputation
                 statistics.discard()
             position = self.source.position(current, passes)
             for number, streams in self._training.streams:
@@ -384,7 +384,8 @@ class Step:
     def _over_batch(
         self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered
     ) -> BatchLoss:
-        """The loss of each microbatch that together are the loss over the global batch."""
+        """Return the function that computes each microbatch's loss when the loss is over the whole
+        global batch."""
         _check_loop(module, "a batch loss", "choose a plan without a pipeline")
         if self.source.weights is not None:
             raise RecipeError(
@@ -407,7 +408,7 @@ class Step:
 
     @property
     def current(self) -> Microbatch:
-        """The latest one of `batches`. Raises `LossError` if there is none."""
+        """The latest microbatch of `batches`. Raises `LossError` if there is none."""
         if self._current is None:
             raise LossError(
                 f"after step {self.index}: backward outside of a loop over step.microbatches();"
@@ -505,7 +506,8 @@ class Step:
 
     @property
     def _weights_of_forward(self) -> Sequence[Number] | None:
-        """One for each microbatch; None if `Recipe.weight` or the sample count gives them."""
+        """The weight of each microbatch; None if `Recipe.weight` or the sample count gives the
+        denominators."""
         return self._forward_weights if self._module.forward_knows_weight else None
 
     def _check_gradients(self) -> None:
@@ -525,8 +527,8 @@ class Step:
             self._gradients = self._modules[0].reducer.gradient_versions()
 
     def _check_complete(self) -> None:
-        """Raise `LossError` unless all microbatches of this rank had a backward, with losses of one
-        kind."""
+        """Raise `LossError` unless `backward` was called for every microbatch of this rank, with
+        losses of one kind."""
         module = self._module
         if len(self._seen) < self.source.mine:
             missing = [place for place in self.source.layout.mine() if place not in self._seen]
@@ -545,7 +547,7 @@ class Step:
             )
         for place, kind in zip(
             self._seen, self._kinds, strict=False
-        ):  # earlier stages of a pipeline have none
+        ):  # earlier stages of a pipeline have no loss
             if kind.repeats != module.repeats:
                 raise LossError(
                     f"after step {self.index}, microbatch {place}: the batch has {kind.repeats}"
@@ -585,6 +587,7 @@ def _check_loop(
     what: str = "step.microbatches or step.backward",
     remedy: str = "call step.compute(inputs, loss), with inputs and loss as in a Recipe",
 ) -> None:
-    """Raise `RecipeError` if the plan has no loop over microbatches. `what`: needs one."""
+    """Raise `RecipeError` if the plan does not let the script loop over microbatches. `what`: the
+    call that needs the loop."""
     if (why := module.executor.why_no_loop) is not None:
         raise RecipeError(f"{what} with {why}; {remedy}")

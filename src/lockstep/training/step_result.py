@@ -19,18 +19,18 @@ from lockstep.training.train_module import TrainModule
 
 @dataclass(slots=True)
 class StepResult:
-    """Numbers stay on the device until they are read."""
+    """The numbers of a step. They stay on the device until they are read."""
 
     layout: StepLayout
     module: TrainModule
     values: Tensor | list[float]
-    """(microbatches,): the part of each microbatch in the loss; its raw total if `weights` is
+    """Shape (microbatches,): each microbatch's part of the loss; its raw total if `weights` is
     given."""
     # (microbatches,); None if `Recipe.weight` or the sample count gives them
     weights: Tensor | None
     norm: Tensor | float
-    """The gradient's global norm before clipping; without log and clipping, a number that is finite
-    only if it is."""
+    """The gradient's global norm before clipping. If nothing needs the norm (no log, no clipping):
+    a number that is finite exactly if the norm is."""
     # True if the model was updated. None: the device decided; see `was_applied`.
     applied: bool | None
     flags: Tensor | bool  # see `StepStats`
@@ -56,7 +56,7 @@ class StepResult:
 
     @property
     def is_without_weight(self) -> bool:
-        """True if the weights that only the forward knows add up to 0. Waits for the device."""
+        """True if the weights that the forward returned add up to 0. Waits for the device."""
         return self.weights is not None and not any(self.weights.tolist())
 
     def term_losses(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class StepResult:
 
     def _not_finite(self) -> str:
         module = self.module
-        # Every rank of a pipeline has the names of all modules.
+        # On every rank of a pipeline, the names of all modules are known.
         order = {name: place for place, (name, _) in enumerate(module.model.named_modules())}
         found = [
             (order[name.rpartition(".")[0]], place, name)

@@ -1,5 +1,4 @@
-"""A model with its optimizers on one rank: its gradients are reduced, scaled, clipped and applied
-here."""
+"""A model with its optimizers on one rank. It reduces, scales, clips and applies the gradients."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ class HostValues:
 
 
 class TrainModule:
-    """A model and its optimizers on one rank. `parameters`: the trainable ones, by name.
-    `steppers`: what is called instead of `step()` of some optimizers, by their ids."""
+    """A model and its optimizers on one rank. `parameters`: the trainable parameters, by name.
+    `steppers`: functions to call instead of `step()`, by the id of the optimizer."""
 
     choice: ReducerChoice
     executor: Executor
@@ -94,7 +93,7 @@ class TrainModule:
         self.optimizers = optimizers
         self.needs_closure = any(map(needs_closure, optimizers))
         self.held = held_by(model, optimizers)
-        """The parameters that the optimizers hold, by name, frozen ones too."""
+        """The parameters that the optimizers hold, by name, including frozen ones."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.left_out: LeftOut | None = None
         """Tensors that are saved only if they change. None in a run that saves nothing."""
@@ -116,7 +115,7 @@ class TrainModule:
         )
         self._keeps_rest = keeps_rest(context.gradient_compression)
         self.forward_knows_weight: bool | None = None
-        """True for `ls.Loss`, with a weight that only the forward knows. None before the first
+        """True for `ls.Loss`, whose weight is known only after the forward. None before the first
         commit."""
         self.terms: list[str] = []  # the names of the loss's terms if there are several
         self.repeats = 1  # see `LossKind`
@@ -151,8 +150,8 @@ class TrainModule:
         fused = all(
             group.get("fused") for optimizer in optimizers for group in optimizer.param_groups
         )
-        # In fp16 torch schedulers do not count skipped steps, and compression forgets them: the
-        # host must know.
+        # In fp16 the host must know if a step was skipped: torch schedulers do not count it, and
+        # compression discards what it kept.
         host_must_know = context.precision == "fp16" and (
             self._compression is not None or self.schedule.counts_updates
         )
@@ -171,13 +170,13 @@ class TrainModule:
         self._optimizer_unscales = (
             fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
         )
-        """True if the optimizers divide the gradient as they do for torch's GradScaler, which saves
-        a pass over it. Not in bitwise: sharded gradients are multiplied by the reciprocal, which
-        rounds differently."""
+        """True if the optimizers divide the gradient by the scale themselves, as for torch's
+        GradScaler, which saves a pass over it. False with bitwise numerics: sharded gradients are
+        multiplied by the reciprocal, which rounds differently."""
 
     def set_trainable(self, names: Collection[str]) -> None:
         """Make exactly these parameters trainable, between two steps. Every rank calls it with the
-        same `names`. The state that optimizers hold for the others stays. Raises `RecipeError`."""
+        same `names`. The optimizers keep the state of the others. Raises `RecipeError`."""
         if self._compression is not None or self._tied is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
@@ -222,12 +221,13 @@ class TrainModule:
 
     @property
     def overflows(self) -> int:
-        """Steps in a row, up to the latest, in which the gradient overflowed at its loss scale."""
+        """Number of consecutive steps, up to the latest, whose gradient overflowed at its loss
+        scale."""
         return 0 if self.loss_scale is None else self.loss_scale.overflows
 
     @property
     def overflowed_at(self) -> float:
-        """The loss scale in the last step that overflowed: it was halved then."""
+        """The loss scale in the last step that overflowed, before it was halved."""
         return math.inf if self.loss_scale is None else 2.0 * self.loss_scale.value
 
     @property
@@ -258,16 +258,17 @@ class TrainModule:
         )
 
     def agree_on_loss(self, kinds: Sequence[LossKind]) -> None:
-        """Agree on the kind of loss at the first commit: some ranks have no microbatch. Every rank
-        calls it."""
+        """Agree on the kind of loss at the first commit, because some ranks may have no microbatch.
+        Every rank calls it."""
         everyone = self.mesh.world.gather_values(kinds[0] if kinds else None)
         self.forward_knows_weight, self.terms, self.repeats = next(
             kind for kind in everyone if kind is not None
         )
 
     def divide_by_weight(self, weights: Tensor | None, values: Tensor | list[float]) -> None:
-        """Divide the summed gradient by Σ `weights`, if given. If that is 0, it is 0 if all
-        `values` of the loss are, else NaN. Choose the next step's `prescale`."""
+        """Divide the summed gradient by Σ `weights`, if given. If the sum is 0, the gradient
+        becomes 0 if all `values` of the loss are 0, else NaN. Also chooses the next step's
+        `prescale`."""
         self.gain = 1.0
         if weights is None:
             return
@@ -305,8 +306,8 @@ class TrainModule:
         """Unscale and clip the reduced gradient and step the optimizers; if it is not finite, do
         nothing.
 
-        Returns `StepResult.norm` and `StepResult.applied`. `measure`: the norm itself is needed.
-        `closure`: for optimizers that need one.
+        Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
+        needed. `closure`: for optimizers that need one.
         """
         gradients = self.gradients()
         divisor: Tensor | float = 1.0
@@ -374,7 +375,7 @@ class TrainModule:
 
     @contextmanager
     def _around_stage(self, stage: int) -> Iterator[None]:
-        self.statistics[stage].discard()  # the updates by recomputation
+        self.statistics[stage].discard()  # discard the updates by recomputation
         with self.autocast:
             yield
 
@@ -382,14 +383,14 @@ class TrainModule:
         self.statistics[stage].note_microbatch()
 
     def model_state(self) -> Mapping[str, Any]:
-        """The state of the whole model that is trained: its state dict, and what that leaves out
-        although an optimizer holds it or it has changed, without buffers with persistent=False.
-        Every rank calls it."""
+        """The state of the whole trained model: its state dict, plus tensors that this leaves out
+        but that an optimizer holds or that have changed. Buffers with persistent=False are left
+        out. Every rank calls it."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
     def host_values(self) -> HostValues:
-        """Return what the host knows of the state now."""
+        """Return the host's current values."""
         groups = [
             [_with_numbers(group) for group in self.modes.groups_of(optimizer)]
             for optimizer in self.optimizers
@@ -397,7 +398,7 @@ class TrainModule:
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
 
     def state_dict(self, host: HostValues) -> dict[str, Any]:
-        """Return the state without the model's and the optimizers'."""
+        """Return the state except that of the model and of the optimizers."""
         return {
             "schedule": host.schedule,
             "loss_scale": (
@@ -423,8 +424,8 @@ class TrainModule:
             )
 
     def keep_changed_settings(self, saved: Settings) -> None:
-        """Give the optimizers the settings that their factory has changed since a run was saved,
-        which it had then."""
+        """Keep the optimizer settings that the factory has changed since the run was saved, instead
+        of the saved ones."""
         for number, group, name in differing(saved, self.settings):
             value = self.settings[number][group][name]
             if name == "lr":
@@ -452,8 +453,8 @@ class TrainModule:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler and
-    no step hook."""
+    """Call `optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler
+    and no step hook."""
     step = type(optimizer).step
     if (
         not getattr(step, "hooked", False)
@@ -467,7 +468,8 @@ def step_optimizer(optimizer: Optimizer) -> None:
 
 
 def _with_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group, with the numbers that are tensors on the CPU as they are now."""
+    """Copy a parameter group, including the current values of numbers that are tensors on the
+    CPU."""
     return {
         key: (
             value.item()

@@ -1,4 +1,5 @@
-"""The private side of a run: its models, the step under way, and what all ranks do next."""
+"""The private side of a run: its models, the step in progress, and the decision of all ranks what
+to do next."""
 
 from __future__ import annotations
 
@@ -42,16 +43,16 @@ class LoopState:
     # each stream shard that this rank reads
     shards: dict[str, ShardPosition] = field(default_factory=dict)
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
-    """Digests of the parts of some samples, by the samples' names, for each loop, by its number."""
+    """Loop number -> sample name -> digests of the parts of that sample, for some samples."""
     digest: Callable[[], Digests] | None = None
-    """Returns the digests of the samples of the loop as they are now. None: nothing can have
-    changed them, or they are with loader workers."""
+    """Returns the current digests of the loop's samples. None: nothing can have changed the
+    samples, or loader workers hold them."""
     # the JSON of the checkpoint that the run was resumed from, with `step`
     resumed: Mapping[str, Any] | None = None
 
     def begin_loop(self, steps_done: int) -> int:
-        """Begin another loop. Returns its first step: `sys.maxsize` if the loop had ended before
-        the checkpoint."""
+        """Begin another loop. Returns its first step to compute; `sys.maxsize` if the loop had
+        ended before the checkpoint."""
         self.loops += 1
         self.steps_before = steps_done
         saved = 0 if self.resumed is None else self.resumed["loop"]
@@ -61,14 +62,14 @@ class LoopState:
         return int(self.resumed["step"]) - self.steps_before
 
     def refresh_data(self) -> None:
-        """Take the digests again, for a save: a hook may have changed the dataset since."""
+        """Compute the digests again, before a save: a hook may have changed the dataset since."""
         if self.digest is not None and str(self.loops) in self.data:
             self.data[str(self.loops)] = dict(self.digest().samples)
 
     @staticmethod
     def check(values: Mapping[str, Any], step: int) -> None:
-        """Raise `ValueError`, `LookupError`, `TypeError` or `AttributeError` unless `values` has
-        what a run saves after `step` steps."""
+        """Raise `ValueError`, `LookupError`, `TypeError` or `AttributeError` unless `values` have
+        the form that a run saves after `step` steps."""
         positions = {
             int(shard): ShardPosition(*position) for shard, position in values["shards"].items()
         }
@@ -99,8 +100,8 @@ class LoopState:
 
 
 class Hooks:
-    """A list of hooks. Each moment calls only the hooks that override it, and the user's with
-    seeded generators."""
+    """A list of hooks. At each moment, only the hooks that override its method are called; users'
+    hooks with seeded generators."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.all = list(hooks)
@@ -113,7 +114,7 @@ class Hooks:
 
     def call(self, moment: str, *arguments: Any) -> None:
         """Call method `moment` of all hooks, in order."""
-        if moment not in self._at:  # bound now: a hook may set its methods in `on_start`
+        if moment not in self._at:  # bound only now: a hook may set its methods in `on_start`
             self._at[moment] = [
                 self._method(hook, moment)
                 for hook in self.all
@@ -126,7 +127,7 @@ class Hooks:
     def _method(self, hook: Hook, moment: str) -> Callable[..., None]:
         method: Callable[..., None] = getattr(hook, moment)
         if moment == "on_event" or type(hook).__module__.startswith("lockstep."):
-            return method  # an event may be recorded amid a microbatch
+            return method  # an event may be recorded in the middle of a microbatch
         place = self.all.index(hook), [*vars(Hook), *vars(ControlHook)].index(moment)
         return partial(_call_seeded, method, place)
 
@@ -151,8 +152,8 @@ def _call_seeded(
 
 
 class Training:
-    """The private side of a `Run`. The loop tells it where the step is; lockstep's own hooks read
-    it, and with the other ranks it decides whether to stop, save or end."""
+    """The private side of a `Run`. The loop reports its progress to it, and lockstep's own hooks
+    read it. Together with the other ranks it decides whether to stop, save or end."""
 
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context
@@ -164,13 +165,14 @@ class Training:
         self.statistics: list[RunningStatistics] = []
         """Running statistics of all models, in the current loop."""
         self.streams: list[tuple[int, ModuleRandomStreams]] = []
-        """(model's number, its random streams) in the current loop, for models that have some."""
+        """(model's number, its random streams) in the current loop, for each model that has random
+        streams."""
         self.stateful: dict[str, Stateful] = {"run": self}
         """Further objects whose state is saved in checkpoints, by name."""
         self.results: dict[int, StepResult] = {}
         """Results of the latest step, by the model's number; none for a model that skipped it."""
         self.latest: StepResult | None = None
-        """The first model's result in the latest step that it has not skipped."""
+        """The result of the first model in the latest step that it did not skip."""
         self.measure: Callable[[], None] | None = None
         """Measures the recipe's evaluations. None if it has none."""
         self.logged: dict[str, float] = {}
@@ -184,7 +186,7 @@ class Training:
         self.is_consistent_in_steps = True
         """False if the script itself may change the saved state during a step."""
         self.stopping: str | None = None
-        """The reason, once all ranks have agreed to stop."""
+        """The reason why training stops, once all ranks have agreed to stop."""
         self.is_committed = False
         """True from the commit of all models in a step until the next step begins."""
         self.loop = LoopState()
@@ -193,35 +195,36 @@ class Training:
         self.epoch_of: Callable[[int], int] | None = None
         """(step of the current loop) -> its epoch. None if the data has no length."""
         self.microbatches = 0
-        """Microbatches that this rank has begun in loops over them, in all steps."""
+        """Number of microbatches that this rank has begun, over all steps."""
         self.exchange = SyncBatchNormExchange()
         self.consensus = Consensus(context.mesh, context.phases, self._request)
         self.has_started = False
         self.stop: str | None = None
-        """Why this rank asks to stop."""
+        """The reason why this rank asks to stop."""
         self._devices_of: dict[int, list[torch.device]] = {}
-        """The number of models -> `_devices`."""
+        """Number of models -> result of `_devices`."""
         self._has_ended = False
         self._saved_loss = math.nan
 
     @property
     def loss(self) -> float:
-        """`Run.loss`."""
+        """The loss, see `Run.loss`."""
         return self._saved_loss if self.latest is None else self.latest.loss()
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """The measured speeds of the data ranks in the latest step; empty if all count as equal."""
+        """The measured speeds of the data ranks in the latest step; empty if all are assumed
+        equal."""
         return () if self.source is None else self.source.layout.assignment.speeds
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Note what was measured after the latest step."""
+        """Record the metrics that were measured after the latest step."""
         self.run.metrics |= metrics
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return a metric if it was measured after the latest step, else None. `of`: who asks, for
-        the `RecipeError` if no evaluation has this metric."""
+        """Return a metric if it was measured after the latest step, else None. `of`: what needs the
+        metric, for the `RecipeError` if no evaluation has it."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None
@@ -234,7 +237,7 @@ class Training:
         )
 
     def remark(self, remark: Remark) -> None:
-        """Record an event, and show its line to the user if it has one."""
+        """Record a remark as an event, and print its line if it has one."""
         self.run.event(remark.event, **remark.details)
         if remark.line is not None:
             self.context.recorder.message(remark.line)
@@ -285,7 +288,7 @@ class Training:
             self.progress.end_step(ended, self._devices())
 
     def _devices(self) -> list[torch.device]:
-        """The accelerators that hold a part of the state, or compute it."""
+        """The accelerators that hold or compute a part of the state."""
         devices = self._devices_of.get(len(self.modules))
         if devices is None:
             parameters = [p for module in self.modules for p in module.held.values()]
@@ -314,7 +317,7 @@ class Training:
         return merge(requests)
 
     def end(self) -> None:
-        """Record, once, that the run has ended as it should."""
+        """Record, once, that the run has ended without an error."""
         if not self._has_ended:
             self._has_ended = True
             self.run.event("run-ended")

@@ -1,1 +1,1 @@
-"""The checks of `lockstep audit`: each holds what the probes saw against one law. Pure."""
+"""The checks of `lockstep audit`: each compares the probes' records with one law. Pure."""

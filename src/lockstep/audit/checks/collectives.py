@@ -1,4 +1,4 @@
-"""Checks collectives, which all ranks call in one order, and files, which one rank writes."""
+"""Checks two laws: all ranks call collectives in one order; one rank writes each file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ REDUCTION = "DistributedDataParallel's reduction of gradients"
 
 
 def is_broken_collective(error: str) -> bool:
-    """True if a script failed in a collective on all ranks that failed, and by no other error."""
+    """True if every rank that failed did so in a collective, and none by another error."""
     errors = _ERROR.findall(error)
     return bool(errors) and all(_BROKEN.search(each) for each in errors)
 
 
 def check_collectives(records: Records, *, hung: bool, error: str) -> AreaResult:
-    """`error`: the last lines of a script that failed by itself; empty if it did not."""
+    """Check the collectives. `error`: the last lines of a script that failed by itself; empty if it
+    did not."""
     result = AreaResult(Area.COLLECTIVES)
     failed = is_broken_collective(error)
     if records.world_size < 2:
@@ -140,8 +141,8 @@ def _on_ranks(ranks: Sequence[Rank], counts: Sequence[int]) -> str:
 
 
 def _collectives(rank: Rank) -> list[Row]:
-    """The collectives of a rank in their order, and the reductions of DistributedDataParallel in
-    its backwards."""
+    """The collectives of a rank in order, including the reductions that DistributedDataParallel
+    makes in backwards."""
     found: list[Row] = []
     waiting: dict[int, Row] = {}
     for row in rank.of("collective", "ddp_forward", "backward"):
@@ -161,8 +162,8 @@ def _collectives(rank: Rank) -> list[Row]:
 def _mismatch(
     members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int
 ) -> tuple[str, str]:
-    """The evidence and the line of collectives that differ. If the ones before them came from
-    different lines, as of a model that one rank alone calls, those are the cause."""
+    """The evidence and the line of collectives that differ. If the preceding collectives came from
+    different lines (say, one rank alone calls a model), those are the cause."""
     rows = [each[number] for each in calls]
     text = f"collective {number + 1}: {_texts(members, rows)}"
     kinds = Counter(map(_kind, rows))

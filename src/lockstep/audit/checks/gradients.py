@@ -1,5 +1,5 @@
-"""Checks gradients: the factors with which the ranks' gradients enter the applied one, read from
-linear sketches."""
+"""Checks gradients: the factors with which each rank's gradient enters the applied gradient,
+computed from linear sketches."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection, fit, sketch_difference
 
 FIT = 0.02
-"""Largest part of a gradient that the ranks' own gradients may leave unexplained."""
+"""Largest relative part of a gradient that a combination of the ranks' gradients may leave
+unexplained."""
 NEGLIGIBLE = 1e-3
 """Relative size below which a factor or a gradient counts as zero."""
 LEAST_ALIKE = 2
-"""Steps with equal gradients on all ranks from which they are no accident."""
+"""Number of steps with equal gradients on all ranks from which this is not an accident."""
 EVEN = 0.02
 """Largest relative difference of equal factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors with which one rank's gradient holds all ranks' gradients."""
+    """The factors with which one rank's applied gradient contains each rank's gradient."""
 
     values: list[float] = field(default_factory=list)
-    """Empty if gradients are missing, or too alike."""
+    """One for each rank; empty if gradients are missing or too similar."""
     residual: float = math.inf
 
     @property
@@ -40,13 +41,13 @@ class Factors:
 
     @property
     def even(self) -> float | None:
-        """The factor of all ranks, if they have the same and it is positive."""
+        """The factor, if it is the same for all ranks and positive; else None."""
         if not self.fits or min(self.values) <= (1 - EVEN) * max(self.values):
             return None
         return float(np.mean(self.values)) if max(self.values) > 0 else None
 
     def is_own_only(self, rank: int) -> bool:
-        """True if the gradient holds this rank's own alone."""
+        """True if the applied gradient contains only this rank's gradient."""
         sizes = [abs(each) for each in self.values]
         return self.fits and all(
             (size > 0) if number == rank else (size < NEGLIGIBLE * sizes[rank])
@@ -138,7 +139,7 @@ def own_sum(row: Row, name: str, backwards: slice = slice(None)) -> Vector:
 
 
 def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
-    """The reduced gradient that a rank applies, whole: before clipping, where that was seen."""
+    """The whole reduced gradient that a rank applies; before clipping, if that was recorded."""
     sketches = []
     for row in rows:
         sketch = row["applied"].get(name)
@@ -154,8 +155,8 @@ def reduced_of(rows: Sequence[Row], rank: int, name: str) -> Vector | None:
 def whole_projection(
     rows: Sequence[Row], rank: int, name: str, sketches: Sequence[list[float] | None]
 ) -> Vector | None:
-    """The projection of a rank's tensor, from all ranks' sketches: of a sharded tensor the sum of
-    the shards. None if one is missing or not finite."""
+    """The projection of a rank's tensor, computed from all ranks' sketches; for a sharded tensor,
+    the sum over the shards. None if a sketch is missing or not finite."""
     if name not in rows[rank]["sharded"]:
         return finite_projection(sketches[rank])
     shards = [each for sketch in sketches if (each := finite_projection(sketch)) is not None]
