@@ -21,6 +21,7 @@ class Area(Enum):
     SAMPLES = "samples"
     GRADIENTS = "gradients"
     LOSS = "weights of the loss"
+    DOCUMENTS = "packed documents"
     REPLICAS = "replicas"
     RANDOM = "random numbers"
     SCHEDULE = "learning rate"

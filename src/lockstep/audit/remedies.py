@@ -131,6 +131,15 @@ class Cause(Enum):
         " = number of targets of this rank's step; dist.all_reduce(count)\n    loss ="
         ' F.cross_entropy(..., reduction="sum") * world_size / count   # DDP divides by world_size',
     )
+    DOCUMENTS_LEAK = (
+        "documents in one row attend to each other",
+        "a packed document trains as it would alone",
+        "call the model with position_ids that restart at each document, without an attention_mask,"
+        " and with use_cache=False:\n"
+        "    model(input_ids=..., position_ids=..., use_cache=False)\n"
+        "models that pass no positions to their masks (GPT-OSS) need flash attention, or"
+        " lockstep's Recipe(sequence=ls.Sequence(documents=...)); or give a row to each document",
+    )
     INITIAL_VALUES_DIFFER = (
         "ranks begin with different parameters",
         _REPLICAS,

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from lockstep.audit.checks.collectives import check_collectives, check_files, is_broken_collective
 from lockstep.audit.checks.gradients import check_applied_gradients
 from lockstep.audit.checks.losses import check_losses
+from lockstep.audit.checks.packing import check_packing
 from lockstep.audit.checks.randomness import check_modes, check_randomness
 from lockstep.audit.checks.replicas import check_replicas
 from lockstep.audit.checks.reruns import check_compare, check_resumed
@@ -162,6 +163,7 @@ def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
         check_samples(records),
         check_applied_gradients(records),
         check_losses(records),
+        check_packing(records),
         check_replicas(records),
         check_randomness(records),
         check_schedules(records),

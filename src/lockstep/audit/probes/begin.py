@@ -13,7 +13,13 @@ from types import ModuleType
 from lockstep.audit.request import AuditRequest
 from lockstep.base.errors import USER_ERROR_STATUS, LaunchError, say
 
-AFTER = ("torch", "torch.distributed.fsdp._fully_shard._fsdp_param_group", "accelerate.accelerator")
+AFTER = (
+    "torch",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    "accelerate.accelerator",
+    "transformers.masking_utils",
+    "transformers.modeling_utils",
+)
 """Modules after whose import probes are installed."""
 
 

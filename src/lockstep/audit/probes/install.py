@@ -19,6 +19,7 @@ from lockstep.audit.probes.losses import Losses
 from lockstep.audit.probes.models import Models
 from lockstep.audit.probes.modes import Modes
 from lockstep.audit.probes.optimizers import Optimizers
+from lockstep.audit.probes.packing import Packing
 from lockstep.audit.probes.recorder import RecordWriter
 from lockstep.audit.request import AuditRequest
 
@@ -35,6 +36,7 @@ class Probes:
         self.draws = Draws(recorder)
         self.loaders = Loaders(recorder, self.draws)
         self.modes = Modes(recorder, self.loaders, self.draws)
+        self.packing = Packing(recorder)
         self.events = Events(recorder, self.optimizers, self.draws)
 
     def install(self) -> None:
@@ -96,5 +98,7 @@ def after_import(module: ModuleType, request: AuditRequest) -> None:
             "gather_for_metrics",
             before=lambda *_, **__: recorder.write("gather_for_metrics"),
         )
+    elif _installed and module.__name__.startswith("transformers."):
+        _installed[0].packing.install(module)
     elif _installed:
         _installed[0].gradients.install_fsdp(module)
