@@ -15,7 +15,7 @@ from lockstep.launch.termination import Termination
 from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
-from lockstep.plan import MEASURED
+from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.code import code_and_objects_of, code_of
 from lockstep.recipe.recipe import Recipe
 from lockstep.saving import Best
@@ -61,6 +61,32 @@ class Result:
     """All events of the run, as in `events.jsonl`, that this rank has seen."""
 
 
+def _check_shorthand(plan: Plan, recipe: Recipe) -> None:
+    """Raise `RecipeError` if lockstep must call the model itself. `recipe`: without inputs."""
+    for applies, what, why in (
+        (
+            plan.pipeline != 1,
+            f"pipeline={plan.pipeline}",
+            "it must call the model's parts itself, on several ranks",
+        ),
+        (
+            plan.context != 1,
+            f"context={plan.context}",
+            "it must call the model itself, with parts of the sequences",
+        ),
+        (
+            recipe.sequence is not None,
+            "sequence",
+            "it must call the model itself, with documents and random numbers by chunk",
+        ),
+    ):
+        if applies:
+            raise RecipeError(
+                f"{what} on a recipe in shorthand form (no inputs; the loss calls the model);"
+                f" {why}; give Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
+            )
+
+
 class RecipeSession(Session):
     """The session of a recipe. Entering it measures the `auto` settings and puts the values into
     `recipe`."""
@@ -90,12 +116,8 @@ class RecipeSession(Session):
         recipe, plan = self.recipe, opened.context.plan
         if recipe.microbatch != "auto" and recipe.global_batch is not None:
             check_microbatch_is_fixed(plan, recipe.global_batch, recipe.microbatch)
-        if plan.pipeline != 1 and recipe.inputs is None:
-            raise RecipeError(
-                f"pipeline={plan.pipeline} on a recipe in shorthand form (no inputs; the loss calls"
-                " the model); it must call the model's parts itself, on several ranks; give"
-                " Recipe(inputs=lambda batch: ..., loss=lambda output, batch: ...)"
-            )
+        if recipe.inputs is None:
+            _check_shorthand(plan, recipe)
         if "auto" not in (
             recipe.precision,
             recipe.microbatch,

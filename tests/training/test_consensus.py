@@ -40,7 +40,7 @@ class Ranks:
         self.exchanges = 0
         self.votes = 0
         self._others = others
-        self.data = SimpleNamespace(size=data_ranks)
+        self.summed = lambda: SimpleNamespace(size=data_ranks)
         self.world = self
         self.size = 1 + len(others)
 

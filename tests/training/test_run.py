@@ -333,10 +333,11 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any], str]] = {
         " must multiply to the number of",
     ),
     "an unknown axis": ("replicas=3", {}, "PlanError: 'replicas' in plan 'replicas=3' is unknown"),
-    "an axis that is not built": (
+    "sequences that a loss cuts with its model": (
         "context=3",
         {},
-        "PlanError: context=3; this version has the plan and not its training; use replicate,",
+        "RecipeError: context=3 on a recipe in shorthand form (no inputs; the loss calls the"
+        " model); it must call the model itself, with parts of the sequences; give",
     ),
     "a pipeline on a recipe in shorthand form": (
         "pipeline=3",

@@ -40,7 +40,7 @@ class Mesh:
     groups: Mapping[tuple[str, ...], World]
     """The processes along one axis, or along several together, by the names of these axes."""
     without_shared_memory: Mapping[str, str]
-    """Data axis -> why some or all of its ranks do not share memory."""
+    """Axis over which gradients are summed -> why some or all of its ranks do not share memory."""
     data: World = field(init=False)
     """The data ranks. Together they compute all microbatches of a step; they have this rank's
     position on the other axes."""
@@ -48,9 +48,16 @@ class Mesh:
     """The ranks that hold the same state."""
     stages: World = field(init=False)
     """The ranks that together hold the model's layers."""
+    tokens: World = field(init=False)
+    """The ranks that share out the tokens of each microbatch. Each has a part of its loss."""
 
     def __post_init__(self) -> None:
-        for name, asked in (("data", _deals), ("replicas", _copies), ("stages", _stacks)):
+        for name, asked in (
+            ("data", _deals),
+            ("replicas", _copies),
+            ("stages", _stacks),
+            ("tokens", _cuts),
+        ):
             object.__setattr__(self, name, self.along(asked))
 
     @classmethod
@@ -61,7 +68,8 @@ class Mesh:
         atexit.register(_at_exit)
         larger = plan.larger
         together = [
-            _names(larger, asked) for asked in (_deals, _copies, _stacks, _sums, _sums_of_expert)
+            _names(larger, asked)
+            for asked in (_deals, _copies, _stacks, _cuts, _sums, _sums_of_expert)
         ]
         wanted = tuple(dict.fromkeys([*((axis.name,) for axis in larger), *filter(None, together)]))
         if len(larger) < 2 and all(axis.same_state for axis in larger):
@@ -70,7 +78,9 @@ class Mesh:
             sizes = tuple((axis.name, plan.size(axis)) for axis in larger)
             torch_mesh, made = _made(world, sizes, wanted)
             groups = {names: _part(world, group) for names, group in made.items()}
-        groups, reasons = _with_shared_memory(world, plan, groups, _names(larger, _deals))
+        groups, reasons = _with_shared_memory(
+            world, plan, groups, data=_names(larger, _deals), summed=_names(larger, _sums)
+        )
         return cls(world, larger, torch_mesh, groups, reasons)
 
     def close(self) -> None:
@@ -112,6 +122,10 @@ def _copies(axis: Axis) -> bool:
 
 def _stacks(axis: Axis) -> bool:
     return "layers" in axis.divides
+
+
+def _cuts(axis: Axis) -> bool:
+    return "tokens" in axis.divides
 
 
 def _sums(axis: Axis) -> bool:
@@ -217,16 +231,21 @@ def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
 
 
 def _with_shared_memory(
-    world: World, plan: Plan, groups: Mapping[tuple[str, ...], World], data: tuple[str, ...]
+    world: World,
+    plan: Plan,
+    groups: Mapping[tuple[str, ...], World],
+    *,
+    data: tuple[str, ...],
+    summed: tuple[str, ...],
 ) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
-    """Give the groups along `data` axes shared memory. Returns all groups, and the reasons for
-    those that have none on some ranks."""
+    """Give the groups along axes over which gradients are `summed` shared memory. Returns all
+    groups, and the reasons for those that have none on some ranks."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
     named = {
         "data" if len(names) > 1 and names == data else "_".join(names): names
         for names in groups
-        if world.device.type == "cpu" and set(names) <= set(data)
+        if world.device.type == "cpu" and set(names) <= set(summed)
     }
     if plan.transport == "torch" or not named:
         return with_memory, dict.fromkeys(named, "the plan says transport=torch")

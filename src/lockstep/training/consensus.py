@@ -100,14 +100,12 @@ class Consensus:
             raised = any(map(bool, flags))
             return (
                 self.mesh.world.any(raised)
-                if self.mesh.data.size < self.mesh.world.size
+                if self.mesh.summed().size < self.mesh.world.size
                 else raised
             )
         raised_by = torch.stack(on_gpu)
         for axis in self.mesh.larger:
-            if (
-                "microbatches" not in axis.divides
-            ):  # over the other axes the flag is summed with the gradients
+            if axis.sums != "all":  # over the other axes the flag is summed with the gradients
                 self.mesh.axis(axis.name).all_reduce(raised_by)
         before, self._before = self._before, None
         if wait:

@@ -25,7 +25,7 @@ from lockstep.keys import RandomStream
 from lockstep.logging.metrics import as_number
 from lockstep.model.shard import reshard
 from lockstep.plan import Plan
-from lockstep.recipe.recipe import Evaluation, Gathered, Mean, Recipe
+from lockstep.recipe.recipe import Evaluation, Gathered, Loss, Mean, Recipe
 from lockstep.training.batch_loss import Columns, checked_columns, distinct_kinds, gather_columns
 from lockstep.training.context import Context
 from lockstep.training.loss import (
@@ -150,25 +150,33 @@ class Evaluator:
         # a metric may keep its arguments, or call the model
         if item.is_dummy and self.recipe.inputs is not None:
             return {}, _ToHost({}, self.module.device)
-        weighs = self.recipe.weight if self.evaluation.loss is None else None
-        weights = None if weighs is None else weights_of(weighs(item.batch))
-        sums = (
-            {}
-            if loss is None
-            else measured(loss, samples=item.size, batch=item.batch, weights=weights)
-        )
+        sums = self._loss_of(item, loss)
+        columns = {}
+        if self.evaluation.metrics or self._metrics(Gathered):
+            output = self.module.executor.whole(output)
         for name, metric in self._metrics(Mean).items():
             sums[name] = _sum_and_number(
                 name, self._called(name, metric.values, output, batch), item.size
             )
-        columns = {}
+            if self.mesh.tokens.rank:
+                sums[name] = 0.0, 0.0  # the first rank has counted all tokens
         for name, metric in self._metrics(Gathered).items():
-            collected = checked_columns(
+            columns[name] = checked_columns(
                 f"metric {name!r}", self._called(name, metric.collect, output, batch), item.size
             )
-            columns[name] = collected
         self._is_first = False
         return sums, _ToHost(columns, self.module.device)
+
+    def _loss_of(self, item: Microbatch, loss: Any) -> Sums:
+        """The part of this rank in the loss of a microbatch."""
+        if loss is None:
+            return {}
+        weighs = self.recipe.weight if self.evaluation.loss is None else None
+        weights = None if weighs is None else weights_of(weighs(item.batch))
+        sums = measured(loss, samples=item.size, batch=item.batch, weights=weights)
+        if self.mesh.tokens.rank and not isinstance(loss, Loss):
+            return {name: (total, 0.0) for name, (total, _) in sums.items()}
+        return sums
 
     def _called(
         self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any
@@ -202,6 +210,7 @@ class Evaluator:
         mine = torch.tensor(numbers_on_host(numbers), dtype=torch.float64).reshape(
             len(rows), 2 * len(names)
         )
+        self.mesh.tokens.all_reduce(mine)
         columns = in_order(mine, microbatches, self.assignment, self.mesh.data).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {

@@ -86,6 +86,10 @@ class Executor(Protocol):
         """Compute the forward only. Yields each microbatch and its score, on ranks that have the
         model's output. `position`: the key of a microbatch's random streams."""
 
+    def whole(self, output: Any) -> Any:
+        """The model's output for all tokens of the microbatch, on each rank that has a part of
+        it."""
+
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         """Compute a JSON value on the rank with the model's output, and return it on all ranks. An
         error is raised on all ranks."""
@@ -93,7 +97,8 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class SerialExecutor:
-    """An `Executor` for every plan without a pipeline: one microbatch after another."""
+    """An `Executor` for plans that divide neither layers nor tokens: one microbatch after
+    another."""
 
     model: nn.Module
     device: torch.device
@@ -105,7 +110,7 @@ class SerialExecutor:
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         for microbatch, batch in step.batches():
             with self.autocast, self.flops.counting(microbatch.size):
-                value = loss(call_model(inputs, self.model, batch), batch)
+                _, value = self._computed(inputs, loss, batch)
             step.accumulate(value)
 
     def evaluate(
@@ -123,12 +128,19 @@ class SerialExecutor:
             if self.streams is not None:
                 self.streams.set_position(at)
             with self.autocast:
-                output = call_model(inputs, self.model, batch)
-                value = loss(output, batch)
+                output, value = self._computed(inputs, loss, batch)
             yield item, score(item, batch, output, value)
+
+    def whole(self, output: Any) -> Any:
+        return output
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         return compute()
+
+    def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
+        """Return the model's output and its loss."""
+        output = call_model(inputs, self.model, batch)
+        return output, loss(output, batch)
 
 
 class PipelineExecutor:
@@ -206,6 +218,9 @@ class PipelineExecutor:
                 ]
             )
             yield from zip(several, results, strict=False)
+
+    def whole(self, output: Any) -> Any:
+        return output
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         world, last = self._pipeline.world, self._pipeline.last_rank

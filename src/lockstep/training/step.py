@@ -100,7 +100,7 @@ class Step:
         executor = self._modules[number].executor
         if isinstance(loss, Gathered):
             loss = self._over_batch(self._modules[number], inputs, loss)
-        if executor.why_no_loop is not None:
+        if self._modules[number].parallel.pipeline is not None:
             loss = partial(self._without_backward, loss)
         self._begin(number)
         executor.train(self, inputs, loss)
@@ -386,7 +386,7 @@ class Step:
     ) -> BatchLoss:
         """Return the function that computes each microbatch's loss when the loss is over the whole
         global batch."""
-        _check_loop(module, "a batch loss", "choose a plan without a pipeline")
+        _check_loop(module, "a batch loss", "choose replicate or shard")
         if self.source.weights is not None:
             raise RecipeError(
                 "a batch loss with a weight; it is one number for all samples of the global batch;"

@@ -63,14 +63,22 @@ class StepResult:
         """Each term's part of the loss, if there are several. Every rank calls it."""
         if not self.module.terms:
             return {}
-        rows = [{name: float(value) for name, value in terms.items()} for terms in self.terms]
+        parts = torch.tensor(
+            [[float(terms[name]) for name in self.module.terms] for terms in self.terms],
+            dtype=torch.float64,
+        )
+        self.module.mesh.tokens.all_reduce(parts)
+        rows = parts.tolist()
         on_output_rank = self.module.executor.on_output_rank
         everyone = [
             row
             for theirs in self.module.mesh.data.gather_values(on_output_rank(lambda: rows))
             for row in theirs
         ]
-        return {name: exact_sum([row[name] for row in everyone]) for name in self.module.terms}
+        return {
+            name: exact_sum([row[place] for row in everyone])
+            for place, name in enumerate(self.module.terms)
+        }
 
     def check(self) -> None:
         """Raise `LossError`, on every rank, if the loss or the gradient is not finite."""

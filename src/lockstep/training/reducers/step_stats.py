@@ -1,8 +1,9 @@
 """The numbers of a step that are exchanged with the gradients: used parameters, losses, weights,
 one flag.
 
-They are packed into one vector that is summed over the ranks. Each number is zero on all ranks but
-one, so the sum is exact, and a step needs no collective besides the gradients' ones.
+They are packed into one vector that is summed over the ranks, so a step needs no collective besides
+the gradients' ones. A microbatch's numbers are zero on all ranks but one, and their sum is exact;
+where ranks share out its tokens, each has a part.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class StepStats(NamedTuple):
     used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
     values: Tensor | list[float]  # (microbatches,): the part of each microbatch in the loss
     weights: Tensor | None  # (microbatches,); None if the forward does not compute them
-    flags: Tensor | bool  # the number of data ranks that raised their flag, or whether any did
+    flags: Tensor | bool  # the number of ranks that raised their flag, or whether any did
 
 
 class StepStatsVector:
@@ -125,7 +126,7 @@ class UnusedParameters:
     """
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
-        """`world`: the data ranks."""
+        """`world`: the ranks over which gradients are summed."""
         self._parameters = parameters
         self._world = world
         self._before: tuple[Tensor, torch.Event] | None = None
