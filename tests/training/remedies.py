@@ -1896,7 +1896,6 @@ RIGHT_VALUES = (
     "it counts GPUs of one process and is at least 1",
     "a plan is made of name=value pairs",
     "in plan {text}; give it once",
-    "this version knows {', '.join(known)}",
     "in plan {text}; the value is a whole number",
     "session.steps before session.prepare",
     "which makes the microbatches; leave them as they are",
