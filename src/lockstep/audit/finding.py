@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class Area(Enum):
-    """The subjects of an audit: each has a row in the report, also where all is right."""
+    """The subjects of an audit. Each has a row in the report, even if everything in it is right."""
 
     SAMPLES = "samples"
     GRADIENTS = "gradients"
@@ -34,16 +34,17 @@ class Area(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One fault."""
+    """A fault of the audited script."""
 
     cause: Cause
     area: Area
     evidence: str
-    """The facts that were seen, with their numbers, ranks and samples."""
+    """The observed facts, with their numbers, ranks and samples."""
     line: str = ""
-    """File and line of the user's script, as `train.py:12`. Empty if no line of it is concerned."""
+    """File and line of the user's script, as `train.py:12`. Empty if no line of the script is
+    concerned."""
     step: int | None = None
-    """The first optimizer step at which it was seen, from 0."""
+    """The first optimizer step at which the fault was seen, from 0."""
     names: Sequence[str] = ()
     """The parameters, buffers or files concerned."""
 
@@ -77,9 +78,9 @@ class AreaResult:
     area: Area
     findings: list[Finding] = field(default_factory=list)
     right: str = ""
-    """The facts that were seen and are right. Empty if nothing was seen."""
+    """The facts that were checked and are right. Empty if nothing was checked."""
     unseen: list[str] = field(default_factory=list)
-    """Reasons why something could not be seen."""
+    """Reasons why something could not be checked."""
     _badness: dict[Cause, float] = field(default_factory=dict)
 
     def find(
@@ -93,9 +94,10 @@ class AreaResult:
         names: Sequence[str] = (),
         badness: float = 0.0,
     ) -> None:
-        """Add a finding. Of each cause the worst is kept, or the earliest if they are equally bad.
+        """Add a finding. For each cause only the worst finding is kept; of equally bad ones, the
+        earliest.
 
-        `at`: the record of the optimizer step, which gives the step, and the line if there is none.
+        `at`: the record of the optimizer step; it gives the step, and the line if `line` is empty.
         """
         known = next((each for each in self.findings if each.cause is cause), None)
         if known is not None:
@@ -113,8 +115,8 @@ class AreaResult:
         )
 
     def miss(self, reason: str) -> None:
-        """Add a reason why something was not seen, unless one that differs only in numbers is
-        known."""
+        """Add a reason why something could not be checked, unless a reason that differs only in
+        numbers was added before."""
         if all(_NUMBER.sub("", each) != _NUMBER.sub("", reason) for each in self.unseen):
             self.unseen.append(reason)
 
@@ -126,17 +128,17 @@ class Audit:
     script: str
     processes: int
     steps: int
-    """Optimizer steps that every rank took."""
+    """Number of optimizer steps that every rank took."""
     findings: list[Finding] = field(default_factory=list)
     right: dict[Area, str] = field(default_factory=dict)
-    """Facts that were seen, by area, where all of them are right."""
+    """Facts that were checked, for each area in which all of them are right."""
     unseen: dict[Area, list[str]] = field(default_factory=dict)
-    """Reasons why something could not be seen, by area."""
+    """Reasons why something could not be checked, by area."""
     notes: list[str] = field(default_factory=list)
     error: str = ""
     """Last lines of a script that failed; empty if it did not."""
     status: int = 0
-    """Exit status of the script. 0 also if the audit ended it after the requested steps."""
+    """Exit status of the script. Also 0 if the audit ended the script after the requested steps."""
     seconds: float = 0.0
 
     @property
@@ -145,7 +147,7 @@ class Audit:
 
     @property
     def extent(self) -> str:
-        """The processes and steps that were looked at."""
+        """Text with the numbers of processes and steps that were checked."""
         return f"{_count(self.processes, 'process', 'es')}, {_count(self.steps, 'step')}"
 
     @property

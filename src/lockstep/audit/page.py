@@ -1,5 +1,5 @@
-"""The page of an audit: each finding with its evidence, its line and its remedy; what is right;
-what was not seen. Pure."""
+"""The page of an audit: each finding with its evidence, line and remedy; what is right; what could
+not be checked. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.pages.markup import (
 )
 
 AROUND = 2
-"""Lines of the source that are shown before and after the line of a finding."""
+"""Number of source lines that are shown before and after the line of a finding."""
 
 
 def audit_page(audit: Audit, source: Mapping[str, Sequence[str]]) -> str:
@@ -74,7 +74,7 @@ def _finding(number: int, finding: Finding, source: Mapping[str, Sequence[str]])
 
 
 def _source(line: str, source: Mapping[str, Sequence[str]]) -> Html:
-    """Return the line of a finding with those around it; its name alone if the file was not
+    """Return the source around the line of a finding; only the line's name if the file was not
     found."""
     name, _, number = line.rpartition(":")
     lines = source.get(name, [])
@@ -93,7 +93,7 @@ def _source(line: str, source: Mapping[str, Sequence[str]]) -> Html:
 
 
 def _remedy(text: str) -> Iterator[Html]:
-    """Yield the remedy: indented lines are code."""
+    """Yield the remedy as HTML; its indented lines are code."""
     for is_code, lines in groupby(text.splitlines(), key=lambda line: line.startswith("    ")):
         block = "\n".join(line[4:] if is_code else line for line in lines)
         yield element("pre", element("code", block)) if is_code else paragraph(block)

@@ -11,8 +11,8 @@ from pathlib import Path
 from lockstep.evidence.rows import Row, read_row_file
 
 UNKNOWN = -1
-"""The number of a loader whose first pass is not in the record: another process began it, and
-forked."""
+"""The number of a loader whose first pass is not in the record, because another process began it
+and then forked."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Records:
     ranks: list[Rank] = field(default_factory=list)
     """The processes that took a step or belong to the process group, in the order of ranks."""
     fetches: list[Row] = field(default_factory=list)
-    """Reads of a dataset that drew random numbers, in loader workers and in ranks, with their
+    """Reads of a dataset that drew random numbers, in loader workers and in rank processes, with
     `rank` and `pid`."""
     problems: list[str] = field(default_factory=list)
     """Errors of the probes themselves."""
@@ -52,20 +52,20 @@ class Records:
 
     @property
     def steps(self) -> int:
-        """The optimizer steps that were taken by every rank that has an optimizer."""
+        """The number of optimizer steps that every rank with an optimizer took."""
         taken = [max(row["index"] + 1 for row in rank.steps) for rank in self.ranks if rank.steps]
         return min(taken, default=0)
 
     @property
     def joined_at(self) -> float:
-        """The place from which `Join` lets ranks take different numbers of steps; infinite without
-        `Join`."""
+        """The position in the record from which `Join` lets ranks take different numbers of steps;
+        infinite without `Join`."""
         return min(
             (row["place"] for rank in self.ranks for row in rank.of("join")), default=math.inf
         )
 
     def together(self) -> Iterator[list[Row]]:
-        """The rows of each step that all ranks took together, one of each rank, in order."""
+        """For each step that all ranks took together: its rows, one per rank, in order."""
         by_rank = [
             {(row["optimizer"], row["index"]): row for row in rank.steps} for rank in self.ranks
         ]
@@ -76,13 +76,13 @@ class Records:
 
 
 def first_line(rows: Iterable[Row], name: str = "line") -> str:
-    """The user's line in the first of the rows; empty without rows."""
+    """The user's line in the first of the rows; empty if there are none."""
     return next((str(row[name]) for row in rows), "")
 
 
 def read_records(folder: Path) -> Records:
-    """Read all processes' files. The process of a rank is the one that took steps, or joined the
-    process group."""
+    """Read the files of all processes. Of several processes with one rank, the one that took steps
+    or joined the process group counts."""
     files = [
         rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := read_row_file(path))
     ]
@@ -122,8 +122,8 @@ def read_records(folder: Path) -> Records:
 
 
 def number_loaders(ranks: Sequence[Rank]) -> None:
-    """Give the loaders that one line made, in their order, the same numbers on all ranks: a rank
-    that evaluates alone has counted more of them."""
+    """Renumber the loaders so that those made by the same line, in their order, have the same
+    numbers on all ranks: a rank that evaluates alone has made more of them."""
     numbers: dict[tuple[str, int], int] = {}
     for rank in ranks:
         made: Counter[str] = Counter()
@@ -141,9 +141,9 @@ def number_loaders(ranks: Sequence[Rank]) -> None:
 
 
 def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """The loaders and passes that backwards are of: each one's last batch before it, and passes
-    that gave a batch for several (of `zip(labelled, unlabelled)`; one batch alone may be a look at
-    other data)."""
+    """The (loader, pass) pairs that backwards belong to: those of the last batch before each
+    backward, and those that gave a batch for several backwards, as in `zip(labelled, unlabelled)`.
+    (A single batch may be a look at other data.)"""
     backwards = [row for row in rows if row["kind"] == "backward"]
     counts = Counter(tuple(place) for row in backwards for place in row["passes"])
     last = {(row["loader"], row["pass_number"]) for row in backwards if row["loader"] is not None}

@@ -18,7 +18,7 @@ class Cause(Enum):
     """The faults that an audit can name."""
 
     def __init__(self, title: str, law: str, remedy: str) -> None:
-        """`law`: the rule that it breaks. `remedy`: a few lines to change."""
+        """`law`: the rule that the fault breaks. `remedy`: a few lines to change."""
         self.title, self.law, self.remedy = title, law, remedy
 
     SAME_SAMPLES = (

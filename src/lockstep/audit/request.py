@@ -13,28 +13,28 @@ from lockstep.scripts.request import ScriptRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditRequest(ScriptRequest):
-    """The records that an audit asks of a process."""
+    """The request for records from a process."""
 
     answered_by: ClassVar[str] = "lockstep.audit.probes.begin"
     folder: Path
-    """Folder of the records, which exists."""
+    """The existing folder for the records."""
     steps: int
     """Optimizer steps after which each process ends, with status 0."""
     roots: tuple[str, ...]
-    """Directories of the user's own code: that of the script, or for a module the working
-    directory."""
+    """Directories of the user's code: the script's directory, or the working directory for a
+    module."""
     runner: int = 0
     """Process id of `lockstep audit`. 0: none."""
     perturb: int = 0
     """Seed of noise of one unit in the last place on the initial parameters. 0: none."""
 
     def die_with_launcher(self) -> None:
-        """Have the kernel end this process with its parent, if `lockstep audit` has started that.
-        Linux only.
+        """Have the kernel end this process together with its parent, if `lockstep audit` has
+        started the parent. Linux only.
 
-        Called in each process before the script: so a killed audit, whose child ends with it,
-        leaves no rank behind. Processes that ranks start are not tied: the kernel would end them
-        with the thread that started them.
+        Called in each process before the script, so that a killed audit leaves no rank behind.
+        Processes that ranks start are not tied in this way: the kernel would end them with the
+        thread that started them.
         """
         launcher = os.getppid()
         if self.runner and parents().get(launcher) == self.runner:

@@ -1,5 +1,4 @@
-"""An audit from its options to its result: the script is run, and its records are held against the
-laws."""
+"""Runs an audit: runs the script, and compares its records with the laws."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from lockstep.base.errors import LaunchError, say
 from lockstep.base.system import shell_words
 
 RESUMED_STEPS = 8
-"""Steps that are compared after a resume."""
+"""Number of steps that are compared after a resume."""
 PERTURBED_RUNS = 2
 CONSEQUENCES = {
     Cause.NOT_REDUCED: {
@@ -54,18 +53,19 @@ CONSEQUENCES = {
     Cause.DATASETS_DIFFER: {Cause.SAMPLES_MISSING, Cause.EVALUATION_REPEATS},
     Cause.SEED_RESET: {Cause.SAME_RANDOM_NUMBERS, Cause.SAME_AUGMENTATION},
 }
-"""Causes -> the causes that follow from them, and are not reported beside them."""
+"""Cause -> the causes that follow from it, which are then not reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """The numbers of processes to compare, and how the script is told its batch."""
+    """The numbers of processes to compare, and the arguments that set the script's batch size."""
 
     processes: Sequence[int]
     global_batch: int
-    """Samples of a step on all processes together."""
+    """Number of samples in a step, over all processes."""
     per_rank_batch: str
-    """Arguments of the script, with `{}` for the samples of a step on one process."""
+    """Arguments of the script, with `{}` in place of the number of samples in a step on one
+    process."""
 
     def __post_init__(self) -> None:
         if "{}" not in self.per_rank_batch:
@@ -94,10 +94,10 @@ def run_audit(
     compare: CompareOptions | None = None,
     echo: BinaryIO | None = None,
 ) -> Audit:
-    """Run the script and return what was found.
+    """Run the script and return the findings.
 
-    `folder`: an empty folder for the records. `echo`: gets the script's output. Raises
-    `LaunchError` if there was nothing to look at.
+    `folder`: an empty folder for the records. `echo`: called with the script's output. Raises
+    `LaunchError` if there is nothing to check.
     """
     line = options.line
     if ScriptSource.find(line).uses_lockstep():
@@ -149,10 +149,11 @@ def run_audit(
 
 
 def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
-    """Fill in what was found, what is right and what could not be seen. Of each fault only the
-    finding that names its cause is kept."""
+    """Fill in the findings, what is right and what could not be checked. Findings that only follow
+    from another one are removed."""
     if is_broken_collective(audit.error) and any(rank.has_ended for rank in records.ranks):
-        audit.error, audit.status = "", 0  # the audit itself ended a rank, and the others missed it
+        # the audit itself ended a rank, so collectives of the others failed
+        audit.error, audit.status = "", 0
         audit.notes.append(
             "the ranks did not take the same number of steps; all were ended when the first of them"
             " had taken enough"
@@ -186,7 +187,7 @@ def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
 
 
 def _add(audit: Audit, result: AreaResult) -> None:
-    """Add what was seen of one area, with short names of files."""
+    """Add the result of one area, with file names shortened."""
     known = {finding.cause for finding in audit.findings}
     for finding in result.findings:
         path, _, number = finding.line.rpartition(":")
@@ -202,7 +203,7 @@ def _add(audit: Audit, result: AreaResult) -> None:
 
 
 def _say_where(audit: Audit, hang: HangStacks, root: str) -> None:
-    """Note where each process of a script that hangs stands, and see to it that a hang is a
+    """Add the line at which each process of a hanging script waits, and make sure that a hang is a
     finding."""
     if not any(finding.area is Area.COLLECTIVES for finding in audit.findings):
         evidence = f"no process made progress for {hang.seconds:.0f} s"
@@ -214,7 +215,7 @@ def _say_where(audit: Audit, hang: HangStacks, root: str) -> None:
 def _resumed(
     whole: Records, options: AuditOptions, folder: Path, torchrun: bool, echo: BinaryIO | None
 ) -> AreaResult:
-    """Interrupt the script after a save, resume it, and compare it with the run that went on."""
+    """Interrupt the script after a save, resume it, and compare it with the uninterrupted run."""
     saves = [row for rank in whole.ranks for row in rank.of("save")]
     saved = min((row["step"] for row in saves if 0 < row["step"] < whole.steps), default=None)
     if saved is None:
@@ -223,7 +224,7 @@ def _resumed(
             " --steps)"
         )
         return AreaResult(Area.RESUME, unseen=[text])
-    # a script may go on by itself from what the first run has saved
+    # a script may automatically resume from what the first run has saved
     for path, existed in {row["path"]: row["existed"] for row in reversed(saves)}.items():
         if not existed:
             say(f"lockstep audit: {path}, which the first run saved, is removed")
@@ -250,8 +251,8 @@ def _compared(
     folder: Path,
     echo: BinaryIO | None,
 ) -> AreaResult:
-    """Run the script on several numbers of processes with one global batch, and compare what it
-    learned."""
+    """Run the script on several numbers of processes with the same global batch, and compare the
+    trainings."""
     result = AreaResult(Area.COMPARE)
 
     def run(name: str, processes: int, perturb: int = 0) -> Records:

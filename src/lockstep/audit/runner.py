@@ -1,4 +1,5 @@
-"""Runs the audited script, unchanged, on several processes, as torchrun would; sees a hang."""
+"""Runs the audited script, unchanged, on several processes, as torchrun would, and detects a
+hang."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import OUTPUT, TAIL_LINES, ScriptEnd, run_script
 
 STACKS_SECONDS = 2.0
-"""Seconds that processes have to write their stacks."""
+"""Seconds that processes get to write their stacks."""
 SITE = Path(__file__).parent / "site"
 """Directory whose `sitecustomize` installs the probes in each process."""
 LauncherChoice = Literal["auto", "torchrun", "python"]
@@ -53,31 +54,31 @@ class AuditOptions:
     processes: int = 2
     steps: int = 20
     hang_after_seconds: float = 60.0
-    """Seconds without a new record after which the script is held to hang."""
+    """Seconds without a new record after which the script counts as hanging."""
     timeout_seconds: float = 600.0
     """Longest time of the run."""
     launcher: LauncherChoice = "auto"
-    """`python`: the script starts its own processes. `auto`: as its source says."""
+    """`python`: the script starts its own processes. `auto`: decided by the script's source."""
     perturb: int = 0
     """Seed of noise of one unit in the last place on the initial parameters. 0: none."""
     resume_arguments: Sequence[str] | None = None
-    """Arguments of the script with which it goes on from what it saved. None: it is not resumed."""
+    """Arguments of the script that make it resume from what it saved. None: it is not resumed."""
 
     @property
     def root(self) -> str:
-        """The directory of the user's own code."""
+        """The directory of the user's code."""
         script = self.line.script
         return os.getcwd() if self.line.is_module else os.path.dirname(os.path.abspath(script))
 
     def with_arguments(self, *arguments: str) -> AuditOptions:
-        """Return the same options for a script with further arguments."""
+        """Return the same options, with further arguments for the script."""
         added = (*self.line.arguments, *arguments)
         return replace(self, line=replace(self.line, arguments=added))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangStacks:
-    """The stacks of a script that hangs."""
+    """The stacks of the processes of a script that hangs."""
 
     seconds: float
     """Seconds without progress."""
@@ -87,18 +88,18 @@ class HangStacks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditedEnd(ScriptEnd):
-    """The end of the script, or of one that was ended because it hung."""
+    """The end of the script: by itself, or because it hung."""
 
     hang: HangStacks | None = None
 
     @property
     def did_not_end(self) -> str:
-        """Why the script did not come to its last step. Empty if it did."""
+        """The reason why the script did not reach its last step. Empty if it did."""
         return self.error or ("it made no progress" if self.hang or self.timed_out else "")
 
 
 class RecordGrowth:
-    """The growth of the records, by which a script that hangs is told from one that works."""
+    """The growth of the records: it distinguishes a script that hangs from one that works."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
@@ -107,7 +108,7 @@ class RecordGrowth:
         self._has_rank = False
 
     def stalled_seconds(self) -> float:
-        """Look, and return the seconds since a process last added to its record; 0 before the first
+        """Check the records, and return the seconds since any of them last grew; 0 before the first
         line of a rank."""
         paths = list(recorded(self._folder).values())
         size = sum(path.stat().st_size for path in paths)
@@ -139,13 +140,13 @@ def command_line(options: AuditOptions, folder: Path, *, torchrun: bool) -> list
     if not torchrun:
         return [sys.executable, *options.line.words]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]
-    # else it leaves a folder in /tmp
+    # otherwise torchrun leaves a folder in /tmp
     logs = ["--log-dir", str(folder / "torchrun")]
     return own_python("-m", *launcher, *logs, *options.line.words)
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the script's environment: the audit's, with the probes and without the variables that
+    """Return the script's environment: that of the audit, plus the probes, minus the variables that
     a launcher has set."""
     kept = {
         name: value
@@ -160,13 +161,14 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run_audited(
     options: AuditOptions, folder: Path, *, torchrun: bool, echo: BinaryIO | None = None
 ) -> AuditedEnd:
-    """Run the script until it ends, hangs or takes too long; then end all it started. `folder`: of
-    the records, exists. `echo` is given the script's output as it comes."""
+    """Run the script until it ends, hangs or takes too long; then end all processes that it
+    started. `folder`: the existing folder for the records. `echo` is called with the script's
+    output as it is written."""
     growth, hangs = RecordGrowth(folder), list[HangStacks]()
 
     def look() -> bool:
         stalled = growth.stalled_seconds()
-        # not while the launcher alone comes to its end
+        # only while a process of the script runs, not only its launcher
         if stalled > options.hang_after_seconds and _running_records(folder):
             hangs.append(HangStacks(seconds=stalled, stacks=_dump_stacks(folder)))
         return bool(hangs)
@@ -194,14 +196,15 @@ def run_audited(
 
 
 def aborted_at_exit(error: str) -> bool:
-    """True if a process aborted after its script had ended, as Python destroyed a process group
-    that was still alive: torch does so now and then, and it says nothing about the training."""
+    """True if a process aborted after its script had ended, when Python destroyed a process group
+    that was still alive. This happens with torch from time to time, and says nothing about the
+    training."""
     aborted = "terminate called without an active exception" in error
     return aborted and "Traceback (most recent call last)" not in error
 
 
 def failure_in(output: str) -> str:
-    """Return the last lines that a failed script has printed, without those that torchrun adds."""
+    """Return the last lines that a failed script printed, without the lines that torchrun adds."""
     output = _THREADS_BANNER.sub("", output)
     found = [pattern.search(output) for pattern in (_FAILED, _AGENT_TRACEBACK)]
     heads = [each.start() for each in found if each is not None]
@@ -219,12 +222,13 @@ def recorded(folder: Path) -> dict[int, Path]:
 
 
 def _running_records(folder: Path) -> list[int]:
-    """Return the ids of the processes that keep records and still run."""
+    """Return the ids of the processes that write records and still run."""
     return sorted(recorded(folder).keys() & parents().keys())
 
 
 def _dump_stacks(folder: Path) -> dict[int, str]:
-    """Have all processes that keep records write the stacks of their threads, and return them."""
+    """Make all processes that write records also write the stacks of their threads, and return the
+    stacks."""
     running = _running_records(folder)
     for pid in running:
         for number in signals("SIGUSR2"):

@@ -1,5 +1,5 @@
-"""The source of the audited script: how it is to be started, and the lines that findings name.
-Nothing is run."""
+"""The source of the audited script: how to start it, and the lines that findings name. Nothing is
+executed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class StartCall:
 
 
 class ScriptSource:
-    """The syntax tree of a script. A script that cannot be read or parsed has none: Python will say
-    why."""
+    """The syntax tree of a script. It is empty if the script cannot be read or parsed: running it
+    will show why."""
 
     def __init__(self, text: str) -> None:
         try:
@@ -55,8 +55,8 @@ class ScriptSource:
             return cls("")
 
     def start_call(self) -> StartCall | None:
-        """The call by which the script starts its own ranks. None: it has none, or reads its rank
-        from a launcher."""
+        """The call by which the script starts its own ranks. None: there is no such call, or the
+        script reads its rank from a launcher."""
         if self._reads_rank():
             return None
         wanted = _STARTS | (_PROCESSES if self._gives_rank() else set())
@@ -73,8 +73,8 @@ class ScriptSource:
                 yield node, self._full_name(node.func)
 
     def _full_name(self, node: ast.expr) -> str:
-        """The dotted name that an expression stands for, aliases of imports replaced. Empty: no
-        name."""
+        """The dotted name that an expression refers to, with import aliases replaced. Empty if it
+        is not a name."""
         if isinstance(node, ast.Attribute):
             owner = self._full_name(node.value)
             return f"{owner}.{node.attr}" if owner else ""
@@ -126,8 +126,8 @@ def module_path(name: str) -> Path | None:
 
 
 def lines_of_files(places: Iterable[str], roots: Iterable[str]) -> dict[str, list[str]]:
-    """Return the lines of each file that `places` name, as `train.py:12`. `roots`: where relative
-    names begin."""
+    """Return the source lines of each file named in `places`, such as `train.py:12`. `roots`:
+    directories in which to look for relative names."""
     found = {}
     for name in {place.rpartition(":")[0] for place in places if place}:
         for path in [Path(root, name) for root in (*roots, os.curdir)]:

@@ -1,6 +1,6 @@
 """Chooses a value for each setting that is `auto`: from the checkpoint, from earlier measurements,
 or by timing. Precision and microbatch change what is learned (each microbatch has its own dropout
-masks), so both are saved in the checkpoints, and a resumed run keeps them under every plan."""
+masks), so the checkpoints contain both, and a resumed run keeps them under every plan."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from lockstep.training.set_up import use_threads
 
 RECIPE_SETTINGS = ("precision", "microbatch")
 TIMED_SETTINGS = ("threads", "precision", "microbatch")
-"""In the order of timing. Each is timed with the values already chosen for those before it."""
+"""The settings in the order of timing. Each is timed with the values that were already chosen for
+earlier ones."""
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
     """Return the recipe and the context with a value for each `auto`. Every rank calls it before
-    the model is built. It measures on a model of its own, which it then drops. Raises `RecipeError`
-    and `PlanError`."""
+    the model is built. It measures on a temporary model. Raises `RecipeError` and `PlanError`."""
     context = opened.context
     auto = [name for name in RECIPE_SETTINGS if getattr(recipe, name) == "auto"]
     auto += [name for name in MEASURED if getattr(context.plan, name) == "auto"]
@@ -116,7 +116,8 @@ class _Autotuner:
     context: Context
     names: list[str]
     candidates: dict[str, list[Any]] = field(default_factory=dict)
-    """The possible values of a setting, in the order of preference, if it is chosen from a list."""
+    """Setting -> its possible values in order of preference, for settings that are chosen from a
+    list."""
     fixed: dict[str, Any] = field(default_factory=dict)
     """The values of the settings that have only one candidate."""
 
@@ -144,8 +145,8 @@ class _Autotuner:
         return model
 
     def run(self) -> tuple[Measurement, str]:
-        """Return the values, and the source of those not in `fixed`: "cache", "measurement", or
-        "rule" if all are."""
+        """Return the chosen values, and the source of those that are not in `fixed`: "cache" or
+        "measurement"; "rule" if all are in `fixed`."""
         if self.context.overrides.bare:
             bare = {
                 "precision": "fp32",
@@ -226,15 +227,15 @@ class _Autotuner:
         return doubling_sizes(-(-batch // self.context.mesh.data.size))
 
     def _threads(self) -> list[Any]:
-        """Return the numbers of threads to try. On a GPU, and in bitwise numerics, only the present
-        one."""
+        """Return the numbers of threads to try. On a GPU, and in bitwise numerics, only the current
+        number."""
         if self.context.device.type != "cpu" or self.context.plan.numerics == "bitwise":
             return [torch.get_num_threads()]
         return doubling_sizes(threads_per_process(self.context.world.local_size))
 
     def _cached(self) -> tuple[Measurement | None, Any]:
-        """Return an earlier run's measurement, the same on every rank, and, on rank 0, the path of
-        its file."""
+        """Return an earlier run's measurement (the same on every rank) and the path of its file (on
+        rank 0)."""
         path, found, problem = None, None, None
         # built on every rank, because building it has collectives; below only rank 0 uses it
         _ = self.model
@@ -255,7 +256,7 @@ class _Autotuner:
         return None if found is None else Measurement(*found), path
 
     def _fits(self, chosen: Mapping[str, Any]) -> bool:
-        """True if `chosen` has a possible value for each setting to choose, and nothing else."""
+        """True if `chosen` has an allowed value for each setting to choose, and nothing else."""
         return chosen.keys() == set(self.names) and all(
             (
                 value in self.candidates[name]
@@ -353,8 +354,8 @@ class _Autotuner:
         self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]
     ) -> dict[Any, float | None]:
         """Time each value of the setting `name`, with the others as in `now`, until time is up.
-        None: out of memory. Returns seconds for one microbatch; if `name` is "microbatch", for all
-        microbatches of a step."""
+        Returns the seconds for one microbatch (if `name` is "microbatch": for all microbatches of a
+        step) by value; None for a value that ran out of memory."""
         sizes = name == "microbatch"
         found: dict[Any, float | None] = {}
         for each in (
@@ -384,8 +385,8 @@ class _Autotuner:
         return found
 
     def _choose_loader(self, mean: float, most: float, computed: float | None) -> dict[str, int]:
-        """Choose the loader's settings, from seconds to fetch (`mean`, `most`) and to compute a
-        microbatch."""
+        """Choose the loader's settings. `mean`, `most`: mean and longest seconds to fetch a
+        microbatch; `computed`: seconds to compute it."""
         plan, found = self.context.plan, {}
         workers = plan.workers
         if workers == "auto":

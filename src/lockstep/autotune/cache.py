@@ -25,8 +25,8 @@ class Measurement:
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache's folder, below XDG_CACHE_HOME or else ~/.cache. Raises `RuntimeError`
-    without a home."""
+    """Return the cache's folder, below XDG_CACHE_HOME or else ~/.cache. Raises `RuntimeError` if
+    there is no home directory."""
     given = Path(environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lockstep" / "measured"
 
@@ -37,7 +37,7 @@ def file_name(facts: Mapping[str, Any]) -> str:
 
 
 def read(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> Measurement | None:
-    """Return a measurement whose settings `fits` accepts; None if there is no file.
+    """Return the measurement in a file; None if there is no file, or `fits` rejects its settings.
     Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged."""
     try:
         found = Measurement(**json.loads(path.read_bytes()))

@@ -9,22 +9,22 @@ from typing import TypeVar
 
 T = TypeVar("T")
 REFERENCE_MICROBATCH = 8
-"""Samples of the microbatch with which the other settings are timed before the microbatch is
+"""Number of samples in the microbatch with which other settings are timed before the microbatch is
 chosen."""
 MIN_SPEEDUP = {"precision": 1.1, "threads": 1.03, "microbatch": 1.03}
-"""The speedup at which a candidate displaces one that is preferred to it."""
+"""The speedup from which a candidate is chosen instead of a preferred one."""
 MAX_INLINE_FETCH = 0.05
-"""The largest ratio of fetch to compute time at which the training process fetches the data
-itself."""
+"""The largest ratio of fetch time to compute time at which the training process itself fetches the
+data."""
 FETCH_HEADROOM = 1.25
-"""The factor by which loader workers are provisioned above the mean fetch time."""
+"""The factor on the mean fetch time for which loader workers are provisioned."""
 DEFAULT_PREFETCH = 2
 """Microbatches that a loader worker prefetches if every fetch takes equally long."""
 MAX_PREFETCH = 8
 
 
 def doubling_sizes(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most`, which is at least 1: microbatch sizes, or numbers of
+    """Return 1, 2, 4, ... and finally `most` (at least 1): microbatch sizes, or numbers of
     threads."""
     return [2**power for power in range((most - 1).bit_length())] + [most]
 
@@ -36,8 +36,8 @@ def timing_order(sizes: Sequence[int], known: int) -> list[int]:
 
 
 def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], worth: float) -> T:
-    """Return the first candidate that takes at most `worth` times the fastest one's seconds, or
-    else the first."""
+    """Return the first candidate that takes at most `worth` times as long as the fastest; if there
+    is none, the first."""
     fastest = min(seconds.values(), default=math.inf)
     return next(
         (each for each in candidates if each in seconds and seconds[each] <= worth * fastest),
@@ -46,8 +46,8 @@ def preferred_candidate(candidates: Sequence[T], seconds: Mapping[T, float], wor
 
 
 def step_seconds(seconds: float, *, microbatches: int, ranks: int) -> float:
-    """Return the seconds of a step on the rank with the most of its microbatches, which take
-    `seconds` each."""
+    """Return the seconds of a step on the rank with the most microbatches, if each takes
+    `seconds`."""
     return seconds * -(-microbatches // ranks)
 
 
@@ -64,8 +64,8 @@ def loader_workers(fetch_seconds: float, compute_seconds: float, most: int) -> i
 
 
 def prefetch_depth(slowest_seconds: float, compute_seconds: float, workers: int) -> int:
-    """Return how many microbatches a worker prefetches, so that those last for as long as the
-    slowest fetch takes."""
+    """Return the number of microbatches that a worker must prefetch so that they last as long as
+    the slowest fetch takes."""
     if not workers or compute_seconds <= 0:
         return DEFAULT_PREFETCH
     return min(

@@ -1,5 +1,5 @@
-"""Times a run's model and data before its first step, without changing the model, generators or
-order of the data."""
+"""Times a run's model and data before the first step, without changing the model, the generators or
+the order of the data."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lockstep.training.loss import contribution, weights_of
 from lockstep.training.microbatches import Batching
 
 SECONDS = 4.0
-"""Time limit for all timings, divided evenly. Each gets at least two repetitions, or a quarter of
-it."""
+"""Time limit for all timings, divided evenly among them. Each gets at least two repetitions, unless
+these take a quarter of the limit."""
 FETCH_SECONDS = 1.0
 MAX_REPETITIONS = 5
 """Repetitions of one timing, after the first one, which warms up."""
@@ -74,7 +74,7 @@ class MicrobatchTiming:
             self._stack.callback(accelerator.reset_peak_bytes, device)
             self._stack.callback(accelerator.free_unused_memory, device)
             self._stack.enter_context(accelerator.preserved_generators(device))
-        if self.context.plan.compile:  # each size would be compiled first
+        if self.context.plan.compile:  # else each size would be compiled first
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.callback(self._drop_gradients)
         return self
@@ -143,12 +143,12 @@ class MicrobatchTiming:
             fetched, None
         ) is not None:
             took.append(time.perf_counter() - before)
-        took = took[1:] or took or [0.0]  # the first one opens files
+        took = took[1:] or took or [0.0]  # the first fetch opens files
         everyone = self.context.mesh.world.gather_values([sum(took) / len(took), max(took)])
         return max(mean for mean, _ in everyone), max(most for _, most in everyone)
 
     def _timed(self, item: Microbatch, precision: Precision) -> float | None:
-        """Return the seconds on this rank. None if it ran out of memory."""
+        """Return the seconds for a microbatch on this rank. None if it ran out of memory."""
         accelerator.reset_peak_bytes(self.context.device)
         until = time.perf_counter() + SECONDS / self.timings
         took: list[float] = []

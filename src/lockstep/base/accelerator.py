@@ -1,8 +1,8 @@
-"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch knows. No other
-module names one.
+"""The machine's accelerator: CUDA (NVIDIA or ROCm), XPU, MPS, or another that torch supports. No
+other module names a kind of accelerator.
 
-It stands on `torch.accelerator`, and on the accelerator's own module. Functions of a device take
-the CPU too.
+It uses `torch.accelerator`, and the accelerator's own module in torch. Functions with a device as
+argument also accept the CPU.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lockstep.base.torch_private import default_mps_generator
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 """Devices without streams and pinned memory."""
 _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES=", "xpu": "ZE_AFFINITY_MASK=''"}
-"""Variables that hide all devices of a kind."""
+"""Values of environment variables that hide all devices of a kind."""
 _VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-"""Variables that name the devices a process sees."""
+"""Environment variables that select the devices that a process sees."""
 TF32_SINCE = (8, 0)
 """Ampere's compute capability, the first with TF32."""
 MIG = "MIG"
-"""The `identity` of every MIG instance: NCCL takes all instances of a GPU for one device."""
+"""The `identity` of every MIG instance: for NCCL all instances of a GPU are the same device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
 """Values that hide all GPUs on purpose; Slurm gives the last."""
 
@@ -50,8 +50,8 @@ def kind() -> str | None:
 
 
 def count() -> int:
-    """Return the number of accelerators. A fork can use them afterwards."""
-    # torch.accelerator's own count would spoil forks
+    """Return the number of accelerators. Forks of this process can still use them afterwards."""
+    # torch.accelerator's own count would make forks unusable
     built_for = torch.accelerator.current_accelerator()
     if built_for is None:
         return 0
@@ -60,7 +60,7 @@ def count() -> int:
         os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
         and not module.is_initialized()
     ):
-        # torch asks the driver for MIG instances, which spoils forks
+        # torch asks the driver for MIG instances, which makes forks unusable
         return _counted_by_fork(built_for.type)
     return int(module.device_count())
 
@@ -71,7 +71,8 @@ def _counted_by_fork(name: str) -> int:
 
 
 def _asked_of_fork(question: Callable[[], object]) -> str:
-    """Return a fork's answer, because a process that asks the driver can no longer fork."""
+    """Return the answer of a forked process, because a process that asks the driver can no longer
+    fork."""
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
@@ -87,8 +88,8 @@ def _asked_of_fork(question: Callable[[], object]) -> str:
 
 
 def product_name() -> str:
-    """Return the product name, or else the type, of the first accelerator. A fork of this process
-    can use it afterwards."""
+    """Return the product name, or else the type, of the first accelerator. Forks of this process
+    can still use it afterwards."""
     first = torch.device(str(kind()), 0)
     named = str(name(first)) if is_initialized() else _asked_of_fork(lambda: name(first) or "")
     return named or first.type
@@ -108,19 +109,20 @@ def current_device() -> torch.device:
 
 
 def how_to_hide() -> str:
-    """Return what in the environment hides the accelerators."""
+    """Return the setting of an environment variable that hides the accelerators."""
     return _HIDING.get(kind() or "cuda", "a torch without it")
 
 
 def hiding(environ: Mapping[str, str]) -> str:
-    """Return the variables that decide which devices this process sees:
+    """Return, as text, the variables that decide which devices this process sees, such as
     `CUDA_VISIBLE_DEVICES='0'`."""
     return ", ".join(f"{name}={environ[name]!r}" for name in _VISIBLE if name in environ)
 
 
 def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
-    """Say why torch sees none of this machine's NVIDIA GPUs, and what to do; "" if it sees one,
-    there are none, or they are hidden on purpose. `folder`: of device files."""
+    """Return the reason why torch sees none of this machine's NVIDIA GPUs, and what to do; "" if it
+    sees one, if there are none, or if they are hidden on purpose. `folder`: the folder of device
+    files."""
     files = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if not files or count() or (named is not None and named in _ALL_HIDDEN):
@@ -146,7 +148,7 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return a text that tells an accelerator from the machine's others."""
+    """Return text that identifies an accelerator among those of the machine."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -161,7 +163,7 @@ def identity(device: torch.device, environ: Mapping[str, str]) -> str:
 
 
 def is_initialized() -> bool:
-    """True if this process has used its accelerator, which a fork then cannot."""
+    """True if this process has used its accelerator: its forks then cannot."""
     name = kind()
     return name is not None and bool(getattr(_module(name), "is_initialized", lambda: False)())
 
@@ -177,25 +179,25 @@ def is_for_one_process() -> bool:
 
 
 def runs_data_parallel(device: torch.device) -> bool:
-    """True if `torch.nn.DataParallel` can split over such devices."""
+    """True if `torch.nn.DataParallel` supports devices of this kind."""
     return device.type == "cuda"
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return torch's backend for tensors on `device`."""
+    """Return torch's communication backend for tensors on `device`."""
     import torch.distributed as dist
 
     return dist.get_default_backend_for_device(device)
 
 
 def process_group_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the device that a process group is bound to. NCCL then connects at once and splits
-    groups from it; other backends cannot split."""
+    """Return the device that a process group is bound to. NCCL then connects at once, and can split
+    groups from it. None for other backends, which cannot split."""
     return device if backend == "nccl" else None
 
 
 def name(device: torch.device) -> str | None:
-    """Return the product name; None for a CPU, or without one."""
+    """Return the product name of a device; None for a CPU, or if it has none."""
     named = getattr(_module(device.type), "get_device_name", None)
     return None if device.type == "cpu" or named is None else str(named(device))
 
@@ -215,7 +217,8 @@ def library_versions() -> dict[str, str]:
 
 
 def traits(device: torch.device) -> dict[str, str]:
-    """Return what a device's bits depend on beside its name."""
+    """Return the properties of a device, other than its name, on which the bits of results
+    depend."""
     if device.type == "cpu":
         return {"instructions": torch.backends.cpu.get_cpu_capability()}
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -257,7 +260,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """True if it has instructions for bf16."""
+    """True if the device has instructions for bf16."""
     module = _module(device.type)
     if device.type == "cuda":
         return bool(module.is_bf16_supported(including_emulation=False))
@@ -265,7 +268,7 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def computes_fp16(device: torch.device) -> bool:
-    """True if it has matrix instructions for fp16."""
+    """True if the device has matrix instructions for fp16."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (7, 0)
 
 
@@ -289,7 +292,7 @@ def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
 
 @contextmanager
 def preserved_generators(*devices: torch.device) -> Iterator[None]:
-    """Restore torch's default generators, also on `devices`, on leaving."""
+    """On leaving, restore torch's default generators, including those on `devices`."""
     generators = generators_of(devices)
     states = [each.get_state() for each in generators]
     try:
@@ -303,7 +306,7 @@ def preserved_generators(*devices: torch.device) -> Iterator[None]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """True if the device computes in streams while the host goes on."""
+    """True if the device computes in streams, asynchronously to the host."""
     return device.type not in _WITHOUT_STREAMS
 
 
@@ -317,15 +320,15 @@ def event(device: torch.device, *, timed: bool = False) -> torch.Event:
 
 
 def recorded_event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return an event at the end of the device's stream; `Event.record` alone takes the current
-    device's."""
+    """Return an event recorded at the end of the device's stream; `Event.record` alone would use
+    the stream of the current device."""
     made = event(device, timed=timed)
     made.record(current_stream(device))
     return made
 
 
 def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
-    """True if the device passes the event within `timeout_seconds`; a hanging one never does."""
+    """True if the device passes the event within `timeout_seconds`; False if it hangs."""
     if event.query() or not timeout_seconds:
         return event.query()
     reached = threading.Event()
@@ -352,7 +355,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make an accelerator the current one."""
+    """Make an accelerator the current one while the context is entered."""
     before = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(device)
     try:
@@ -362,7 +365,7 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Return a future of a tensor; the device's streams wait for what sets it."""
+    """Return a future of a tensor; the device's streams wait for the work that sets it."""
     return torch.futures.Future(devices=[tensor.device] if has_streams(tensor.device) else None)
 
 
@@ -370,7 +373,7 @@ def future(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most bytes of tensors since `reset_peak_bytes`; None if unknown."""
+    """Return the peak number of bytes of tensors since `reset_peak_bytes`; None if unknown."""
     return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
 
 
@@ -380,7 +383,7 @@ def reset_peak_bytes(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the device's memory; None if unknown."""
+    """Return the size of the device's memory; None if unknown."""
     return torch.accelerator.get_memory_info(device)[1] if has_streams(device) else None
 
 
@@ -395,22 +398,22 @@ def can_register_memory(device: torch.device) -> bool:
 
 
 def register_memory(memory: Tensor, device: torch.device) -> str | None:
-    """Pin memory of the host: copies are faster, and the host goes on. Returns why it cannot, or
-    None."""
+    """Pin memory of the host, so that copies are faster and asynchronous. Returns None, or the
+    reason why it failed."""
     status = (
         _module(device.type).cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
     )
     if int(status) == 0:
         return None
-    # CUDA keeps the failure, and torch raises it after the next kernel
+    # CUDA keeps the error, and torch would raise it after the next kernel
     with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)
     return f"cudaHostRegister of {memory.nbytes:,} bytes failed with status {int(status)}"
 
 
 def unregister_memory(memory: Tensor, device: torch.device, timeout_seconds: float) -> bool:
-    """Undo `register_memory`. Returns False if the device may still copy to it: leave the memory as
-    it is."""
+    """Undo `register_memory`. Returns False if the device may still copy to it; the memory must
+    then not be freed."""
     with suppress(RuntimeError):
         if is_reached(recorded_event(device), timeout_seconds):
             return int(_module(device.type).cudart().cudaHostUnregister(memory.data_ptr())) == 0
@@ -426,7 +429,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def allocation_error(device: torch.device) -> str:
-    """Return the device's answer to a request for new memory; "" if it gives some."""
+    """Ask the device for new memory. Returns its error, or "" if it gives some."""
     try:
         torch.accelerator.empty_cache()
         torch.empty(2**21, dtype=torch.uint8, device=device)
@@ -436,7 +439,7 @@ def allocation_error(device: torch.device) -> str:
 
 
 def leaves_tf32_unused(device: torch.device) -> bool:
-    """True for an NVIDIA GPU whose fp32 products do not use its TF32, unless the user chose
+    """True for an NVIDIA GPU with TF32 whose fp32 products do not use it, unless the user chose
     that."""
     capability = compute_capability(device)
     return (

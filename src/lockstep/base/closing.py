@@ -1,4 +1,4 @@
-"""A base class of objects that are closed at the end of a `with`."""
+"""A base class for objects that are closed at the end of a `with`."""
 
 from __future__ import annotations
 

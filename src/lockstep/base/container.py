@@ -1,7 +1,7 @@
-"""This process's container: its limits (control groups, versions 1 and 2), what they leave of CPUs,
-memory and tasks, and what containers of one host do not share.
+"""The container of this process: its limits (control groups, versions 1 and 2), the CPUs, memory
+and tasks that are left, and what containers on the same host do not share.
 
-torch, `os.cpu_count` and /proc/meminfo see the whole machine. `root` is `/` but in tests."""
+torch, `os.cpu_count` and /proc/meminfo see the whole machine. `root` is `/`, except in tests."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from pathlib import Path
 
 ROOT = Path("/")
 _UNLIMITED = 2**60
-"""From here on there is no limit: version 1 says about 2**63."""
+"""Values from here on mean that there is no limit: version 1 has about 2**63."""
 _MEMORY = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Controller, files of limit and usage, and the reclaimable part of memory.stat, for each
-version."""
+"""For each version: controller, files with limit and usage, and the reclaimable entry of
+memory.stat."""
 
 
 def usable_cpus(root: Path = ROOT) -> int:
-    """Return the CPUs that this process may use at a time: the only source of that number."""
+    """Return the number of CPUs that this process may use at the same time. The only source of that
+    number."""
     return whole_cpus(scheduled_cpus(), cpu_quota(root))
 
 
 def whole_cpus(scheduled: int, quota: float | None) -> int:
-    """Return the lesser of scheduled CPUs and quota, at least 1. More threads than that would use
-    up each period's quota early, and then stop."""
+    """Return the smaller of scheduled CPUs and quota, at least 1. More threads would use up each
+    period's quota early, and then pause."""
     return max(1, scheduled if quota is None else min(scheduled, int(quota)))
 
 
 def scheduled_cpus() -> int:
-    """Return the CPUs of this process's affinity."""
+    """Return the number of CPUs in this process's affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the quota in CPUs, perhaps a fraction; None: none."""
+    """Return the quota in CPUs, which may be a fraction; None if there is none."""
     found = []
     for file in _files(root, "", "cpu.max"):
         with suppress(OSError, ValueError):
@@ -55,7 +56,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
-    """Return the limit of memory; None if it is not below the machine's."""
+    """Return the memory limit; None if it is not below the memory of the machine."""
     limits = [
         int(most)
         for controller, name, *_ in _MEMORY
@@ -80,11 +81,11 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def free_tasks(root: Path = ROOT) -> int | None:
-    """Return how many processes and threads may still start; None: no limit."""
+    """Return the number of processes and threads that may still start; None: no limit."""
     free = []
     for controller in ("", "pids"):
         for file in _files(root, controller, "pids.max"):
-            # without a limit the file has the word max
+            # without a limit the file contains the word max
             most, now = number_in(file), number_in(file.with_name("pids.current"))
             if most is not None and now is not None:
                 free.append(int(most - now))
@@ -92,7 +93,7 @@ def free_tasks(root: Path = ROOT) -> int | None:
 
 
 def number_in(path: Path) -> float | None:
-    """Return a file's number, if any."""
+    """Return the number in a file; None if there is none."""
     try:
         return float(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -100,8 +101,9 @@ def number_in(path: Path) -> float | None:
 
 
 def _files(root: Path, controller: str, name: str) -> list[Path]:
-    """Return a file of this process's groups, innermost first. `controller`: "" for version 2. Some
-    do not exist: a container may see its path on the host."""
+    """Return the paths of a file in each control group of this process, innermost first.
+    `controller`: "" for version 2. Some may not exist, because a container may see its path on the
+    host."""
     mounted = root / "sys/fs/cgroup" / controller
     if not controller and not (mounted / "cgroup.controllers").exists():
         mounted /= "unified"  # both versions are mounted
@@ -139,12 +141,13 @@ ONE_CONTAINER = (
     "run all processes of a host in one container (lockstep run --nproc N), or give its containers"
     " --pid=host --ipc=host"
 )
-"""For containers of one host without common memory: NCCL needs --ipc=host, lockstep --pid=host."""
+"""The remedy for containers on one host without common memory: NCCL needs --ipc=host, lockstep
+--pid=host."""
 LARGER_SHARED_MEMORY = (
     "make it larger (docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir in memory;"
     " mount -o remount,size=8g /dev/shm)"
 )
-"""For a /dev/shm that is too small."""
+"""The remedy for a /dev/shm that is too small."""
 VOLUME = (
     "mount a volume for run directories (docker run -v /data/runs:/runs; Kubernetes:"
     " persistentVolumeClaim), and give --run-dir there"
@@ -154,14 +157,15 @@ _FIRST_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "uts": 4026531838, "c
 _LAYERS = ("overlay", "fuse-overlayfs", "fuse.fuse-overlayfs", "aufs")
 _TEMPORARY = (*_LAYERS, "tmpfs", "ramfs")
 _ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""A byte that would end a field in /proc/mounts."""
+"""An escaped byte in /proc/mounts, which would otherwise end a field."""
 
 
 def container_engine(environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return what made this process's container, or "a container"; None: it is in none.
+    """Return the name of the engine that made this process's container, or "a container"; None if
+    the process is in none.
 
-    /.dockerenv may come from an image of a virtual machine, so the kernel must know this process in
-    namespaces of its own.
+    /.dockerenv may come from an image of a virtual machine, so the process must also be in
+    namespaces other than the host's.
     """
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "Kubernetes"
@@ -185,7 +189,8 @@ def _has_own_namespaces(root: Path) -> bool:
 
 
 def mount_of(path: Path, root: Path = ROOT) -> tuple[str, str]:
-    """Return the mount point of `path` and its type, such as `ext4`; empty if unknown."""
+    """Return the mount point of `path` and the type of its file system, such as `ext4`; empty if
+    unknown."""
     with suppress(OSError):
         mounts = (root / "proc/mounts").read_bytes().split(b"\n")
         points = {
@@ -204,7 +209,7 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Say why files in `path` are lost with this container; None: they are not."""
+    """Return the reason why files in `path` are lost with this container; None if they are not."""
     point, kind = mount_of(path, root)
     if kind not in _TEMPORARY or container_engine(environ, root) is None:
         return None
@@ -213,8 +218,8 @@ def ends_with_container(path: Path, environ: Mapping[str, str], root: Path = ROO
 
 
 def process_id_space() -> list[str | int]:
-    """Return the kernel's boot id and the namespace of process ids. Where both are equal, processes
-    are on one host and know each other's ids; host names do not tell."""
+    """Return the kernel's boot id and the namespace of process ids. If both are equal, two
+    processes are on the same host and can use each other's ids; host names do not show that."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return [boot, os.stat("/proc/self/ns/pid").st_ino]

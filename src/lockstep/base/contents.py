@@ -1,6 +1,6 @@
-"""Read any object as parts, to compare two processes, or one at two times.
+"""Read any object as parts, to compare it between two processes, or at two times.
 
-Imports neither torch nor numpy, whose tensors and arrays exist only where they are imported.
+Imports neither torch nor numpy: tensors and arrays exist only if the process has imported these.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 Part = tuple[str, Iterable[bytes] | None]
-"""A path and its bytes; None: unreadable."""
+"""A path and its bytes; None: they cannot be read."""
 MOST_OBJECTS = 100_000
-"""Most objects that are read; the rest counts as not read."""
+"""Largest number of objects that are read; the others count as unreadable."""
 MOST_LEVELS = 60
-"""Most levels of objects that are read."""
+"""Largest depth of nested objects that are read."""
 _CACHED = type(functools.cache(len))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class _TooManyError(Exception):
-    """The object has more than `MOST_OBJECTS` objects within."""
+    """The object contains more than `MOST_OBJECTS` objects."""
 
 
 class Reader:
     """Reads one object: containers, tensors, arrays, functions with the values that they use, and
-    else what `pickle` would ask for. Equal objects have equal parts in one order."""
+    for other objects what `pickle` would ask for. Equal objects have equal parts in the same
+    order."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        """`most_bytes`: of a longer tensor or array, half as much at both ends is read."""
+        """`most_bytes`: if a tensor or array is longer, only half of this is read at each end."""
         self._most_bytes = most_bytes
         self._open: set[int] = set()  # the objects around the one that is being read
-        self._seen: dict[int, Any] = {}  # functions and classes that were read
+        self._seen: dict[int, Any] = {}  # functions and classes that have been read
         self._left = MOST_OBJECTS
 
     def parts(self, value: Any, path: str = "") -> Iterator[Part]:
-        """Yield the parts of `value`; a path may come several times."""
+        """Yield the parts of `value`; a path may occur several times."""
         try:
             yield from self.read(value, path)
         except _TooManyError:
             yield f"{path} beyond its first {MOST_OBJECTS:,} objects", None
 
     def read(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield the parts of an object within."""
+        """Yield the parts of an object inside another one."""
         if is_plain(value) or (type(value) in (list, tuple) and all(map(is_plain, value))):
             yield path, [f"{type(value).__qualname__} {value!r}".encode(errors="surrogatepass")]
         elif id(value) in self._open:
@@ -86,7 +87,8 @@ class Reader:
             yield path, [b"the environment"]
         elif _is_of(value, "logging", "Logger"):
             yield path, [value.name.encode()]
-        elif _is_of(value, "torch", "device"):  # of this rank: what is computed there is the same
+        # the device of this rank: what is computed on it is the same
+        elif _is_of(value, "torch", "device"):
             yield path, [b"a device"]
         elif _is_of(value, "torch", "Tensor"):
             yield from self._tensor(value, path)
@@ -98,7 +100,7 @@ class Reader:
             for place, (name, part) in enumerate(value.items()):
                 if is_plain(name):
                     yield from self.read(part, f"{path}[{name!r}]")
-                else:  # its repr may be its address
+                else:  # its repr may contain its address
                     yield from self.read(name, f"{path}[key {place}]")
                     yield from self.read(part, f"{path}[key {place}] value")
             if type(value) is not dict:
@@ -177,7 +179,7 @@ class Reader:
         return [part.tobytes() for part in self._read_of(value.reshape(-1))]
 
     def _read_of(self, flat: Any) -> list[Any]:
-        """Return what is read of a flat tensor or array."""
+        """Return the parts of a flat tensor or array that are read."""
         if self._most_bytes is None or flat.nbytes <= self._most_bytes:
             return [flat]
         part = self._most_bytes // 2 // flat.itemsize
@@ -201,7 +203,7 @@ class Reader:
         if reduced is None and hasattr(kind, "__array__"):
             yield from self.read(sys.modules["numpy"].asarray(value), path)
         elif reduced is None:
-            yield path, None  # a part of it may be outside of its attributes
+            yield path, None  # a part of the object may not be in its attributes
             for name, part in attributes(value).items():
                 yield from self.read(part, f"{path}.{name}")
         else:
@@ -224,7 +226,7 @@ class Reader:
             yield from self.read([name, part], f"{path}[key {place}]")
 
     def _state(self, value: Any, path: str) -> Iterator[Part]:
-        """Yield what a container has beside its contents."""
+        """Yield the attributes of a container, besides its contents."""
         reduced = _reduced(value)
         if isinstance(reduced, tuple):
             yield from self._read_state((*reduced, None)[2], path)
@@ -239,7 +241,7 @@ class Reader:
             and isinstance(state[1], dict)
             and isinstance(state[0], dict | None)
         ):
-            state = {**(state[0] or {}), **state[1]}  # attributes, and those in slots
+            state = {**(state[0] or {}), **state[1]}  # attributes, and values in slots
         if isinstance(state, dict):
             for name, part in state.items():
                 yield from self.read(part, f"{path}.{name}")
@@ -250,8 +252,8 @@ class Reader:
         yield path, [name_of(value)]
 
     def _function(self, function: FunctionType, path: str) -> Iterator[Part]:
-        """Yield a function's code and all values that it uses; of a library's, its name and the
-        plain values that it closes over. Line numbers and docstrings do not count."""
+        """Yield a function's code and all values that it uses; for a function of a library, its
+        name and the plain values that it closes over. Line numbers and docstrings are left out."""
         if id(function) in self._seen:
             yield path, [b"again"]
             return
@@ -260,7 +262,8 @@ class Reader:
             yield path, [f"{function.__module__}.{function.__qualname__}".encode()]
             for name, content in _closed_over(function):
                 if is_plain(content) or (type(content) is tuple and all(map(is_plain, content))):
-                    # the arguments of what made it: `warmup_cosine(warmup=5, total=1000)`
+                    # the arguments of the function that made it: `warmup_cosine(warmup=5,
+                    # total=1000)`
                     yield from self.read(content, name)
             return
         code = _code(function.__code__)
@@ -275,8 +278,8 @@ class Reader:
             yield from self._used(function, name, content)
 
     def _used(self, function: FunctionType, name: str, content: Any) -> Iterator[Part]:
-        """Yield a variable that a function uses; of an object only the used attributes, if that is
-        all."""
+        """Yield a variable that a function uses; if the function uses only attributes of an object,
+        yield only these."""
         of_it = _attributes_used(function.__code__, name)
         if of_it is None or isinstance(content, FunctionType | type):
             yield from self.read(content, name)
@@ -292,7 +295,7 @@ class Reader:
 
 
 class CodeReader(Reader):
-    """Reads the user's classes with their methods' code, and so each object's class."""
+    """Reads the user's classes with the code of their methods, and so the class of each object."""
 
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)
@@ -314,7 +317,8 @@ class CodeReader(Reader):
 def digest_parts(
     parts: Iterable[Part], most: int = sys.maxsize
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the digest of each path, and the unreadable paths. Those beyond `most` share one."""
+    """Return the digest of each path, and the paths that cannot be read. Paths beyond the first
+    `most` share one digest."""
     hashed: dict[str, Any] = {}
     unread = dict[str, None]()
     for path, pieces in parts:
@@ -333,7 +337,7 @@ def is_plain(value: Any) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return an object's attributes, in slots too."""
+    """Return an object's attributes, including those in slots."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -353,7 +357,7 @@ def is_users(module: str | None) -> bool:
     """True unless the module is Python's, installed, or lockstep's."""
     if module in ("__main__", "__mp_main__"):
         return True
-    # getattr may import more
+    # getattr may import further modules
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
     if file is None or str(module).partition(".")[0] == "lockstep":
         return False
@@ -371,7 +375,7 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 
 
 def _reduced(value: Any) -> str | tuple[Any, ...] | None:
-    """Return what `pickle` would ask for; None if the object refuses."""
+    """Return what `pickle` would get from the object; None if the object cannot be pickled."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -382,7 +386,7 @@ def _reduced(value: Any) -> str | tuple[Any, ...] | None:
 
 
 def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
-    """Return the functions, or data, that a class has under a name."""
+    """Return the functions (or the data, if `is_data`) that a class has under a name."""
     if isinstance(part, staticmethod | classmethod):
         return [part.__func__]
     if isinstance(part, property):
@@ -396,7 +400,7 @@ def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each variable that is closed over."""
+    """Yield the name and value of each closure variable."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not yet set
             yield name, cell.cell_contents
@@ -422,7 +426,8 @@ def _inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _attributes_used(code: CodeType, variable: str) -> set[str] | None:
-    """Return the attributes that code uses of a variable; None if it also uses it otherwise."""
+    """Return the attributes of a variable that code uses; None if the code uses the variable in
+    another way too."""
     found = set[str]()
     for each in _inner(code):
         instructions = [

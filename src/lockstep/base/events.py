@@ -1,4 +1,4 @@
-"""The events of runs: what each means, and the log, one JSON object per line."""
+"""The events of runs: their meanings, and the log, which has one JSON object per line."""
 
 from __future__ import annotations
 
@@ -81,11 +81,12 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "profiled": "a profile was written",
     },
 }
-"""Severity -> event -> what happened. The table of the run directory's page is made of it."""
+"""Severity -> event -> what happened. The table in the docs, on the page about the run directory,
+is made from it."""
 
 
 def severity(name: str) -> Severity:
-    """Return an event's severity; `info` for a script's own."""
+    """Return an event's severity; `info` for an event of the script."""
     return next((each for each, events in EVENTS.items() if name in events), "info")
 
 
@@ -99,7 +100,7 @@ class Event:
     step: int
     """Number of optimizer steps done when it happened."""
     details: dict[str, Any] = field(default_factory=dict)
-    """JSON values."""
+    """The event's details, as JSON values."""
 
 
 class EventLog:
@@ -112,7 +113,8 @@ class EventLog:
         self._file = path.open("a", encoding="utf-8") if path is not None else None
 
     def record(self, event: Event) -> None:
-        """Append the event. Raises `OSError` if it cannot be written; later ones stay in memory."""
+        """Append the event. Raises `OSError` if it cannot be written; later events are then kept in
+        memory only."""
         self.events.append(event)
         if self._file is not None and not self._file.closed:
             row = {"time": self._clock(), "event": event.name, "step": event.step, **event.details}
@@ -120,11 +122,11 @@ class EventLog:
                 self._file.write(json.dumps(row) + "\n")
                 self._file.flush()
             except OSError as error:
-                # what happens from here on, the end of the run first, cannot be written either
+                # later events, the end of the run first, cannot be written either
                 self.close()
                 raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what is left of a line that could not be written
+            with suppress(OSError):  # the rest of a line that could not be written
                 self._file.close()

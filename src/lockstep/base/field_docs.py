@@ -11,13 +11,14 @@ Class = TypeVar("Class", bound=type)
 
 
 def with_field_docs(cls: Class) -> Class:
-    """Decorate a dataclass with slots: `help()` shows the string below each of its fields."""
+    """Decorate a dataclass with slots so that `help()` shows the string below each of its
+    fields."""
     cls.__slots__ = _FieldDocs(cls)  # type: ignore[attr-defined]
     return cls
 
 
 class _FieldDocs(dict[str, str]):
-    """Docstrings of a class's slots, read from the source when asked for."""
+    """Docstrings of a class's slots, read from the source when they are needed."""
 
     def __init__(self, cls: type) -> None:
         super().__init__(dict.fromkeys(vars(cls)["__slots__"], ""))
@@ -28,7 +29,7 @@ class _FieldDocs(dict[str, str]):
 
 
 def _read(cls: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields, if its source is there."""
+    """Return the docstrings of a class's fields; empty if its source is not available."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except (OSError, TypeError, ValueError):

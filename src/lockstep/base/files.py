@@ -1,8 +1,9 @@
-"""Files written whole or not at all, locks that end with their process, and files of others.
+"""Files that are written whole or not at all, locks that end with their process, and safe reads of
+files that others wrote.
 
 Files that others may have written are read if they are regular, of limited size, and below a folder
-that the user named. A link, FIFO or device is refused without a wait. Errors are `OSError`s, whose
-`strerror` says what is there."""
+that the user named. A link, FIFO or device is refused without blocking. Errors are `OSError`s,
+whose `strerror` names the type of the file."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Give the path of an empty temporary file, which is synced and renamed to `path` at the end of
-    the `with`.
+    """Yield the path of an empty temporary file, which is synced and renamed to `path` at the end
+    of the `with`.
 
-    An error removes it and leaves `path`. Of several writers the last one wins.
+    On an error, the temporary file is removed and `path` is unchanged. Of several writers, the last
+    one wins.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -49,7 +51,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 def sync(path: Path) -> None:
     """Wait until the disk has a file's content or a folder's entries. Raises `OSError`."""
     if sys.platform == "win32" and path.is_dir():
-        return  # it has no call for that
+        return  # Windows has no call for that
     descriptor = os.open(path, (os.O_RDWR if sys.platform == "win32" else os.O_RDONLY) | BINARY)
     try:
         os.fsync(descriptor)
@@ -58,12 +60,13 @@ def sync(path: Path) -> None:
 
 
 _LOCKED_BYTE = 1 << 30
-"""Windows hides locked bytes from others: one behind the content."""
+"""Windows hides locked bytes from other processes, so one after the content is locked."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> None:
     """Lock a file for as long as it is open. Raises `BlockingIOError` if another process holds the
-    lock, `OSError` without locks. `shared`: several may hold it; on Windows it is exclusive."""
+    lock, `OSError` if the file system has no locks. `shared`: several processes may hold it (on
+    Windows it is still exclusive)."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -80,9 +83,9 @@ def try_lock(descriptor: int, *, shared: bool = False) -> None:
 
 T = TypeVar("T")
 MOST_BYTES = 4 << 20
-"""Limit of a JSON file such as `run.json`, and of a line of others."""
+"""Size limit of a JSON file such as `run.json`, and of a line in other files."""
 MOST_DEPTH = 64
-"""Levels of JSON values."""
+"""Largest depth of nested JSON values."""
 MOST_BITS = 62
 """Bits of the largest count."""
 NUMBER = (int, float)
@@ -94,8 +97,8 @@ _SAFE = (
 )
 _FOLDER = getattr(os, "O_DIRECTORY", 0)
 _BY_FOLDER = os.open in os.supports_dir_fd
-"""True if a file can be opened below an open folder: no part of its path can become a link
-meanwhile."""
+"""True if a file can be opened relative to an open folder: no part of its path can then be replaced
+by a link."""
 
 
 def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
@@ -140,7 +143,7 @@ def read_object(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> dict[s
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object of at most `MOST_DEPTH` levels. Raises `ValueError`."""
+    """Parse a JSON object with at most `MOST_DEPTH` nested levels. Raises `ValueError`."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -157,8 +160,8 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:
-    """Raise `ValueError` if a value has another type than `kinds` says: a type, several, or a
-    mapping for an object inside. None and missing values pass."""
+    """Raise `ValueError` if a value does not have the type given in `kinds`: one type, a tuple of
+    types, or a mapping for a nested object. None and missing values are accepted."""
     for name, kind in kinds.items():
         value, inside = found.get(name), isinstance(kind, Mapping)
         if value is None:
@@ -176,8 +179,8 @@ def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = 
 
 
 def lines_below(folder: Path, name: str, most_bytes: int) -> Iterator[str]:
-    """Yield a regular file's lines with their ends; after one longer than `most_bytes`, "" and the
-    end. Raises `OSError`."""
+    """Yield a regular file's lines, with their newlines. A line longer than `most_bytes` is yielded
+    as "", and ends the iteration. Raises `OSError`."""
     with open(open_below(folder, name), encoding="utf-8", errors="replace") as file:
         while line := file.readline(most_bytes):
             if len(line) == most_bytes and not line.endswith("\n"):
@@ -193,7 +196,7 @@ def _open_part(name: str, flags: int, mode: int, folder: int, path: Path) -> int
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
             what = "no folder, or a link to one" if error.errno == errno.ENOTDIR else "a link"
             raise OSError(errno.ELOOP, f"{name} is {what}", str(path)) from None
-        if error.errno == errno.ENXIO:  # a FIFO, opened for writing
+        if error.errno == errno.ENXIO:  # it is a FIFO, opened for writing
             raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from None
         raise type(error)(error.errno, error.strerror, str(path)) from None
 
@@ -212,8 +215,8 @@ def _checked(descriptor: int, path: Path) -> int:
 
 
 def from_json(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return the dataclass of this kind with these values from JSON. Raises `ValueError` if they do
-    not fit its fields."""
+    """Make a dataclass of type `kind` from JSON values. Raises `ValueError` if they do not fit its
+    fields."""
     known = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(values.keys() - known.keys()):
         raise ValueError(f"it has no field {unknown[0]!r}")

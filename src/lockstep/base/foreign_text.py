@@ -1,8 +1,8 @@
-"""Ways out for texts that others may have written: to a terminal and an HTML page, neither of which
+"""Output of texts that others may have written, to a terminal or an HTML page, such that neither
 executes them.
 
-Reasons, names and outputs can hold terminal codes and tags. Commands print through `show`, `say` or
-`console`; pages are made by `lockstep.pages.markup`.
+Reasons, names and outputs can contain terminal codes and tags. Commands print through `show`, `say`
+or `console`; pages are made by `lockstep.pages.markup`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _CODES = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Control characters but tabs and line ends, direction marks, invisible ones, halves of pairs."""
+"""Control characters (except tabs and line ends), direction marks, invisible characters, and halves
+of surrogate pairs."""
 
 
 def printable(text: str) -> str:
-    """Return a text without colours, and with other control characters as Python writes them:
+    """Return a text without colours, and with other control characters escaped as in Python:
     \\x1b."""
     if text.isascii() and text.isprintable():
         return text
@@ -31,7 +32,8 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `printable` text in one line: a second could pass for lockstep's own."""
+    """Return `printable` text in one line: a second line could be mistaken for a message of
+    lockstep."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -40,13 +42,15 @@ def show(text: str) -> None:
 
 
 def console(width: int | None) -> Console:
-    """Return a console on stdout that takes no markup. `width=None`: the terminal's."""
+    """Return a console on stdout that interprets no markup. `width=None`: the width of the
+    terminal."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
     from rich.text import Text
 
     class PrintableConsole(Console):
-        def render_str(self, text: str, **given: Any) -> Text:  # before its width is measured
+        # cleaned before its width is measured
+        def render_str(self, text: str, **given: Any) -> Text:
             return super().render_str(printable(text), **given)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Any:

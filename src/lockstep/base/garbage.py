@@ -1,4 +1,5 @@
-"""Python's garbage collector: paused during large imports, and kept from lasting objects."""
+"""Python's garbage collector: paused during large imports, and told to ignore long-lived
+objects."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the collector: importing torch takes a sixth less, torch._dynamo a third."""
+    """Pause the collector: importing torch then takes a sixth less time, torch._dynamo a third
+    less."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -23,12 +25,12 @@ _is_frozen = False
 
 
 def freeze_for_good() -> None:
-    """Exempt all objects that there are from garbage collection, in this process and its forks."""
+    """Exempt all existing objects from garbage collection, in this process and its forks."""
     global _is_frozen
     gc.freeze()
     _is_frozen = True
 
 
 def is_frozen() -> bool:
-    """True if somebody has frozen objects. `gc.get_freeze_count` takes 25 ms for 300,000."""
+    """True if objects have been frozen. `gc.get_freeze_count` takes 25 ms for 300,000 objects."""
     return _is_frozen or gc.get_freeze_count() > 0

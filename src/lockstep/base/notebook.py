@@ -8,8 +8,8 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """Passes on whole lines, and the rest at a flush. A notebook's stream passes on each write, and
-    `print` makes several for a line, so lines of several processes would mix."""
+    """Passes on whole lines only, and the rest at a flush. A notebook's stream passes on each
+    write; `print` makes several writes for a line, so lines of several processes would mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -39,7 +39,7 @@ class WholeLines(io.TextIOBase):
 
 
 def is_notebook(stream: object) -> bool:
-    """True if the stream is a notebook cell's, where a carriage return restarts the line."""
+    """True if the stream belongs to a notebook cell, where a carriage return restarts the line."""
     if isinstance(stream, WholeLines):
         stream = stream.stream
     return type(stream).__module__.partition(".")[0] == "ipykernel"

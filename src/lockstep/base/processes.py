@@ -1,4 +1,5 @@
-"""Processes: lockstep's own command lines, descendants and their end, and the parent."""
+"""Processes: command lines for lockstep's own processes, finding and ending descendants, and ties
+to the parent."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _POLL_SECONDS = 0.02
 
 
 def parents() -> dict[int, int]:
-    """Return the parent of each running process, without zombies."""
+    """Return process id -> parent's id for each running process, without zombies."""
     if sys.platform != "linux":
         listed = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False
@@ -51,7 +52,7 @@ def descendants(roots: Collection[int]) -> set[int]:
 
 def with_marker(*markers: str) -> set[int]:
     """Return the processes whose environment has an entry "NAME=value" of `markers`, and their
-    descendants: an orphan keeps it. Linux only."""
+    descendants. (An orphan keeps its environment.) Linux only."""
     if sys.platform != "linux" or not markers:
         return set()
     wanted = set(map(os.fsencode, markers))
@@ -60,15 +61,16 @@ def with_marker(*markers: str) -> set[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """Return another process's environment as it was started; empty if not allowed."""
+    """Return the environment with which another process was started; empty if reading it is not
+    allowed."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> dict[int, str]:
-    """Kill what `find` returns until it returns nothing, for so many seconds at most. Returns the
-    names."""
+    """Kill the processes that `find` returns until it returns none, for at most `seconds`. Returns
+    their names."""
     killed: dict[int, str] = {}
     until = time.monotonic() + seconds
     while (found := find()) and time.monotonic() < until:
@@ -87,8 +89,8 @@ def _name(pid: int) -> str:
 
 
 def own_python(*arguments: str) -> list[str]:
-    """Return a command that imports nothing from the working directory, which may be anybody's.
-    Python itself would, with `-m` and `-c`."""
+    """Return a Python command that imports nothing from the working directory, whose files cannot
+    be trusted. (`python -m` and `-c` do import from it.)"""
     return [sys.executable, "-P", *arguments]
 
 
@@ -101,8 +103,8 @@ _folder: str | None = None
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process with `parent`, which has passed on its id. Ends at once if
-    that is not its parent. Linux only."""
+    """Have the kernel kill this process together with its parent. `parent`: the id that the parent
+    has passed on; if it is not the parent's, this process ends at once. Linux only."""
     global _parent
     _parent = parent
     if sys.platform == "linux":
@@ -114,12 +116,12 @@ def die_with_parent(parent: int) -> None:
 def outlive_parent(
     seconds: float, busy_seconds: float, is_busy: Callable[[], bool], may_go_on: Callable[[], bool]
 ) -> None:
-    """Get SIGTERM at the parent's end, instead of SIGKILL, until `end_with_parent_again`. This
-    process and its group are killed so many seconds later, or `busy_seconds` while it `is_busy`; at
-    once unless it `may_go_on`. Linux only, after `die_with_parent`, in the main thread.
+    """Get SIGTERM instead of SIGKILL when the parent ends, until `end_with_parent_again`. This
+    process and its group are killed `seconds` later, or `busy_seconds` later if `is_busy()`; at
+    once unless `may_go_on()`. Linux only, after `die_with_parent`, in the main thread.
 
-    A thread sends it: the kernel would send one for each thread of the parent, and the second asks
-    to end at once.
+    A thread of this process sends the signal: the kernel would send one for each thread of the
+    parent, and a second signal means to end at once.
     """
     global _is_watched
     if _parent is None or sys.platform != "linux":
@@ -127,7 +129,7 @@ def outlive_parent(
     if not _is_watched:
         try:
             descriptor = os.pidfd_open(_parent)
-        except OSError:  # it has ended, or the kernel is older than 5.3
+        except OSError:  # the parent has ended, or the kernel is older than 5.3
             return
         _is_watched = True
         threading.Thread(
@@ -140,7 +142,7 @@ def outlive_parent(
 
 
 def end_with_parent_again() -> None:
-    """Take `outlive_parent` back. After the parent's end its seconds still count."""
+    """Undo `outlive_parent`. If the parent has already ended, the time limit still applies."""
     if _is_watched:
         _signal_after_parent(signal.SIGKILL)
 
@@ -179,8 +181,8 @@ def _end_after_parent(
 
 
 def use_parents_folder(folder: Path) -> None:
-    """Put temporary files in the parent's folder, which it removes however this process ends; if it
-    is killed, the next launcher does, after the end of this process."""
+    """Put temporary files into the parent's folder. The parent removes it, however this process
+    ends; if the parent is killed, the next launcher removes it after the end of this process."""
     global _folder
     _folder = str(folder)
     hold_folder(folder.parent)

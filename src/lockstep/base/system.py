@@ -1,4 +1,4 @@
-"""Parts of the operating system that not every system has, and the words of a shell."""
+"""Features that not every operating system has, and parsing of shell words."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from types import FrameType
 from lockstep.base.errors import LaunchError
 
 BINARY: int = getattr(os, "O_BINARY", 0)
-"""Without it Windows writes a carriage return before each newline."""
+"""Without this flag, Windows writes a carriage return before each newline."""
 
 LEAST_OPEN_FILES = 64
 """One worker needs about 30."""
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
-    """Return the signals that this system has; Windows has SIGINT and SIGTERM alone."""
+    """Return those of the named signals that this system has; Windows has only SIGINT and
+    SIGTERM."""
     return tuple(signal.Signals[name] for name in names if hasattr(signal, name))
 
 
@@ -51,8 +52,8 @@ def require_linux(what: str) -> None:
 
 
 def check_surroundings() -> None:
-    """Raise `LaunchError` where no command can work: no working directory, or too few open files,
-    at which torch aborts."""
+    """Raise `LaunchError` if no command can work: the working directory does not exist, or so few
+    open files are allowed that torch aborts."""
     try:
         os.getcwd()
     except OSError as error:
@@ -74,7 +75,7 @@ def check_surroundings() -> None:
 
 
 def remedy_of(error: OSError) -> str | None:
-    """Return what the user can do about an error of the system, if it tells."""
+    """Return the remedy for an error of the system; None if it is not known."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "no more files may be open; raise the limit: ulimit -n 4096"
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
@@ -98,7 +99,7 @@ def peak_memory_bytes() -> float:
 
 
 def shell_words(option: str, text: str) -> list[str]:
-    """Return the words as a shell reads them. Raises `LaunchError`."""
+    """Split a text into words like a shell. Raises `LaunchError`."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -111,8 +112,8 @@ def shell_words(option: str, text: str) -> list[str]:
 def signals_handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Have a handler for signals within, in the main thread. Signals that this process ignores
-    (nohup, a background job) stay ignored."""
+    """Handle signals by `handler` while the context is entered, in the main thread. Signals that
+    this process ignores (nohup, a background job) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,8 +130,8 @@ def signals_handled(
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block `PASSED_ON` within, in this thread: a signal that comes takes effect afterwards. Does
-    nothing on Windows."""
+    """Block the signals `PASSED_ON` in this thread while the context is entered; a signal that
+    arrives takes effect afterwards. Does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return

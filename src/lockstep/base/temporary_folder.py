@@ -1,7 +1,8 @@
-"""Temporary folders, removed by their process, or if it is killed by the next that makes one.
+"""Temporary folders. The process that made one removes it; if that process was killed, the next
+process that makes a folder does.
 
-Other users may put anything beside them, so only this user's own folders and files are looked at,
-without following links or waiting.
+Other users may put anything next to them. So only this user's folders and files are read, without
+following links and without blocking.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 _ALIVE = "alive"
 """A file that every process which needs the folder keeps locked."""
 _EMPTY_SECONDS = 60.0
-"""A folder that has been empty for so long was left by a process that was killed while it made or
-removed it."""
+"""A folder that has been empty for this many seconds was left by a process that was killed while
+making or removing it."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Neither follow a link nor wait for a FIFO."""
+"""Flags that neither follow a link nor wait for a FIFO."""
 
 
 @contextmanager
 def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
-    """Give an empty temporary folder; remove what killed processes have left."""
+    """Yield an empty temporary folder, and remove the folders that killed processes have left."""
     with ExitStack() as stack:
         with signals_blocked():
             temporary, descriptor = _make(prefix)
@@ -59,15 +60,15 @@ def _make(prefix: str) -> tuple[tempfile.TemporaryDirectory[str], int]:
 
 
 def _remove(temporary: tempfile.TemporaryDirectory[str], descriptor: int) -> None:
-    with signals_blocked():  # a signal's exception, or end, would leave a part of it
+    with signals_blocked():  # an exception or the end by a signal would leave a part of the folder
         os.close(descriptor)
         _empty(Path(temporary.name))
         temporary.cleanup()
 
 
 def hold_folder(folder: Path) -> int | None:
-    """Keep another process's `locked_folder`, should that be killed. Returns the descriptor that
-    holds it, or None."""
+    """Keep the `locked_folder` of another process even if that process is killed. Returns the
+    descriptor of the lock, or None."""
     with suppress(OSError):
         descriptor = _open_own(folder / _ALIVE)
         try_lock(descriptor, shared=True)
@@ -83,7 +84,7 @@ def remove_left_folders(parent: Path) -> None:
 
 
 def _remove_if_left(folder: Path) -> None:
-    with suppress(OSError):  # another user's, or another process is faster
+    with suppress(OSError):  # another user's folder, or another process was faster
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
             return
@@ -100,7 +101,8 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove everything but `alive`: if this process is killed meanwhile, the next finds it."""
+    """Remove everything except `alive`: if this process is killed meanwhile, the next one still
+    recognises the folder."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in list(entries):
             if entry.is_dir(follow_symlinks=False):

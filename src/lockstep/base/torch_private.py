@@ -1,7 +1,7 @@
 """Every private name of torch that lockstep uses, except `torch._foreach_*`.
 
-Each is in torch 2.13 to 2.15, with a test in tests/base/test_torch_private.py. If that fails under
-another torch, mend the function here.
+Each name exists in torch 2.13 to 2.15, and has a test in tests/base/test_torch_private.py. If the
+test fails with another version of torch, fix the function here.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _FSDP = {
     "ReduceScatter": "_fsdp_api",
     "DefaultAllGather": "_fsdp_collectives",
 }
-"""FSDP2's classes, which take long to import -> module."""
+"""FSDP2's classes, which take long to import -> the module of each."""
 
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
     *("torch.distributed.fsdp", "torch.distributed.tensor"),
     "torch.distributed.checkpoint.default_planner",
 )
-"""Imported while a run opens and takes its first step."""
+"""Modules that are imported while a run opens and takes its first step."""
 
 SUBCLASSED: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": frozenset(
@@ -95,19 +95,19 @@ SUBCLASSED: Mapping[str, frozenset[str]] = {
     ),
     "torch.nn:SyncBatchNorm": frozenset({"_check_input_dim"}),
 }
-"""Torch's class -> protected names that a subclass of ours overrides or uses."""
+"""Torch's class -> its protected names that a subclass in lockstep overrides or uses."""
 
 RECURRENT_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""Attributes that recurrent modules make anew if their parameters are replaced."""
+"""Attributes that recurrent modules recreate if their parameters are replaced."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every `nn.Module`."""
 
 ITEM = "_local_scalar_dense"
-"""The operation of `item()`."""
+"""The name of the operation behind `item()`."""
 
 FAKE_PARAMETER_MARK = "_is_param"
-"""Makes an `nn.Parameter` of a `FakeTensor`."""
+"""The attribute that makes an `nn.Parameter` of a `FakeTensor`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -120,19 +120,20 @@ def __getattr__(name: str) -> Any:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """True for a `DTensor`, without the half second to import it."""
+    """True for a `DTensor`. Does not import it, which takes half a second."""
     return hasattr(tensor, "_local_tensor")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be a `DTensor`: no autograd node, no view."""
+    """Return this rank's part of a tensor that may be a `DTensor`, without an autograd node and
+    without a view."""
     part: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return part
 
 
 def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
     """Let `item()`, `float()`, `int()` and `bool()` of a `DTensor` return `item(tensor)`. Torch's
-    return this rank's part."""
+    own versions return the value of this rank's part."""
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
@@ -140,12 +141,13 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes that autograd counts; those through `.data` are not."""
+    """Return the number of in-place writes that autograd has counted; it does not count writes
+    through `.data`."""
     return int(tensor._version)
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Return the tensor that this is a view of; itself if none."""
+    """Return the tensor of which this one is a view, or the tensor itself."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base
 
@@ -155,22 +157,24 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the storage's address, which one without memory has too."""
+    """Return the address of a storage object, which exists even if the storage has no memory."""
     return int(storage._cdata)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """Return the hooks of `Tensor.register_hook` by number: torch's own dict, if there is one."""
+    """Return the hooks of `Tensor.register_hook` by number: the dict that torch itself uses, if
+    there is one."""
     return getattr(tensor, "_backward_hooks", None) or {}
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]) -> None:
-    """Replace the hooks by another tensor's dict, which the handles then change."""
+    """Replace the hooks by the dict of another tensor. The handles of that tensor's hooks then
+    change it for both."""
     tensor._backward_hooks = hooks
 
 
 def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return each tensor's number of gradient hooks, of both kinds."""
+    """Return the number of gradient hooks (of both kinds) of each tensor."""
     return [
         len(each._backward_hooks or ()) + len(each._post_accumulate_grad_hooks or ())
         for each in tensors
@@ -183,19 +187,20 @@ def post_accumulate_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], Non
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor of class `kind` on the same memory, without its constructor."""
+    """Return a tensor of class `kind` on the same memory, without calling its constructor."""
     made: Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
 
 
 def swap_implementations(one: Tensor, other: Tensor) -> None:
-    """Exchange two tensors' contents, but not classes and attributes as `swap_tensors` does."""
+    """Exchange the contents of two tensors, but not their classes and attributes (`swap_tensors`
+    exchanges those too)."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def assert_async(condition: Tensor, text: str) -> None:
-    """Raise if the one element is false (on a GPU: end the process, later), without waiting for
-    it."""
+    """Raise if the single element is false, without waiting for it. On a GPU the process ends, at a
+    later time."""
     torch._assert_async(condition, text)
 
 
@@ -208,18 +213,18 @@ def schema(operation: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """True in a backward of this thread: a forward there is a recomputation."""
+    """True while this thread runs a backward: a forward is then a recomputation."""
     return backward_number() != -1
 
 
 def backward_number() -> int:
-    """Return the number of this thread's backward; -1 outside."""
+    """Return the number of the backward that this thread runs; -1 if it runs none."""
     return int(torch._C._current_graph_task_id())
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield what a node has saved and no hook has packed: the owner of `register_hooks`, and the
-    tensor. A backward frees it."""
+    """Yield the tensors that a node has saved and that no hook has packed, each with the object
+    that has `register_hooks`. A backward frees them."""
     kind: Any = type(node)
     for name in _saved_names(kind):
         try:
@@ -243,8 +248,8 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
 
 def checkpoints_saved_tensors() -> bool:
-    """True in a function, or its recomputation, that runs under `torch.utils.checkpoint` without
-    `use_reentrant`."""
+    """True inside a function that runs under `torch.utils.checkpoint` with `use_reentrant=False`,
+    or in its recomputation."""
     hooks = saved_tensor_hooks()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
@@ -261,7 +266,7 @@ def saved_value(node: Any, name: str) -> Any:
 
 
 def _signed(number: int | None) -> int | None:
-    # torch shows some as unsigned
+    # torch shows some numbers as unsigned
     return number - 2**64 if number is not None and number >= 2**63 else number
 
 
@@ -283,13 +288,14 @@ def cpu_multiplies_bf16() -> bool:
 def update_loss_scale(
     scale: Tensor, in_a_row: Tensor, found_inf: Tensor, *, steps_to_double: int
 ) -> None:
-    """Halve a loss scale if `found_inf` is set, or double it after so many steps without, on the
-    device."""
+    """On the device, halve a loss scale if `found_inf` is set; double it after `steps_to_double`
+    consecutive steps without."""
     torch._amp_update_scale_(scale, in_a_row, found_inf, 2.0, 0.5, steps_to_double)
 
 
 def set_allocator_settings(settings: str) -> bool:
-    """Set what PYTORCH_ALLOC_CONF would. Returns False if this torch cannot."""
+    """Apply settings like those in PYTORCH_ALLOC_CONF. Returns False if this version of torch
+    cannot."""
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if configure is None:
         return False
@@ -307,17 +313,18 @@ def default_mps_generator() -> torch.Generator:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own parameters: a dict that may be changed."""
+    """Return torch's dict of the parameters that belong to the module directly; it may be
+    changed."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own buffers: a dict that may be changed."""
+    """Return torch's dict of the buffers that belong to the module directly; it may be changed."""
     return module._buffers
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the module's own buffers that its state dict leaves out."""
+    """Return the buffers that belong to the module directly and that its state dict leaves out."""
     return module._non_persistent_buffers_set
 
 
@@ -326,12 +333,12 @@ def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's children: a dict that may be changed."""
+    """Return torch's dict of the module's children; it may be changed."""
     return module._modules
 
 
 def apply_to_own_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace the module's own parameters and buffers, as `to` does."""
+    """Replace the parameters and buffers that belong to the module directly, as `to` does."""
     module._apply(function, recurse=False)  # type: ignore[no-untyped-call]
 
 
@@ -341,7 +348,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """True if `torch.compile` has the module's forward."""
+    """True if `torch.compile` has compiled the module's forward."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
@@ -349,7 +356,7 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """True if a hook waits for this optimizer's `step`."""
+    """True if a hook is registered for this optimizer's `step`."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -359,12 +366,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def step_is_profiled() -> bool:
-    """True if a profiler is on in any thread, to which `Optimizer.step` reports."""
+    """True if a profiler is active in any thread; `Optimizer.step` then reports to it."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """True if `step` divides by `optimizer.grad_scale` and heeds `found_inf`, as fused ones do."""
+    """True if `step` divides by `optimizer.grad_scale` and respects `found_inf`, as fused
+    optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -389,7 +397,7 @@ def default_store() -> Any:
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of this `group_name`."""
+    """Return the process group with this `group_name`."""
     import torch.distributed as dist
 
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -398,7 +406,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def active_collectives_json() -> bytes:
-    """Return Gloo's unfinished collectives of the flight recorder as JSON; some are marked
+    """Return Gloo's unfinished collectives, from the flight recorder, as JSON; some are marked
     "retired"."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
@@ -407,8 +415,8 @@ def active_collectives_json() -> bytes:
 
 
 def accelerator_collectives_json() -> list[bytes]:
-    """Return the flight recorders of the accelerator's backends as JSON: NCCL's own, and in torch
-    2.15 that of torch's hook, as for the newer NCCL."""
+    """Return the contents of the flight recorders of the accelerator's backends as JSON: NCCL's
+    recorder and, in torch 2.15, the recorder of torch's hook, which newer versions of NCCL use."""
     from torch._C import _distributed_c10d
 
     recorded = []
@@ -423,28 +431,29 @@ def accelerator_collectives_json() -> list[bytes]:
 
 
 def accelerator_groups_failed() -> bool:
-    """True if an accelerator's backend says that it has failed: its kernels may have ended
+    """True if an accelerator's backend reports that it has failed: its kernels may have ended
     early."""
     for backend in _accelerator_backends():
-        with suppress(AttributeError, RuntimeError):  # not every backend knows
+        with suppress(AttributeError, RuntimeError):  # not every backend can tell
             if backend.get_error().name != "SUCCESS":
                 return True
     return False
 
 
 def forget_process_groups(mesh: DeviceMesh) -> None:
-    """Drop the process groups of `mesh`'s root, and with the last reference their sockets."""
+    """Drop the process groups of `mesh`'s root. With the last reference, their sockets are
+    closed."""
     mesh._get_root_mesh()._pg_registry.clear()
 
 
 def clone_store(store: Store) -> Store:
-    """Return a store with the same keys; for a `TCPStore` on its own connection."""
+    """Return a store with the same keys; for a `TCPStore`, with a new connection."""
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
 
 
 def process_group_count() -> int:
-    """Return the next process group's number, which `destroy_process_group` resets."""
+    """Return the number that the next process group will get; `destroy_process_group` resets it."""
     import torch.distributed as dist
 
     return int(dist.distributed_c10d._world.group_count)
@@ -467,7 +476,7 @@ def abort_accelerator_groups() -> bool:
     found = _accelerator_groups()
     if not found:
         return False
-    # The abort of one communicator can wait for a kernel of another: all are aborted at once.
+    # The abort of one communicator can wait for a kernel of another, so all are aborted at once.
     backend = found[0][1]
     if hasattr(backend, "_group_start"):
         backend._group_start()
@@ -488,7 +497,7 @@ def abort_accelerator_groups() -> bool:
 
 
 def _accelerator_groups() -> list[tuple[Any, Any]]:
-    """Return the process groups of a device other than the CPU, the newest first, with the
+    """Return the process groups on devices other than the CPU, newest first, each with its
     backend."""
     import torch.distributed as dist
 
@@ -507,7 +516,7 @@ def _accelerator_backends() -> list[Any]:
 
 @contextmanager
 def rendezvous_polls_every(seconds: float) -> Iterator[None]:
-    """Let torch's elastic rendezvous look for machines every `seconds`, not every second."""
+    """Make torch's elastic rendezvous look for machines every `seconds` instead of every second."""
     module: Any = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     before = module._delay
     module._delay = lambda *_, **__: time.sleep(seconds)
@@ -518,14 +527,14 @@ def rendezvous_polls_every(seconds: float) -> Iterator[None]:
 
 
 def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
-    """Let a rendezvous read its machines again after so long, not a second."""
+    """Make a rendezvous read its list of machines again after `seconds` instead of one second."""
     assert holder._cache_duration > 0
     holder._cache_duration = seconds
 
 
 def forget_distributed_operations() -> None:
-    """Drop this thread's cached operations on `DTensor`s, which take equal meshes for one
-    another."""
+    """Drop this thread's cached operations on `DTensor`s: the cache does not distinguish meshes
+    that are equal."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -534,7 +543,7 @@ def forget_distributed_operations() -> None:
 
 def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
     """Return the structure with tensors that require a gradient replaced by `change`; None if it
-    has none. Those are FSDP2's inputs of a block."""
+    has none. For a block under FSDP2, those are its inputs."""
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors(structure)
@@ -547,7 +556,7 @@ def fsdp_parameter_group(module: Any) -> Any:
 
 
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
-    """Return the modules that hold a grouped parameter, with its name there."""
+    """Return the modules that hold a grouped parameter, with its name in each."""
     info = parameter._module_info
     return [
         (info.module, info.param_name),
@@ -556,29 +565,31 @@ def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """Return the tensor into which FSDP2 gathers this `FSDPParam`; its memory may be freed. None
-    before the first forward."""
+    """Return the tensor into which FSDP2 gathers this `FSDPParam`; its memory may be freed at
+    present. None before the first forward."""
     return getattr(parameter, "_unsharded_param", None)
 
 
 def parameter_name(parameter: Any) -> str:
-    """Return a grouped parameter's name in the model, after the first forward began."""
+    """Return a grouped parameter's name in the model. Works only once the first forward has
+    begun."""
     return str(parameter._param_fqn)
 
 
 def begins_forward_of(parameters: Any, node: Any) -> bool:
-    """True if a group's inputs enter the graph at `node`."""
+    """True if the inputs of a group's modules enter the autograd graph at `node`."""
     return getattr(node, "param_group", None) is parameters
 
 
 def gather_in(parameter: Any, dtype: torch.dtype) -> None:
-    """Have FSDP2 gather a parameter in `dtype`; its gradient is reduced in its shards' dtype."""
+    """Make FSDP2 gather a parameter in `dtype`; its gradient is reduced in the dtype of its
+    shards."""
     parameter.__class__ = _gathered_in(dtype)
 
 
 def gathered_short(parameter: Any) -> tuple[str, Tensor] | None:
-    """Return name and gathered tensor of a parameter for which `gather_in` was called; else, and
-    before the first forward, None."""
+    """Return the name and the gathered tensor of a parameter for which `gather_in` was called; None
+    for others, and before the first forward."""
     gathered = getattr(parameter, "_unsharded_param", None)
     return (
         (parameter._param_fqn, gathered)
@@ -635,7 +646,7 @@ def schedule_losses(schedule: Any) -> list[Tensor]:
 
 
 def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
-    """Return the base class of a `DataLoader`'s iterators, with `_next_index` and `__next__`; and
+    """Return the base class of a `DataLoader`'s iterators (with `_next_index` and `__next__`), and
     the classes whose `fetch` reads a batch."""
     from torch.utils.data import _utils, dataloader
 

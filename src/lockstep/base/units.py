@@ -1,4 +1,4 @@
-"""Quantities as people write them."""
+"""Parsing and formatting of durations and sizes, such as "90s" and "1.97 kB"."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from lockstep.base.errors import UserError
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 _SIZES = ("B", "kB", "MB", "GB", "TB", "PB")
 ROUNDS = 0.9995
-"""From here on three digits are 1.00."""
+"""Numbers from here on are shown as 1.00 with three digits."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
-    """Parse "90s", "55m" or "1h30m". Raises `raises`, which calls it `name`."""
+    """Parse "90s", "55m" or "1h30m". Raises an error of type `raises`, which refers to it as
+    `name`."""
     if not (found := parse_duration(text)):
         raise raises(
             f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m"
@@ -24,7 +25,7 @@ def seconds(text: str, name: str, raises: type[UserError]) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parse "1h30m"; 0 if it is no duration."""
+    """Parse "1h30m"; 0 if the text is not a duration."""
     if not (found := _DURATION.fullmatch(text)):
         return 0.0
     parts = zip(found.groups(), _UNITS.values(), strict=True)
@@ -32,6 +33,6 @@ def parse_duration(text: str) -> float:
 
 
 def size(count: float) -> str:
-    """Return bytes to three digits: 1.97 kB."""
+    """Format a number of bytes with three digits: 1.97 kB."""
     place = min(max(0, math.floor(math.log(count / ROUNDS, 1000))) if count else 0, len(_SIZES) - 1)
     return f"{count / 1000**place:.3g} {_SIZES[place]}"

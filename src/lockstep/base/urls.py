@@ -1,4 +1,4 @@
-"""Passwords in URLs, mistyped ones too: found, and left out of what is shown."""
+"""Finds passwords in URLs, even mistyped ones, and removes them from text that is shown."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _SHOWN = frozenset(
         "timeout",
     ]
 )
-"""Arguments of a URL that are shown."""
+"""Names of URL arguments that may be shown."""
 
 
 def has_password(url: str) -> bool:
-    """True if a URL may have a password in it."""
+    """True if a URL may contain a password."""
     before, query = _split(url)
     names = [name for name, _ in query]
     return _without_login(before) != before or any(map(_PASSWORDS.search, names))
 
 
 def without_password(url: str) -> str:
-    """Return a URL for messages and files, without what may be a password."""
+    """Return a URL for messages and files, without anything that may be a password."""
     before, query = _split(url)
     shown = "&".join(
         f"{name}={value if name in _SHOWN else HIDDEN}" if value else name for name, value in query
@@ -42,7 +42,8 @@ def without_password(url: str) -> str:
 
 
 def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split off the arguments. A question mark before an @ is part of a password."""
+    """Split a URL into its base and its arguments. A question mark before an @ belongs to a
+    password."""
     login, at, rest = url.rpartition("@")
     before, question, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&")] if question else []
@@ -51,7 +52,8 @@ def _split(url: str) -> tuple[str, list[tuple[str, str]]]:
 
 def _without_login(text: str) -> str:
     scheme, separator, rest = text.partition("://")
-    if not separator or not _SCHEME.fullmatch(scheme):  # mistyped: where its parts end is not known
+    # mistyped: it is not known where its parts end
+    if not separator or not _SCHEME.fullmatch(scheme):
         return re.sub(r"(?s)[@:=].*", f":{HIDDEN}", text)
     login, at, place = rest.rpartition("@")
     user, colon, _ = login.partition(":")

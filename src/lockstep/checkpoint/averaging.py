@@ -2,8 +2,8 @@
 2022, arXiv:2203.05482).
 
 Floating-point and complex tensors are summed in float64 and rounded once; an element that is the
-same in all models keeps its bits. Other tensors (counters, tables of indices) are the first
-model's. Only a few copies of one tensor are in memory.
+same in all models keeps its bits. Other tensors (counters, tables of indices) are taken from the
+first model. Only a few copies of one tensor are in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTER = "num_batches_tracked"
-"""BatchNorm's count of batches, which an average of weights does not have."""
+"""Name of BatchNorm's count of batches, which is not averaged."""
 _STATISTICS = ("running_mean", "running_var")
 _PIECE = 1 << 20
 
@@ -29,15 +29,15 @@ _PIECE = 1 << 20
 @dataclass(frozen=True, slots=True)
 class AverageMember:
     name: str
-    """Its name in errors."""
+    """The model's name in errors."""
     model: StateDictReader
     weight: float = 1.0
-    """Relative to the others' weights."""
+    """Weight of the model, relative to the others."""
 
 
 class WeightAverage:
-    """The weighted mean of several saved models. Raises `CheckpointError` if their tensors are not
-    alike."""
+    """The weighted mean of several saved models. Raises `CheckpointError` if their tensors differ
+    in name, shape or dtype."""
 
     def __init__(self, members: Sequence[AverageMember]) -> None:
         shares = normalised([member.weight for member in members])
@@ -47,17 +47,18 @@ class WeightAverage:
             (member, share) for member, share in zip(members, shares, strict=True) if share > 0
         ]
         self.differing: dict[str, str] = {}
-        """Tensors without a mean that differ between models -> the first such model."""
+        """Tensors that are not averaged but differ between models -> the first model that
+        differs."""
 
     @property
     def model(self) -> StateDictReader:
-        """The mean. Reading it raises `CheckpointError` for NaN, and for infinities that some
-        models lack."""
+        """The mean. Reading it raises `CheckpointError` for NaN, and for infinities that not all
+        models have."""
         return StateDictReader(self._members[0][0].model.specs, self.read)
 
     @property
     def statistics(self) -> list[str]:
-        """Names of averaged running statistics of BatchNorm, which are not the mean model's own."""
+        """Names of averaged running statistics of BatchNorm, which are wrong for the mean model."""
         names = self._members[0][0].model.specs if len(self._members) > 1 else ()
         return [name for name in names if name.rpartition(".")[2] in _STATISTICS]
 
@@ -138,7 +139,8 @@ class _TensorMean:
             torch.mul(first[piece].to(self._wide), share, out=self._sum[piece])
 
     def add(self, tensor: Tensor, share: float) -> bool:
-        """Add a model's tensor. Returns False if only one of the two has an infinity."""
+        """Add a model's tensor. Returns False if, at some element, only this tensor or only the sum
+        is infinite."""
         for piece in _pieces(self._first):
             first, other = self._first[piece].to(self._wide), tensor[piece].to(self._wide)
             differs = first != other
@@ -149,7 +151,7 @@ class _TensorMean:
         return True
 
     def result(self) -> Tensor:
-        """Write the mean over the first tensor, and return it."""
+        """Overwrite the first tensor with the mean, and return it."""
         for piece in _pieces(self._first):
             own = self._first[piece]
             own.copy_(own.to(self._wide).where(self._same[piece], self._sum[piece]))
@@ -180,10 +182,10 @@ def _tensor(member: AverageMember, name: str) -> Tensor:
 def greedy_soup(
     scores: Sequence[float], measure: Callable[[list[int]], float], mode: Literal["min", "max"]
 ) -> list[int] | None:
-    """Return the models whose average is kept, best first; None if every score is NaN.
+    """Return the models of the greedy soup, best first; None if every score is NaN.
 
-    Tries the models from best to worse; each stays if the average with it scores better. `measure`:
-    models -> score of their average.
+    Tries the models from best to worst; a model is kept if the average with it scores better.
+    `measure`: models -> score of their average.
     """
     sign = 1 if mode == "min" else -1
     ordered = sorted(

@@ -1,8 +1,8 @@
-"""Emergency save: a checkpoint without collectives, after an error or the loss of a process.
+"""Emergency save: writes a checkpoint without collectives, after an error or the loss of a process.
 
 Ranks with the same shards hold the same *part* of the state. The first rank that claims a part
-writes it; the rank that finds all parts written commits. So one survivor of each part is enough,
-and no rank waits.
+writes it; the rank that finds all parts written commits the checkpoint. So one surviving rank for
+each part is enough, and no rank waits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def emergency_save(
     metadata: JsonObject,
     is_unchanged: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Write this rank's `part` of `parts`; commit if it was the last. Every living rank calls it.
+    """Write this rank's `part` of `parts`; commit the checkpoint if it was the last part. Every
+    living rank calls it.
 
     Returns False if another rank has written this part. Raises `OSError`, and `StateChangedError`
     if `is_unchanged()` is false after the copy.
@@ -67,7 +68,7 @@ def emergency_save(
         text = json.dumps([mine.to_json(), values])
         folder.write(name, note(_file(part)), [text.encode()])
         notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
-        # two ranks that finish at once both see all notes
+        # two ranks that finish at the same time both see all notes
         if None not in notes and folder.claim(name, _COMMIT):
             _commit(folder, name, notes, metadata)
     except OSError:

@@ -1,9 +1,9 @@
-"""Writes images of the state in memory: every few steps each rank copies its part, and the copy
+"""Writes images of the state to memory: every few steps each rank copies its part, and the copy
 outlives the rank.
 
 The launcher holds each rank's memory through `/proc/<process>/fd/<descriptor>`. After a loss, all
-ranks of the next start load from the images of all old ranks, under any plan. Two slots take twice
-the bytes of this rank's part; a tensor of several ranks is in one part.
+ranks of the next start load the images of all old ranks, under any plan. The two slots take twice
+the bytes of this rank's part; a tensor that several ranks hold is in only one part.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Writes this rank's images. Every rank makes one, and calls `prepare` and `write` alike."""
+    """Writes this rank's images. Every rank makes one, and makes the same calls of `prepare` and
+    `write`."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
         """`attempt`: see `CheckpointName`; each start that repeats steps needs a new one.
-        `metadata`: JSON of rank 0."""
+        `metadata`: JSON, given on rank 0."""
         require_linux("images of the state in memory")
         self._world = world
         self._attempt = attempt
@@ -53,13 +54,13 @@ class ImageWriter:
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors of this rank's memory, and of what it keeps for other hosts."""
+        """Descriptors of this rank's memory, and of the memory that it keeps for other hosts."""
         return [self._memory.descriptor, *self._buddies.descriptors]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Plan who copies what and allocate memory, unless the layout is as before. Every rank
-        calls it, or leaves it to the first `write`. If one rank has no memory, all raise
-        `CheckpointError`."""
+        """Decide which rank copies what, and allocate memory, unless the layout is unchanged. Every
+        rank calls it, or none, and then the first `write` does it. If one rank lacks memory, all
+        raise `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -69,11 +70,12 @@ class ImageWriter:
         values: JsonObject,
         figures: Sequence[float] = (),
     ) -> list[float]:
-        """Copy the state after `step` steps, more than the last time. Every rank calls it.
+        """Copy the state after `step` steps, a larger number than at the last call. Every rank
+        calls it.
 
-        `tensors`: this rank's. `values`: JSON; the reader merges all ranks'. After an error, the
-        newest image that all ranks have is still complete. Returns the largest of all ranks'
-        `figures`, which travel with what is exchanged anyway.
+        `tensors`: tensors of this rank. `values`: JSON; the reader merges the values of all ranks.
+        After an error, the newest image that all ranks have is still complete. Returns the maximum
+        of each of `figures` over the ranks, at no extra exchange.
         """
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
@@ -89,7 +91,7 @@ class ImageWriter:
         return largest
 
     def close(self) -> None:
-        """Release the memory here; others may hold its descriptor."""
+        """Release the memory in this process; other processes may hold its descriptor."""
         self._shards, self._last = {}, {}
         self._memory.close()
         self._buddies.close()
@@ -98,8 +100,8 @@ class ImageWriter:
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
         """Plan again if the layout changed on any rank. Returns the newest step whose image all
-        ranks have, which no rank overwrites, and for each figure its maximum over the ranks."""
-        # finding a DTensor's shard takes 100 µs, comparing what it depends on costs next to nothing
+        ranks have (no rank may overwrite it), and the maximum of each figure over the ranks."""
+        # finding a DTensor's shard takes 100 µs; comparing what it depends on takes almost no time
         last = self._last
         kinds = {
             name: last[name][1] if name in last and last[name][0] is tensor else _kind(tensor)
@@ -139,13 +141,13 @@ class ImageWriter:
 
 
 def image_interval(copy_seconds: float, step_seconds: float, limit: float) -> int:
-    """Return the steps between images, at least 1, so that copying takes at most `limit` of the
-    time. All ranks give the slowest rank's seconds."""
+    """Return the number of steps between images, at least 1, so that copying takes at most the
+    share `limit` of the time. All ranks pass the seconds of the slowest rank."""
     return max(1, math.ceil(copy_seconds / (limit * step_seconds)))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a tensor's shard depends on."""
+    """Return the properties on which the shard of a tensor depends."""
     layout = (tensor.placements, tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
     return tensor.dtype, tensor.shape, *layout
 
@@ -154,8 +156,8 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """Return each rank's buddy, on the next host, evenly spread. `local_sizes`: ranks of each host,
-    two hosts or more."""
+    """Return each rank's buddy, on the next host, evenly distributed. `local_sizes`: number of
+    ranks of each host; at least two hosts."""
     starts = [0, *accumulate(local_sizes)]
     buddies = []
     for host, size in enumerate(local_sizes):
@@ -166,9 +168,9 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
 
 class Buddies:
     """Copies of images on other hosts: the loss of a whole host loses no state. Each rank sends its
-    image to a *buddy* on the next host, which keeps it in two slots and writes the header last:
-    either process may be killed at any moment. Every rank makes one and calls all methods alike. On
-    one host they do nothing."""
+    image to a *buddy* on the next host, which keeps it in two slots and writes the header last, so
+    that either process may be killed at any moment. Every rank makes one and makes the same calls.
+    On a single host they do nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -176,12 +178,12 @@ class Buddies:
         self._mine = buddies[world.rank] if buddies else None
         kept_for = [rank for rank, buddy in enumerate(buddies) if buddy == world.rank]
         self._kept = {rank: ImageMemory() for rank in kept_for}
-        """Memory for each rank whose buddy this one is."""
+        """Memory for the image of each rank whose buddy is this rank."""
         self.size_bytes = 0
 
     @property
     def descriptors(self) -> list[int]:
-        """Descriptors of the memory that this rank keeps for others."""
+        """Descriptors of the memory that this rank keeps for other ranks."""
         return [memory.descriptor for memory in self._kept.values()]
 
     @property
@@ -190,8 +192,8 @@ class Buddies:
         return [memory.newest for memory in self._kept.values()]
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory for others' files. `file_bytes`: of this rank's file. Raises `OSError`,
-        perhaps on some ranks only."""
+        """Allocate memory for the files of other ranks. `file_bytes`: size of this rank's file.
+        Raises `OSError`, perhaps on some ranks only."""
         if self._mine is None:
             return
         everyone = self._world.gather_values(file_bytes)
@@ -201,8 +203,8 @@ class Buddies:
             memory.allocate(everyone[rank])
 
     def exchange(self, own: Slot, text: bytes, header: Header, common: int) -> float:
-        """Send this rank's complete image to its buddy, and receive others'. Images of step
-        `common` stay. Returns the seconds waited for data."""
+        """Send this rank's complete image to its buddy, and receive those of other ranks. Images of
+        step `common` are not overwritten. Returns the seconds spent waiting for data."""
         if self._mine is None:
             return 0.0
         receiving = []
@@ -248,7 +250,7 @@ class Buddies:
 
 
 def _local_sizes(world: World) -> list[int]:
-    """Return the number of ranks of each host, whose ranks are contiguous."""
+    """Return the number of ranks on each host. The ranks of a host are contiguous."""
     by_rank = world.gather_rows(torch.tensor([world.local_size]), [1] * world.size).tolist()
     sizes: list[int] = []
     while sum(sizes) < world.size:

@@ -1,16 +1,18 @@
-"""Images of the state in memory: how each lies in memory, and how they are read under any plan, on
-any number of ranks, each of which may see only the parts on its machine.
+"""Images of the state in memory: their layout, and how to read them under any plan, on any number
+of ranks, when each rank may see only the parts on its own machine.
 
-The memory of one rank has two slots, one of which is always complete. It has no name, and lives as
-long as any process holds its descriptor. A slot is, from a multiple of `SLOT_BYTES` on:
+The memory of one rank has two slots, one of which is always complete. The memory has no name, and
+exists as long as any process holds its descriptor. A slot starts at a multiple of `SLOT_BYTES`, and
+consists of:
 
     header           step, attempt, rank and number of ranks, position of the text; zeros
                      until all else is written
     file             the rank's file of a checkpoint (safetensors)
     text             JSON: positions of the shards, values, metadata
 
-A write first removes the header of its slot, and writes a new one last. So a killed process leaves
-the other slot intact. Nothing is hashed: memory is not a disk. Linux only.
+A write first erases the header of its slot, and writes the new header last. So a killed process
+leaves the other slot intact. Nothing is hashed, because memory is more reliable than a disk. Linux
+only.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 SLOT_BYTES = 1 << 40
-"""Distance of the two slots: more than any rank's part. Unwritten pages take no memory."""
+"""Distance between the two slots, larger than any rank's part. Unwritten pages take no memory."""
 FILE_START = mmap.ALLOCATIONGRANULARITY
 NONE = -1
 """The step of an incomplete slot."""
@@ -46,7 +48,7 @@ HEADER_BYTES = _HEADER.size + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The identity of an image, and where its text is."""
+    """The identity of an image, and the position of its text."""
 
     name: CheckpointName
     rank: int
@@ -61,7 +63,7 @@ class Header:
 
     @classmethod
     def read(cls, data: bytes) -> Header | None:
-        """None if `data` is no whole header."""
+        """Parse a header. None if `data` is not a complete header."""
         packed = data[: _HEADER.size]
         if not packed.startswith(_MAGIC) or _SUM.pack(zlib.crc32(packed)) != data[_HEADER.size :]:
             return None
@@ -70,7 +72,7 @@ class Header:
 
 
 class Slot:
-    """One of the two images."""
+    """The memory for one of the two images."""
 
     def __init__(self, descriptor: int, number: int) -> None:
         self._descriptor = descriptor
@@ -81,10 +83,10 @@ class Slot:
         """Mapped bytes of the file."""
 
     def allocate(self, file_bytes: int) -> None:
-        """Allocate memory and keep the present image. Raises `OSError`."""
+        """Allocate memory, and keep the current image. Raises `OSError`."""
         size = FILE_START + file_bytes
         self.file = torch.empty(0, dtype=torch.uint8)
-        # it raises here; a first access would end the process
+        # this raises if memory is short; a first access would end the process
         os.posix_fallocate(self._descriptor, self._start, size)
         # page faults make the first write several times slower than later ones
         populated = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -127,7 +129,7 @@ class ImageMemory:
         return max(slot.step for slot in self.slots)
 
     def oldest_but(self, step: int) -> Slot:
-        """Return the slot with the older image, but never the image of `step`."""
+        """Return the slot with the older image, but never the slot with the image of `step`."""
         free = (slot for slot in self.slots if slot.step != step or step == NONE)
         return min(free, key=lambda slot: slot.step)
 
@@ -137,7 +139,7 @@ class ImageMemory:
             slot.allocate(file_bytes)
 
     def close(self) -> None:
-        """Release the memory here; others may hold its descriptor."""
+        """Release the memory in this process; other processes may hold its descriptor."""
         self.slots = []
         os.close(self.descriptor)
 
@@ -167,7 +169,7 @@ def parts_in(path: str) -> list[Part]:
             header = Header.read(os.pread(descriptor, HEADER_BYTES, start))
             if header is not None:
                 size = header.text_start + header.text_bytes
-                # torch warns of read-only memory
+                # ACCESS_COPY, because torch warns of read-only memory
                 copied = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start)
                 parts.append(Part(header, copied))
     finally:
@@ -176,7 +178,7 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The images whose parts are all seen, each by some rank."""
+    """The complete images: each of their parts is visible to some rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
         """Every rank makes one from the parts that it sees, after all writers have stopped."""
@@ -199,11 +201,11 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """For each old rank, the ranks that see its part."""
+        """For each image, and each old rank, the ranks that see that rank's part."""
 
     @property
     def names(self) -> list[CheckpointName]:
-        """The oldest first."""
+        """Names of the images, oldest first."""
         return list(self._complete)
 
     @property
@@ -211,7 +213,7 @@ class Images:
         return max(self._complete, default=None)
 
     def reader(self, name: CheckpointName) -> ImageReader:
-        """Return a reader of one image. Every rank calls it for the same one."""
+        """Return a reader of one image. Every rank calls it with the same name."""
         seers = self._complete[name]
         return ImageReader(name, self._mine.get((name, len(seers)), {}), seers, self._world)
 
@@ -262,7 +264,7 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Copy the values into this rank's tensors; names and shapes are among the saved ones.
+        """Copy the values into this rank's tensors; every name must be saved, with the same shape.
         Every rank calls it. Parts that some rank does not see are sent, shard by shard."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, wanted in copies.items():
@@ -291,13 +293,13 @@ class ImageReader:
 def open_images(paths: Sequence[str], world: World) -> Images:
     """Map the images behind `paths`, such as /proc/4711/fd/12. Raises `OSError`.
 
-    Every rank calls it. Of each start of the run, an image counts if all its parts are seen on
-    ranks of `world`.
+    Every rank calls it. An image is included if all its parts, written in one start of the run, are
+    visible to ranks of `world`.
     """
     return Images([part for path in paths for part in parts_in(path)], world)
 
 
 def _take(state: Mapping[str, Tensor], copies: Sequence[ShardCopy], values: Tensor) -> None:
-    """Copy one shard's values to this rank's tensors."""
+    """Copy the values of one shard to this rank's tensors."""
     for copy in copies:
         fill(to_local(state[copy.shard.name]).detach()[copy.target], values[copy.source])

@@ -1,4 +1,4 @@
-"""Nested state dicts as JSON. Tensors are taken out, each named by its path."""
+"""Nested state dicts as JSON. Tensors are replaced by names, made from their paths."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import DTYPES
 
 _TAG = "lockstep"
-"""Marks values that JSON lacks: {"lockstep": kind, "value": ...}. A dict with this key is encoded
-as a list of items."""
+"""Marks values of types that JSON lacks: {"lockstep": kind, "value": ...}. A dict that itself has
+this key is encoded as a list of items."""
 
 
 REMEDY = "have its state_dict return those, or leave it out"
@@ -25,8 +25,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REME
     """Convert `value` to JSON. Its tensors are added to `tensors` by path, as in
     `average/fc.weight`.
 
-    Raises `CheckpointError`, with path, type and `remedy`, for anything but JSON's types, tuples,
-    tensors, and NumPy numbers and arrays.
+    Accepts JSON's types, tuples, tensors, and NumPy numbers and arrays. Raises `CheckpointError`,
+    with path, type and `remedy`, for anything else.
     """
     if value is None or isinstance(value, bool | int | str):
         return value

@@ -1,8 +1,8 @@
-"""Load and reshard a checkpoint. Each rank reads and verifies the blocks that it needs; the others
-are verified too.
+"""Load and reshard a checkpoint. Each rank reads and verifies the blocks that it needs; the ranks
+share the verification of the others.
 
-Where file and tensor have one layout, bytes are read into the tensor and hashed there. Small parts,
-other shards, other dtypes and GPU tensors pass through a buffer.
+If file and tensor have the same layout, bytes are read directly into the tensor and hashed there.
+Small parts, other shards, other dtypes and GPU tensors go through a buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.comm.world import World
 
 T = TypeVar("T")
 SMALL_BYTES = 64 << 10
-"""Smaller parts are not read directly into their tensor."""
+"""Parts smaller than this are not read directly into their tensor."""
 
 
 class _Span:
@@ -40,7 +40,7 @@ class _Span:
     def __init__(
         self, shard: TensorShard, at: int, wanted: Sequence[ShardCopy], state: Mapping[str, Tensor]
     ) -> None:
-        """`at`: the shard's first byte in its file."""
+        """`at`: position of the shard's first byte in its file."""
         self._dtype = torch_dtype(shard.dtype)
         self._strides = [math.prod(shard.lengths[dim + 1 :]) for dim in range(len(shard.lengths))]
         self._wanted = wanted
@@ -53,13 +53,15 @@ class _Span:
         self._data = self.own
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
-        """Return the range [first, last) of the shard's elements that holds the copied ones."""
+        """Return the range [first, last) of the shard's elements that contains all elements to
+        copy."""
         sides = list(zip(copy.source, self._strides, strict=True))
         first = sum(side.start * stride for side, stride in sides)
         return first, 1 + sum((side.stop - 1) * stride for side, stride in sides)
 
     def _in_place(self, elements: int) -> Tensor | None:
-        """Return the target's memory as bytes if the span can be read into it; else None."""
+        """Return the target's memory as bytes if the span can be read directly into it; else
+        None."""
         part = self._target[self._wanted[0].target]
         fits = (
             len(self._wanted) == 1
@@ -75,13 +77,13 @@ class _Span:
 
     @property
     def data(self) -> Tensor:
-        """The target's own memory, or a buffer."""
+        """The memory to read into: that of the target, or a buffer."""
         if self._data is None:
             self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
         return self._data
 
     def finish(self) -> None:
-        """Copy the bytes, once all are read, to the target."""
+        """Copy the bytes to the target. Called once all are read."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -98,12 +100,12 @@ class _Block:
     hashes: BlockHashes
     number: int
     spans: list[_Span]
-    """In order."""
+    """The spans in the order of the file."""
 
 
 class CheckpointReader:
     def __init__(self, folder: Storage, name: CheckpointName) -> None:
-        """Raises `UnreadableError`."""
+        """Open the file to read. Raises `UnreadableError`."""
         self._folder = folder
         self._name = name
         self.manifest = read_manifest(folder, name)

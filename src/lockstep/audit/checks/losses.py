@@ -1,5 +1,5 @@
 """Checks the weight of each target in the applied gradient: all targets of a step must have the
-same."""
+same weight."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lockstep.evidence.tensors import PROJECTIONS, Vector, finite_projection
 EVEN = 0.01
 """Largest relative difference of equal weights."""
 LEAST_ERROR = 0.005
-"""Relative error of a gradient from which a mean of means is a finding."""
+"""Relative error of a gradient from which a mean of means is reported."""
 SCALE = 2e-3
 """Largest relative difference from a whole factor that counts as that factor."""
 GATHERS = ("all_gather", "all_gather_into_tensor")
-"""Collectives with which a loss is taken over the values of all ranks."""
+"""Collectives that a script may call to compute a loss over the values of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Term:
     rank: int
     backward: str
     place: tuple[str, int, str]
-    """The line of the call, its number among the backward's calls at that line, and its
-    function."""
+    """The line of the call, its number among the calls at that line in this backward, and the name
+    of the function."""
     reduction: str
     count: float
-    """Targets, or elements."""
+    """Number of targets, or of elements."""
     microbatch: int
-    """The backward that the function's output was in. It differs from `backward` if gradients of
-    several are first seen together (FSDP2)."""
+    """The backward that the function's output belonged to. It differs from `backward` if the
+    gradients of several backwards are first seen together (FSDP2)."""
     unit: str
     """The name of what is counted."""
     weight: float
@@ -97,7 +97,7 @@ def check_losses(records: Records) -> AreaResult:
 
 
 def _factors(rows: Sequence[Row]) -> list[float] | None:
-    """The factor of each rank's gradient in the reduced one; 1 for a single process."""
+    """The factor of each rank's gradient in the reduced gradient; 1 for a single process."""
     if len(rows) == 1:
         return [1.0]
     found = factors(rows, 0, names_on_all_ranks(rows))
@@ -105,7 +105,8 @@ def _factors(rows: Sequence[Row]) -> list[float] | None:
 
 
 def _terms(rank: int, row: Row, result: AreaResult) -> Iterator[Term]:
-    """The calls in which all targets have one weight. Adds to `result` why others are left out."""
+    """Yields the calls in which all targets have the same weight. Adds to `result` the reason why
+    other calls are left out."""
     numbers: dict[tuple[int, str], int] = {}
     for each in row["losses"]:
         key = (each["backward"], each["line"])
@@ -119,7 +120,7 @@ def _terms(rank: int, row: Row, result: AreaResult) -> Iterator[Term]:
         elif each["reduction"] == "mean" and weight is not None and count:
             weight = weight / count
         backward = next((number for number in row["added"] if int(number) >= each["backward"]), "")
-        # gradients that are reduced later are seen with those of the backward that reduces
+        # gradients that are reduced later are seen at the backward that reduces them
         is_seen = backward and (row["sharded"] or int(backward) == each["backward"])
         if weight and count and is_seen:
             yield Term(
@@ -142,10 +143,10 @@ def _check_weights(
     *,
     alone: bool,
 ) -> float | None:
-    """Find a mean of means.
+    """Check for a mean of means.
 
-    Returns the relative error of the gradient if that is no finding: 0 for equal weights. None for
-    a finding, and for weights that differ by the script's own factor.
+    Returns the relative error of the gradient if it is too small to be a finding (0 for equal
+    weights). None for a finding, and for weights that differ by a factor of the script.
     """
     weights = [abs(term.weight * found[term.rank]) for term in terms]
     least, most = min(weights), max(weights)
@@ -179,7 +180,7 @@ def _check_weights(
 
 
 def _error(rows: Sequence[Row], terms: Sequence[Term], found: Sequence[float]) -> float | None:
-    """The relative error of the gradient. None if some backwards have no term, or several."""
+    """The relative error of the gradient. None if some backwards have no term, or more than one."""
     weight_of = {(term.rank, term.backward): term.weight for term in terms}
     if len(weight_of) != len(terms):
         return None
@@ -213,8 +214,8 @@ def _check_scale(
     terms: Sequence[Term],
     found: Sequence[float],
 ) -> bool:
-    """Find gradients of a mean that are a whole factor too large or too small. True if the scale is
-    right."""
+    """Check for gradients of a mean that are too large or too small by an integer factor. True if
+    the scale is right."""
     total = _total(terms, found)
     if not total or any(row["clip"] is not None and row["clip"]["scaled"] for row in rows):
         return False
@@ -238,7 +239,7 @@ def _check_scale(
         (n for n in (ranks, backwards) if n > 1 and _is(total * n, 1.0) and n in divisors), 0
     )
     count = sum(term.count for term in terms)
-    # half of a mean has the same weight on two ranks as a sum over all counts, unless those differ
+    # half of a mean looks like a sum over all counts on two ranks, unless the counts differ
     knows_count = len({term.count for term in terms}) > 1 or count in divisors
     line = ""
     if backwards > 1 and _is(total, backwards) and plain:
@@ -279,8 +280,9 @@ def _check_scale(
 
 
 def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | None:
-    """Name what each sum is divided by: the targets of its microbatch (also times the
-    microbatches), of its rank, of all ranks (also divided by the ranks). None: by none of them."""
+    """Return text for the number that each sum is divided by: the targets of its microbatch
+    (perhaps times the number of microbatches), of its rank, or of all ranks (perhaps divided by the
+    number of ranks). None: another number."""
     count = sum(term.count for term in terms)
     kinds = {
         "microbatch": [term.count for term in terms],
@@ -298,10 +300,11 @@ def _denominator(terms: Sequence[Term], ranks: int, backwards: int) -> str | Non
 def _check_gathered(
     result: AreaResult, records: Records, rows: Sequence[Row], found: Sequence[float]
 ) -> None:
-    """Find a loss over gathered values whose gradient does not go back to the rank they come from.
+    """Check for a loss over gathered values whose gradient does not flow back to the rank that
+    computed the values.
 
-    All ranks compute one value, and each adds the gradient of its own part of it: the sum over
-    ranks is right, and a mean is too small.
+    All ranks compute the same loss, and each rank has the gradient of its own part only. So the sum
+    over ranks is right, and the mean is too small.
     """
     ranks = len(rows)
     if ranks < 2 or not all(_is(each, 1 / ranks) for each in found):
@@ -352,7 +355,7 @@ def _is(value: float, factor: float) -> bool:
 
 
 def _gathers_values(row: Row) -> bool:
-    """True for a collective that gathers tensors, as a contrastive loss does, and not one
+    """True for a collective that gathers tensors (as a contrastive loss does), not a single
     number."""
     return row["name"] in GATHERS and row["floats"] > 1
 
@@ -368,14 +371,14 @@ def _gathers_before(records: Records, term: Term) -> bool:
 
 
 def _rows_from(records: Records, term: Term) -> list[Row]:
-    """The backward of a term, and what follows; empty if it was not seen."""
+    """The records from a term's backward on; empty if that backward was not recorded."""
     rows = records.ranks[term.rank].of("backward", "collective", "step")
     numbers = [str(row.get("number")) for row in rows]
     return rows[numbers.index(term.backward) :] if term.backward in numbers else []
 
 
 def _reduction_line(records: Records, term: Term) -> str:
-    """The line of the first all-reduce after the backward, if the script reduces its gradients
-    itself; else empty."""
+    """The line of the first all-reduce after the backward, if the script itself reduces gradients;
+    else empty."""
     following = takewhile(lambda row: row["kind"] == "collective", _rows_from(records, term)[1:])
     return first_line(row for row in following if row["name"] == "all_reduce")

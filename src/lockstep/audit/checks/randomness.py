@@ -1,4 +1,5 @@
-"""Checks random numbers, which each rank, worker and step draws anew, and train and eval mode."""
+"""Checks that each rank, worker and step draws new random numbers, and checks train and eval
+mode."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from lockstep.audit.records import Rank, Records, first_line, training_passes
 from lockstep.evidence.rows import Row
 
 LEAST = 2
-"""Backwards with equal random states from which they are no accident."""
+"""Number of backwards with equal random states from which this is not an accident."""
 
 
 def check_randomness(records: Records) -> AreaResult:
@@ -28,7 +29,8 @@ def check_randomness(records: Records) -> AreaResult:
 def _forwards_text(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool
 ) -> str:
-    """Return what is right of the forwards; or add to `result` why nothing is said."""
+    """Return the text of what is right about forwards, or add to `result` the reason why nothing
+    can be said."""
     backwards = [len(rank.of("backward")) for rank in records.ranks]
     if any(
         not rows and _may_have_drawn(rank)
@@ -70,7 +72,8 @@ def _fetches_text(result: AreaResult, records: Records) -> str:
 
 
 def check_modes(records: Records) -> AreaResult:
-    """Look for dropout and BatchNorm in the wrong mode: without them the mode changes nothing."""
+    """Check for dropout and BatchNorm in the wrong mode; for models without them, the mode changes
+    nothing."""
     result = AreaResult(Area.MODE)
     backwards = evaluations = 0
     for rank in records.ranks:
@@ -89,8 +92,8 @@ def check_modes(records: Records) -> AreaResult:
 
 
 def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
-    """Find calls in train mode that no backward reached. Returns the number of passes in eval mode
-    that are no training."""
+    """Check for calls in train mode that no backward reached. Returns the number of evaluation
+    passes in eval mode."""
     training = {loader for loader, _ in training_passes(rank.rows)}
     reached = {row["mode"] for row in rank.of("mode_reached")}
     last_step = max((row["place"] for row in rank.steps), default=-1)
@@ -118,8 +121,8 @@ def _check_evaluation_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _check_training_mode(result: AreaResult, rank: Rank) -> int:
-    """Find steps with more layers in eval mode than the first one had, or with dropout off behind
-    trained layers. Returns the number of backwards."""
+    """Check for steps with more layers in eval mode than the first step had, or with dropout off
+    after trained layers. Returns the number of backwards."""
     backwards = rank.of("modes")
     for calls in backwards:
         fewer = calls["train"] < backwards[0]["train"]
@@ -150,10 +153,11 @@ def _check_training_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _forwards(rank: Rank) -> list[Row]:
-    """The backwards whose forward drew random numbers, or that drew some after their batch.
+    """The backwards whose forward drew random numbers, or before which numbers were drawn after the
+    batch.
 
-    Of several backwards after one forward, the first. `drawn` is the state before the draws if
-    that was seen, else the state after them.
+    If several backwards follow one forward, only the first. `drawn` is the state before the draws
+    if it was recorded, else the state after them.
     """
     found: list[Row] = []
     state, has_batch = None, False
@@ -169,8 +173,8 @@ def _forwards(rank: Rank) -> list[Row]:
 
 
 def _may_have_drawn(rank: Rank) -> bool:
-    """True if random numbers were drawn between backwards, and a forward may have drawn them: it
-    runs after its batch, but a script may fetch the next batch before the backward."""
+    """True if random numbers were drawn between backwards, and a forward may have drawn them: a
+    forward runs after its batch, but a script may fetch the next batch before the backward."""
     first = min((row["place"] for row in rank.of("backward")), default=0)
     batches = sum(1 for row in rank.of("batch") if row["grad"] and row["place"] < first)
     return batches != 1 and any(row["other_draws"] for row in rank.of("backward"))
@@ -193,8 +197,8 @@ def _check_reset(result: AreaResult, records: Records, drawing: Sequence[Sequenc
 def _check_ranks(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], *, is_said: bool
 ) -> bool:
-    """Find forwards of two ranks that drew the same. True if the draws of all ranks that drew are
-    told apart."""
+    """Check for forwards of two ranks that drew the same numbers. True if all ranks that drew have
+    different draws."""
     drew = [(number, rows) for number, rows in enumerate(drawing) if rows]
     is_compared = True
     for (first, one), (second, other) in combinations(drew, 2):
@@ -214,8 +218,8 @@ def _check_ranks(
 
 
 def _check_fetches(result: AreaResult, records: Records) -> None:
-    """Find reads of different samples that drew the same random numbers: in workers, on ranks, in
-    epochs."""
+    """Check for reads of different samples that drew the same random numbers: in two workers, ranks
+    or epochs."""
     by_source: dict[tuple[int, int | None, int, int], Row] = {}
     processes: dict[tuple[int, int | None], dict[int, int]] = {}
     for row in records.fetches:
@@ -225,7 +229,7 @@ def _check_fetches(result: AreaResult, records: Records) -> None:
         by_source[*key, epoch, row["number"]] = row
     for (one, first), (other, second) in combinations(by_source.items(), 2):
         if one[1] is None and one[0] == other[0]:
-            continue  # one process draws on and on; a seed that is set again shows in its forwards
+            continue  # one process keeps drawing; a seed that is set again shows in its forwards
         same = (
             name for name, state in first["drawn"].items() if second["drawn"].get(name) == state
         )

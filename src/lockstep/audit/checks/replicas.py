@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same model: parameters, optimizer states, buffers, running
+"""Checks that all ranks have the same model: parameters, optimizer states, buffers, running
 statistics."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lockstep.evidence.rows import Row
 from lockstep.evidence.tensors import finite_projection, sketch_difference
 
 DRIFT = 1e-5
-"""Relative difference of replicas that is more than rounding."""
+"""Relative difference of replicas above which it is more than rounding."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -44,7 +44,8 @@ def check_replicas(records: Records) -> AreaResult:
 
 
 def _seed_line(records: Records) -> str:
-    """The line that set another seed on each rank before the first step; empty if none did."""
+    """The line that set different seeds on the ranks before the first step; empty if there is
+    none."""
     first, *others = [
         {row["line"]: row["seed"] for row in rank.of("seed") if row["step"] == 0}
         for rank in records.ranks
@@ -56,8 +57,8 @@ def _seed_line(records: Records) -> str:
 
 
 def _own_parameters(records: Records, rows: Sequence[Row]) -> set[str]:
-    """Parameters that are meant to differ: they do before the first step, are not reduced, and
-    ranks exchange tokens."""
+    """Parameters that are meant to differ between ranks (experts): they differ before the first
+    step and are not reduced, and ranks exchange tokens."""
     called = {row["name"] for rank in records.ranks for row in rank.of("collective")}
     if not any(name.startswith("all_to_all") for name in called):
         return set()
@@ -109,7 +110,7 @@ def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_lin
             )
     worst, name = _worst(rows, "parameters", names)
     if worst <= DRIFT or result.findings or len({str(row["lr"]) for row in rows}) > 1:
-        return  # other learning rates are found by the check of schedules
+        return  # the check of schedules finds different learning rates
     state, state_name = _worst(rows, "states", first["states"])
     if state > DRIFT and _worst(rows, "applied", names)[0] <= DRIFT:
         result.find(
@@ -151,7 +152,7 @@ def _check_statistics(result: AreaResult, records: Records, line: str) -> None:
 
 
 def _statistics(rows: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
-    """The running statistics, by the call of BatchNorm that used them."""
+    """The records of running statistics, grouped by the call of BatchNorm that used them."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("loader", "number", "training", "grad", "call"))

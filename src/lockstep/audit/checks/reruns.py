@@ -1,4 +1,5 @@
-"""Compares runs of one script: resumed with uninterrupted, several processes with one."""
+"""Compares runs of one script: a resumed run with an uninterrupted one, and a run on several
+processes with one on a single process."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from lockstep.evidence.trace import RankTrace, StepTrace, Trace
 SAME = 1e-6
 """Largest relative difference of tensors that were saved and loaded."""
 KINDS = {"gradients": "gradient", "parameters": "parameter"}
-"""Tensors that are compared in each step, in this order: the fault is in the first that differs."""
+"""Kinds of tensors that are compared in each step, in this order: the first kind that differs shows
+the fault."""
 
 
 def check_resumed(whole: Records, interrupted: Records, resumed: Records, saved: int) -> AreaResult:
-    """Check that a resumed run goes on as the run without interruption (`whole`) did.
+    """Check that a resumed run continues like the uninterrupted run (`whole`).
 
-    `interrupted`: the run that ended after `saved` steps. `resumed`: the run that goes on from
-    there.
+    `interrupted`: the run that ended after `saved` steps. `resumed`: the run that continues it.
     """
     result = AreaResult(Area.RESUME)
     runs = (whole, interrupted, resumed)
@@ -57,8 +58,8 @@ def _optimizer_step(rank: Rank, optimizer: int, index: int) -> Row | None:
 
 
 def _check_rates(result: AreaResult, rank: Rank, again: Rank, saved: int, line: str) -> None:
-    """Compare the learning rates of all steps after the resume: in the first one it may come from
-    the optimizer's state."""
+    """Compare the learning rates of all steps after the resume: in the first step, the rate may
+    come from the optimizer's state."""
     rates = {(row["optimizer"], row["index"]): row["lr"] for row in rank.steps}
     for row in again.steps:
         step = saved + row["index"]
@@ -136,7 +137,7 @@ def _first_backward(rank: Rank, step: Row) -> Row | None:
 
 
 def _batch_before(rank: Rank, backward: Row) -> Row | None:
-    """The last batch that the backward's loader gave before it."""
+    """The last batch that the loader gave before the backward."""
     for row in reversed(rank.rows[: backward["place"]]):
         if row["kind"] == "batch" and row["loader"] == backward["loader"]:
             return row
@@ -150,19 +151,19 @@ def _samples(rank: Rank) -> list[list[object]]:
 
 
 def _key(batch: Row) -> list[object]:
-    """The samples of a batch: their places in the data if they are known, else their contents."""
+    """The samples of a batch: their indices in the dataset if known, else their contents."""
     return list(batch["indices"] or batch["samples"])
 
 
 def check_compare(
     reference: Records, perturbed: Sequence[Records], others: Mapping[int, Records], likely: str
 ) -> AreaResult:
-    """Compare what a script learned on one process with what it learned on several, with one
+    """Compare the training of a script on one process with its training on several, at the same
     global batch.
 
-    `reference`: on one process. `perturbed`: the same, from parameters that differ by one unit in
-    the last place. `others`: by their number of processes. `likely`: the cause, if it is known, for
-    the evidence.
+    `reference`: the run on one process. `perturbed`: the same run from parameters that differ by
+    one unit in the last place. `others`: the other runs, by their number of processes. `likely`:
+    the probable cause if known, for the evidence.
     """
     result = AreaResult(Area.COMPARE)
     steps = min(each.steps for each in [reference, *perturbed, *others.values()])
@@ -195,8 +196,8 @@ def check_compare(
 def _first_difference(
     rounding: MeasuredRounding, other: Trace, steps: int
 ) -> tuple[int, str, str, float, float] | None:
-    """The step, kind and name of the tensor that is off most, by how much, relative to its size and
-    to rounding."""
+    """The step, kind and name of the tensor that differs most in the first step with a difference,
+    and the difference relative to the tensor's size and to rounding."""
     for step in range(steps):
         ours, theirs = (each.rank_0.steps[step].tensors for each in (rounding.reference, other))
         for kind, word in KINDS.items():
@@ -214,7 +215,7 @@ def _first_difference(
 
 
 def _trace(records: Records, steps: int) -> Trace:
-    """The gradients and parameters that a run's optimizers saw, as a trace of one rank."""
+    """The gradients and parameters that a run's optimizers used, as a trace of one rank."""
     rows = [_step(records, step) for step in range(steps)]
     trace = RankTrace({"parameters": _summaries("before", rows[0])})
     for each in rows:

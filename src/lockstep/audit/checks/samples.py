@@ -1,4 +1,4 @@
-"""Checks which samples each rank was given, in each pass over the data."""
+"""Checks which samples each rank got, in each pass over the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.base.errors import first_few
 from lockstep.evidence.rows import Row
 
 LEAST_SAMPLES = 4
-"""Samples of a pass from which its order can be told from another one."""
+"""Number of samples from which the orders of two passes can be told apart."""
 SAMPLERS = {
     "RandomSampler",
     "SequentialSampler",
@@ -29,13 +29,14 @@ SAMPLERS = {
     "DistributedSamplerWrapper",
     "UnrepeatedDistributedSamplerWrapper",
 }
-"""Types of samplers that give each sample once in a pass, or say that they do not: torch's and
-libraries'."""
+"""Types of samplers, of torch and of libraries, that give each sample once in a pass, or are known
+not to."""
 PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
-"""Types of samplers that are given the samples of a part, such as a fold."""
+"""Types of samplers that get the samples of a part of the dataset, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
-"""Share of equal contents that is no accident of the data: different samples may look alike."""
+"""Share of equal contents from which this is not an accident of the data: different samples may
+have equal contents."""
 
 
 @dataclass(slots=True)
@@ -46,12 +47,12 @@ class Pass:
     indices: list[int] | None = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
     contents_at: list[tuple[int, str]] = field(default_factory=list)
-    """Indices and contents of the batches of which both are known."""
+    """Indices and contents of samples, for batches where both are known."""
     batches: int = 0
     is_complete: bool = False
     is_training: bool = False
     end: int = -1
-    """The place of its last batch in the record."""
+    """The position of the pass's last batch in the record."""
 
     def add(self, batch: Row) -> None:
         self.batches, self.end = self.batches + 1, batch["place"]
@@ -66,12 +67,12 @@ class Pass:
 
 @dataclass(slots=True)
 class LoaderPasses:
-    """The passes over one loader, by number and rank. A loader that a script makes anew for each
-    pass is one."""
+    """The passes over one loader, by number and rank. Loaders that a script makes at the same line
+    for each pass count as one loader."""
 
     numbers: list[int]
     dataset: list[dict[str, Any]]
-    """The dataset on each rank that reads it."""
+    """A description of the dataset on each rank that reads it."""
     passes: list[list[Pass]]
     world_size: int
 
@@ -90,8 +91,8 @@ class LoaderPasses:
 
     @property
     def has_own_sampler(self) -> bool:
-        """True if the sampler is neither torch's nor a library's: it may leave out, repeat, and go
-        on without an end."""
+        """True if the sampler is neither torch's nor a library's. It may then leave out or repeat
+        samples, or never end."""
         return (
             self.sampler["type"] not in SAMPLERS or self.sampler["batch_type"] not in BATCH_SAMPLERS
         )
@@ -108,7 +109,7 @@ class LoaderPasses:
 
     @property
     def pads_batches(self) -> bool:
-        """True for Accelerate's sampler, which pads with whole batches."""
+        """True for Accelerate's sampler, which pads an epoch with whole batches."""
         return bool(self.sampler["batch_type"] == "BatchSamplerShard")
 
     @property
@@ -121,12 +122,12 @@ class LoaderPasses:
 
     @property
     def whole_length(self) -> int:
-        """The length of the dataset of which this one is a subset."""
+        """The length of the whole dataset, of which this one may be a subset."""
         return self.dataset[0].get("whole_length", self.length) or 0
 
     def is_followed_by(self, other: LoaderPasses) -> bool:
-        """True if the other loader is this one, made anew: by the same line, for the same data,
-        after its end."""
+        """True if the other loader replaces this one: made by the same line, for the same data,
+        after this one's end."""
         one, two = (
             (each.line, each.is_training, each.sampler["type"], each.digests)
             for each in (self, other)
@@ -135,8 +136,8 @@ class LoaderPasses:
         return one == two and all(self.digests) and is_later
 
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
-        """The samples of each rank, and whether they are indices of one dataset, which tell them
-        apart for sure."""
+        """The samples of each rank, and True if they are given as indices of one dataset, which
+        identify them with certainty."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
         is_one = len(wholes) == 1 and all(wholes) and not self.dataset[0]["iterable"]
         if not is_one or any(each.indices is None for each in ranks):
@@ -166,7 +167,7 @@ def check_samples(records: Records) -> AreaResult:
         for ranks in loader.passes:
             if not loader.is_training:
                 evaluated += _check_evaluation_pass(result, records, loader, ranks)
-            # a script may look at a first batch, and begin again
+            # a script may look at a first batch, and then start again
             elif any(each.is_training for each in ranks) and not differs:
                 judged = _check_training_pass(result, loader, ranks, bool(records.fetches))
                 passes += judged
@@ -210,8 +211,8 @@ def _say_unseen(result: AreaResult, records: Records, loaders: Sequence[LoaderPa
 
 
 def loader_passes(records: Records) -> list[LoaderPasses]:
-    """Passes over each loader that every rank reads, or that one rank reads for the training of all
-    (Accelerate does so with streams)."""
+    """Passes over each loader that every rank reads, or that one rank reads and sends to all (as
+    Accelerate does with streams)."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
     found: list[LoaderPasses] = []
     for loader in by_rank[0] if by_rank else ():
@@ -253,15 +254,16 @@ def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:
 
 
 def _in_whole(indices: Sequence[int], subset: Sequence[int] | None) -> list[int]:
-    """The indices in the whole dataset. `subset`: the whole's indices that the dataset has."""
+    """The indices in the whole dataset. `subset`: for each sample of the dataset, its index in the
+    whole dataset."""
     if subset is None:
         return list(indices)
     return [subset[each] for each in indices if each < len(subset)]
 
 
 def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
-    """Find ranks whose datasets differ, although a sampler splits one over them. True if they
-    do."""
+    """Check for ranks whose datasets differ although a sampler splits one dataset over the ranks.
+    True if they differ."""
     first = loader.dataset[0]
     is_split = loader.splits or loader.pads_batches
     if len(loader.dataset) < 2 or not is_split or first["iterable"]:
@@ -273,7 +275,8 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
         if len(contents := [set(each[index]) for each in read if index in each]) > 1
     ]
     if 2 * sum(bool(set.intersection(*each)) for each in shared) > len(shared):
-        # what a dataset holds beside its samples may be the rank's own; one index agrees by chance
+        # what a dataset holds beside its samples may be the rank's own; a single index agrees by
+        # chance
         return False
     names = [
         name
@@ -302,8 +305,8 @@ def _check_datasets(result: AreaResult, loader: LoaderPasses) -> bool:
 
 
 def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
-    """Find evaluations of samples on which another rank trains: each rank has split the data
-    itself."""
+    """Check for evaluations on samples on which another rank trains, because each rank has split
+    the data itself."""
     split = [each for each in loaders if len(set(each.digests)) > 1]
     known = [(each.is_training, seen) for each in split if (seen := _seen_by_rank(each))]
     for data, training in (seen for is_training, seen in known if is_training):
@@ -323,8 +326,7 @@ def _check_leak(result: AreaResult, loaders: Sequence[LoaderPasses]) -> None:
 
 
 def _seen_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
-    """The whole dataset, and the indices in it that each rank was given; None if they are not
-    known."""
+    """The whole dataset, and the indices in it that each rank got; None if they are not known."""
     found: list[set[int]] = [set() for _ in loader.dataset]
     for ranks in loader.passes:
         samples, are_indices = loader.samples(ranks)
@@ -336,16 +338,16 @@ def _seen_by_rank(loader: LoaderPasses) -> tuple[str, list[set[int]]] | None:
 
 
 def _is_stable(read: dict[int, list[str]]) -> bool:
-    """True if a rank read several indices more than once, and the same there each time."""
+    """True if a rank read several indices more than once, and each time with the same contents."""
     again = [contents for contents in read.values() if len(contents) > 1]
     return len(again) >= LEAST_SAMPLES and all(len(set(each)) == 1 for each in again)
 
 
 def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
-    """True if a sample may have other contents when it is read again, as with augmentation.
+    """True if a sample may have different contents when it is read again, as with augmentation.
 
-    Then contents do not tell samples apart. One content that comes again shows that they do.
-    `draws`: reads of data draw random numbers.
+    Then contents do not identify samples. If any content occurs twice, contents do identify them.
+    `draws`: True if reads of data draw random numbers.
     """
     read = loader.contents_at()
     again = [contents for each in read for contents in each.values() if len(contents) > 1]
@@ -356,7 +358,7 @@ def _contents_vary(loader: LoaderPasses, draws: bool) -> bool:
 
 
 def _repeated(samples: Sequence[Any]) -> int:
-    """The number of samples that have come before."""
+    """The number of samples that occurred before."""
     return len(samples) - len(set(samples))
 
 
@@ -367,7 +369,7 @@ def _why_unjudged(
     are_indices: bool,
     draws: bool,
 ) -> str:
-    """Why the samples of a training cannot be judged; empty if they can."""
+    """The reason why the samples of a training cannot be judged; empty if they can."""
     repeats = loader.has_own_sampler and any(map(_repeated, samples))
     if (repeats or loader.draws_with_replacement) and not _all_equal(samples):
         return (
@@ -379,7 +381,7 @@ def _why_unjudged(
             "the training data have other contents at each read (augmentation), and the ranks'"
             " datasets are not known to be one: whether samples are on several ranks cannot be told"
         )
-    # loader workers may each give the same sample
+    # each loader worker may give the same sample
     most = max(2, *(int(each.begin["workers"]) for each in ranks))
     if not are_indices and any(max(Counter(one).values(), default=0) > most for one in samples):
         return "samples of the training data look alike: they cannot be told apart"
@@ -389,11 +391,11 @@ def _why_unjudged(
 def _check_training_pass(
     result: AreaResult, loader: LoaderPasses, ranks: Sequence[Pass], draws: bool
 ) -> bool:
-    """Find samples that come twice, or not at all. False if they cannot be judged."""
+    """Check for samples that occur twice or not at all. False if this cannot be judged."""
     all_samples, are_indices = loader.samples(ranks)
     samples = all_samples
     if loader.has_own_sampler and are_indices:
-        # the first epoch: a sampler of the script's own may go on into the next one
+        # only the first epoch: a sampler of the script may continue into the next one
         samples = [one[: max(1, loader.whole_length // len(samples))] for one in samples]
     if reason := _why_unjudged(loader, ranks, samples, are_indices, draws):
         result.miss(reason)
@@ -434,8 +436,8 @@ def _check_training_pass(
 
 
 def _allowed(count: int, are_indices: bool, loader: LoaderPasses, ranks: Sequence[Pass]) -> int:
-    """The number of equal samples that is no fault: padding to a multiple of the ranks, or data
-    that look alike."""
+    """The number of equal samples that is not a fault: from padding to a multiple of the ranks, or
+    from data with equal contents."""
     if not are_indices:
         return int(MANY * count)
     if loader.pads_batches:
@@ -460,7 +462,7 @@ def _check_missing(
     drops = begin["drop_last"] or sampler.get("drop_last") or begin["batch_size"] is None
     drawn = sampler.get("num_samples", loader.length) * sampler.get("num_replicas", 1)
     is_part = sampler["type"] in PARTS or drawn < loader.length
-    # scattered ones are left out on purpose
+    # scattered samples are left out on purpose
     is_chosen = (loader.has_own_sampler or not is_one) and (
         missing and missing[-1] - missing[0] >= len(missing)
     )
@@ -479,7 +481,8 @@ def _check_stream(
     ranks: Sequence[Pass],
     samples: Sequence[Sequence[Any]],
 ) -> None:
-    """Find streams that are split over the ranks twice: by a library, and by the dataset itself."""
+    """Check for streams that are split over the ranks twice: by a library, and by the dataset
+    itself."""
     held, seen = loader.dataset[0]["held"], len({each for one in samples for each in one})
     size = loader.world_size
     batch = max(
@@ -499,7 +502,7 @@ def _check_stream(
 def _check_evaluation_pass(
     result: AreaResult, records: Records, loader: LoaderPasses, ranks: Sequence[Pass]
 ) -> int:
-    """Find samples that count twice. Returns the number of samples that were seen to count once."""
+    """Check for samples that count twice. Returns the number of samples that count once."""
     samples, are_indices = loader.samples(ranks)
     if not all(each.is_complete for each in ranks):
         result.miss("a pass of an evaluation did not come to its end: its samples are not compared")
@@ -510,7 +513,7 @@ def _check_evaluation_pass(
             " same on all ranks, or not read"
         )
         return 0
-    if _all_equal(samples):  # every rank evaluates all: that counts each once too
+    if _all_equal(samples):  # every rank evaluates all samples: then too each counts once
         return len(samples[0])
     counted = [each for one in samples for each in one]
     twice, count = _repeated(counted), len(set(counted))

@@ -47,7 +47,8 @@ def check_schedules(records: Records) -> AreaResult:
 
 
 def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule: int) -> bool:
-    """Find a schedule that is stepped several times a step. True if its speed was judged."""
+    """Check for a schedule that is stepped several times per optimizer step. True if its speed
+    could be judged."""
     rank = records.ranks[0]
     between = _calls_between_steps(rank, optimizer, schedule)
     if len(between) < LEAST_STEPS:
@@ -71,7 +72,8 @@ def _check_speed(result: AreaResult, records: Records, optimizer: int, schedule:
 
 
 def _check_horizon(result: AreaResult, rank: Rank, optimizer: int, last: Row, calls: int) -> bool:
-    """A schedule that Accelerate steps once per process is right if its length was counted so."""
+    """Check the length of a schedule. If Accelerate steps it once per process, the length must be
+    counted that way too."""
     steps = sum(row["optimizer"] == optimizer for row in rank.steps)
     if (horizon := last["horizon"]) is None:
         result.miss(

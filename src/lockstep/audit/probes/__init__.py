@@ -1,2 +1,2 @@
-"""The probes of `lockstep audit`: they watch a training script from within its processes, and
-change nothing of it."""
+"""The probes of `lockstep audit`: they watch a training script from within its processes, without
+changing it."""

@@ -1,5 +1,4 @@
-"""Installs the probes when torch has been imported: a process that never imports it pays
-nothing."""
+"""Installs the probes once torch has been imported: a process that never imports it has no cost."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ AFTER = (
     "transformers.masking_utils",
     "transformers.modeling_utils",
 )
-"""Modules after whose import probes are installed."""
+"""Modules. After each one's import, probes are installed."""
 
 
 def begin_watching() -> None:
-    """Watch imports, if this process is one of an audited script."""
+    """Watch imports, if this process belongs to an audited script."""
     try:
         request = AuditRequest.read(os.environ)
-    except LaunchError as error:  # Python would go on without `sitecustomize`
+    except LaunchError as error:  # Python would continue without `sitecustomize`
         say(f"lockstep: LaunchError: {error}")
         os._exit(USER_ERROR_STATUS)
     if request is not None:
@@ -36,8 +35,8 @@ def begin_watching() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of `AFTER` as Python does, with a loader that installs probes after
-    them."""
+    """Finds the modules of `AFTER` like Python does, but with a loader that installs probes after
+    the import."""
 
     def __init__(self, request: AuditRequest) -> None:
         self._request = request

@@ -1,4 +1,5 @@
-"""Watches what a forward draws from torch's default generator: dropout, and noise in a module."""
+"""Watches the random numbers that a forward draws from torch's default generator: dropout, and
+noise in a module."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import accelerator, torch_private
 
 NOISE = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
-"""Functions that count as the forward's if a module calls them; elsewhere they may make the
-data."""
+"""Functions that count as draws of the forward if a module calls them; outside of modules they may
+make the data."""
 
 
 class Draws:
@@ -31,15 +32,15 @@ class Draws:
             self._recorder.watch(torch, name, self._noise, traced=True)
 
     def note(self) -> None:
-        """Note the state before a forward draws. What a backward computes again draws the same
-        numbers again."""
+        """Record the state before a forward draws. Recomputation in a backward is ignored, because
+        it draws the same numbers again."""
         if not self._first and not self._depth and not torch_private.in_backward():
             self._first = generator_state()
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """A time in which a loader or a seed changes the state. Who changed it until then is not
-        known."""
+        """A context in which a loader or a seed changes the state. Changes before it have an
+        unknown origin."""
         self._recorder.safely(self._begin_others)
         try:
             yield
@@ -47,9 +48,9 @@ class Draws:
             self._recorder.safely(self._end_others)
 
     def take(self, state: str) -> tuple[str, bool]:
-        """Return the state before the first draw of a forward since the last call of this, empty if
-        none was seen; and whether anything but loaders and seeds has drawn since. `state`: the
-        present one."""
+        """Return two values about the time since the last call: the state before the first draw of
+        a forward (empty if there was none), and True if anything but loaders and seeds has drawn.
+        `state`: the current state."""
         self._see(state)
         taken = self._first, self._is_unplaced
         self._first, self._is_unplaced, self._known = "", False, state

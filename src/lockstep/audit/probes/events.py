@@ -1,4 +1,4 @@
-"""Watches collectives, learning rate schedules, seeds, and files that are saved and loaded."""
+"""Watches collectives, learning-rate schedules, seeds, and files that are saved or loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.audit.probes.optimizers import Optimizers
 from lockstep.audit.probes.recorder import RecordWriter, frames
 
 SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-"""Collectives whose tensors must have one shape on all ranks."""
+"""Collectives whose tensors must have the same shape on all ranks."""
 COLLECTIVES = (
     *SHAPED,
     "all_gather",
@@ -39,7 +39,7 @@ COLLECTIVES = (
 class Events:
     def __init__(self, recorder: RecordWriter, optimizers: Optimizers, draws: Draws) -> None:
         self._recorder, self._optimizers, self._draws = recorder, optimizers, draws
-        # collectives and schedules that are made of others; a schedule that is made steps itself
+        # collectives and schedules may call others of their kind; a new schedule steps itself once
         self._depths = {"collective": 0, "schedule": 0}
 
     def install(self) -> None:
@@ -63,7 +63,7 @@ class Events:
         self._recorder.write(kind, line=self._recorder.line(), **row)
 
     def _outermost(self, kind: str, name: str) -> Callable[..., Any]:
-        """A probe that notes a call, and not the calls of its kind within it."""
+        """A probe that records a call, but not the calls of the same kind inside it."""
 
         def probe(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not self._depths[kind]:
@@ -141,8 +141,8 @@ class Events:
 
 
 def horizon(schedule: Any) -> int | None:
-    """The number of its steps after which a schedule has come to its end; None if it has none that
-    can be seen."""
+    """The number of steps after which a schedule has ended; None if it has no end, or none that can
+    be read."""
     found = [getattr(schedule, name, None) for name in ("T_max", "total_iters", "total_steps")]
     for function in getattr(schedule, "lr_lambdas", ()):
         found.append(getattr(function, "keywords", {}).get("num_training_steps"))

@@ -1,9 +1,9 @@
-"""Watches gradients: what each backward adds on this rank, before any reduction, and what the
-optimizer is given.
+"""Watches gradients: those that each backward adds on this rank, before any reduction, and those
+that the optimizer applies.
 
-The hook of a parameter sees what a backward adds to its gradient, which DistributedDataParallel
-reduces after it. FSDP2 reduces whole gradients that are in no parameter: they are seen where it
-does so. FSDP1's are not seen.
+The hook of a parameter sees what a backward adds to the gradient, before DistributedDataParallel
+reduces it. FSDP2 reduces whole gradients that belong to no parameter: these are watched in FSDP2's
+reduction. Gradients under FSDP1 are not watched.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Sketch = list[float]
 
 @dataclass(slots=True)
 class Watched:
-    """A parameter that an optimizer has been given."""
+    """A parameter of an optimizer."""
 
     added: list[tuple[int, Sketch]] = field(default_factory=list)
-    """The backward, and what it added, since the optimizer's last step."""
+    """(backward, what it added to the gradient), since the optimizer's last step."""
     is_stale: bool = False
-    """True while the gradient holds what was added before the optimizer's last step."""
+    """True while the gradient still contains what was added before the optimizer's last step."""
     was_stepped: bool = False
     """True from the optimizer's step until the next backward adds to the gradient."""
     reduced: Sketch | None = None
@@ -43,12 +43,12 @@ class Gradients:
     def __init__(self, recorder: RecordWriter) -> None:
         self._recorder = recorder
         self._watched: dict[int, Watched] = {}
-        # kept: the id of a parameter that is gone may be given to another one
+        # keep the parameters: the id of a deleted one may be reused
         self._parameters: dict[int, Tensor] = {}
         self.backward = -1
         """The number of the last backward."""
         self.line = ""
-        """The user's line that called it."""
+        """The user's line that called the backward."""
         self._depth = 0
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -64,15 +64,15 @@ class Gradients:
                 parameter.register_hook(partial(self._recorder.safely, see))  # type: ignore[no-untyped-call]
 
     def take(self, parameter: Tensor) -> Watched:
-        """Return what was seen of a parameter since the last call, which is at the optimizer's
-        step."""
+        """Return what was recorded of a parameter since the last call. Called at each step of the
+        optimizer."""
         watched = self._watched.setdefault(id(parameter), Watched())
         taken = Watched(watched.added, watched.is_stale, reduced=watched.reduced)
         watched.added, watched.was_stepped = [], True
         return taken
 
     def clear(self, parameters: Iterable[Tensor]) -> None:
-        """Forget what was added to gradients that have been set to zero, or to None."""
+        """Discard the records of gradients that have been set to zero or to None."""
         for parameter in parameters:
             if (watched := self._watched.get(id(parameter))) is not None:
                 watched.added, watched.is_stale, watched.was_stepped = [], False, False
@@ -80,7 +80,7 @@ class Gradients:
     def install_backward(
         self, on_backward: Callable[[Any], None], after_backward: Callable[[], None]
     ) -> None:
-        """Number the outermost backwards. `on_backward(roots)` is called before each,
+        """Number the outermost backwards. `on_backward(roots)` is called before each of them,
         `after_backward()` after it."""
 
         def before(tensors: Any, *_: Any, **__: Any) -> None:
@@ -103,7 +103,7 @@ class Gradients:
         self._recorder.watch(torch.autograd, "backward", backward)
 
     def install_fsdp(self, module: ModuleType) -> None:
-        """Watch FSDP2's reduction of whole gradients, in its module."""
+        """Watch FSDP2's reduction of whole gradients. `module`: FSDP2's module."""
 
         def before(
             parameters: Sequence[Any], gradients: Sequence[Tensor], *_: Any, **__: Any
@@ -124,7 +124,7 @@ class Gradients:
             return  # autograd.grad runs hooks too, and adds nothing to a gradient
         is_old = watched.is_stale or watched.was_stepped
         if parameter.grad is None or (is_old and not parameter.grad.any()):
-            watched.is_stale, watched.added = False, []  # set to zero by the script itself, perhaps
+            watched.is_stale, watched.added = False, []  # the script itself may have set it to zero
         elif watched.was_stepped:
             watched.is_stale = True
         watched.was_stepped = False
@@ -132,8 +132,8 @@ class Gradients:
 
 
 def local_sketch(tensor: Tensor | None) -> tuple[Sketch | None, bool]:
-    """Return the sketch of a tensor, or of this rank's shard of it, and whether it is a shard.
-    None without a tensor, and for a part that does not add up to the whole with other ranks'."""
+    """Return the sketch of a tensor, or of this rank's shard of it, and True if it is a shard. The
+    sketch is None if there is no tensor, or if the ranks' parts do not add up to the whole."""
     if tensor is None:
         return None, False
     if not torch_private.is_distributed(tensor):
@@ -143,10 +143,10 @@ def local_sketch(tensor: Tensor | None) -> tuple[Sketch | None, bool]:
 
 
 def shard_start(tensor: Any) -> int | None:
-    """Return the position of a DTensor's local part in the whole one, in row-major order.
+    """Return the position of a DTensor's local part in the full tensor, in row-major order.
 
-    None if the part is not one run of rows, or if other ranks hold it as well and this one is not
-    the first of them.
+    None if the part is not a contiguous range of rows, or if other ranks hold it too and this rank
+    is not the first of them.
     """
     coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     rows, first = tensor.shape[0] if tensor.dim() else 1, 0
@@ -155,7 +155,7 @@ def shard_start(tensor: Any) -> int | None:
             continue
         if not place.is_shard(0):
             return None
-        part = -(-rows // tensor.device_mesh.size(axis))  # as torch.chunk splits
+        part = -(-rows // tensor.device_mesh.size(axis))  # splits like torch.chunk
         first += min(coordinate * part, rows)
         rows = max(0, min(part, rows - coordinate * part))
     has_rows = tensor.dim() and tensor.shape[0]
@@ -171,7 +171,8 @@ def scalar(value: Any) -> float | None:
 
 
 def divisors(root: Tensor) -> list[float]:
-    """The numbers by which the loss was divided between a loss function and the backward."""
+    """The numbers by which the script divided the loss between the loss function and the
+    backward."""
     found: list[float] = []
     node = root.grad_fn
     for _ in range(12):

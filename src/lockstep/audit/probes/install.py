@@ -1,4 +1,4 @@
-"""Installs all probes in this process, and joins what they see into the record of each backward and
+"""Installs all probes in this process, and combines their data into the record of each backward and
 each step."""
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Probes:
         )
 
     def _script(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Have TorchScript compile torch's own functions rather than probes."""
-        # names are looked up in the frame of the caller
+        """Make TorchScript compile torch's functions instead of the probes."""
+        # names are looked up in the caller's frame
         kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 2
         with self.recorder.originals():
             return original(*args, **kwargs)

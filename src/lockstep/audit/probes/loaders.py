@@ -1,5 +1,5 @@
 """Watches data loaders: the samples of each batch, its pass over the data, and the random numbers
-that it took."""
+that were drawn for it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from lockstep.audit.probes.recorder import RecordWriter, frames
 from lockstep.base import torch_private
 
 MOST_SAMPLES = 512
-"""Samples of a batch that are hashed."""
+"""Largest number of samples of a batch that are hashed."""
 MOST_BYTES = 1 << 16
-"""Bytes of a sample's tensor that are hashed; of a larger one, that many are taken evenly."""
+"""Number of bytes of a sample's tensor that are hashed; from a larger tensor, evenly spaced bytes
+are taken."""
 LEAST_ITEMS = 8
-"""Items from which a list or an array of a dataset counts as its data: a pair of numbers may be the
-rank's."""
+"""Number of items from which a list or an array in a dataset counts as data; a shorter one, such as
+a pair of numbers, may be settings of the rank."""
 FETCHES = 3
-"""Fetches of a pass whose random states are recorded."""
+"""Number of fetches in a pass whose random states are recorded."""
 
 
 class Loaders:
@@ -42,15 +43,15 @@ class Loaders:
         self._lines = weakref.WeakKeyDictionary[Any, str]()
         self._described = weakref.WeakKeyDictionary[Any, dict[str, Any]]()
         self._passes: dict[int, int] = {}
-        self._of: dict[int, tuple[int, int]] = {}  # by the id of an iterator: its loader and pass
+        self._of: dict[int, tuple[int, int]] = {}  # id of an iterator -> its loader and pass
         self._indices: dict[int, deque[Any]] = {}
         self._fetches = 0
         self.last: tuple[int, int] | None = None
         """The loader and the pass of the last batch, until the pass ends."""
         self.last_trained: tuple[int, int] | None = None
-        """The loader and the pass of the last batch that came with gradients enabled, also after
-        the pass ends: an evaluation fetches its batches without gradients."""
-        # batches since the last backward, of passes that go on
+        """The loader and the pass of the last batch that was fetched with gradients enabled, even
+        after the pass has ended. (An evaluation fetches its batches without gradients.)"""
+        # number of batches since the last backward, for passes that have not ended
         self._since: Counter[tuple[int, int]] = Counter()
         self.state = ""
         """The state of torch's generator after the last batch."""
@@ -65,7 +66,8 @@ class Loaders:
             after=self._after_iter,
             around=self._draws.others,
         )
-        for name in ("__init__", "_reset"):  # both before indices are drawn ahead for workers
+        # wraps both, before indices are drawn ahead for workers
+        for name in ("__init__", "_reset"):
             recorder.wrap(iterator, name, before=self._before_indices)
         recorder.wrap(iterator, "_next_index", after=self._after_index)
         recorder.watch(iterator, "__next__", self._next)
@@ -73,9 +75,9 @@ class Loaders:
             recorder.watch(fetcher, "fetch", self._fetch)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the passes that a backward is of: the last batch's, and each that gave one batch
-        since the last backward. (An evaluation between two backwards gives several, or has
-        ended.)"""
+        """Return the passes that a backward belongs to: that of the last batch, and each pass that
+        gave exactly one batch since the last backward. (An evaluation between two backwards gives
+        several batches, or has ended.)"""
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()
@@ -85,8 +87,8 @@ class Loaders:
         self._lines.setdefault(loader, self._origin())
 
     def _origin(self) -> str:
-        """The line of the loader from which a library (Accelerate, Lightning) makes this one; else
-        the user's line."""
+        """The line of the original loader if a library (Accelerate, Lightning) made this one from
+        it; else the user's line."""
         for frame in frames():
             if self._recorder.is_users_file(frame.f_code.co_filename):
                 break
@@ -116,7 +118,8 @@ class Loaders:
         )
 
     def _describe(self, dataset: Any) -> dict[str, Any]:
-        """The description of a dataset when it was first read: it may keep what it has read."""
+        """The description of a dataset at its first read, because the dataset may cache what it
+        reads."""
         if type(dataset).__weakrefoffset__ == 0 or type(dataset).__hash__ is None:
             return describe(dataset)
         if dataset not in self._described:
@@ -168,8 +171,8 @@ class Loaders:
         )
 
     def _fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
-        """Note random states before a fetch, where it runs: in a worker, or in the process
-        itself."""
+        """Record random states before a fetch, in the process that fetches: a worker or this
+        one."""
         before = self._recorder.safely(random_states) if self._fetches < FETCHES else None
         result = original(fetcher, index)
         if before is not None:
@@ -203,8 +206,8 @@ def random_states() -> dict[str, str]:
 
 
 def digests(batch: Any) -> list[str]:
-    """A digest of each sample of a batch, from all its tensors and arrays; of the whole batch where
-    they have no common first dimension."""
+    """The digest of each sample of a batch, from all tensors and arrays of the batch; one digest of
+    the whole batch if they have no common first dimension."""
     leaves = [
         each.detach().to("cpu") if isinstance(each, Tensor) else _from_numpy(each)
         for each in _leaves(batch)
@@ -228,7 +231,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _from_numpy(array: Any) -> Tensor:
-    """A tensor of an array; torch warns of arrays that cannot be written to."""
+    """Convert an array to a tensor, without torch's warning about read-only arrays."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -242,7 +245,7 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def sampler_settings(loader: Any) -> dict[str, Any]:
-    """The settings of a loader's sampler that say which rank has which samples."""
+    """The settings of a loader's sampler that decide which rank gets which samples."""
     sampler = loader.sampler
     found: dict[str, Any] = {
         "type": type(sampler).__name__,
@@ -265,9 +268,9 @@ def sampler_settings(loader: Any) -> dict[str, Any]:
 
 
 def describe(dataset: Any) -> dict[str, Any]:
-    """A dataset as other ranks can compare it: its kind, its length, and a digest of what it holds.
-    The digest is empty if that cannot be read, so that only the contents of batches tell samples
-    apart."""
+    """A description of a dataset that ranks can compare: its type, its length, and a digest of its
+    data. The digest is empty if the data cannot be read; then only the contents of batches identify
+    samples."""
     if isinstance(dataset, Subset):
         inner = describe(dataset.dataset)
         indices = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
@@ -299,11 +302,11 @@ def describe(dataset: Any) -> dict[str, Any]:
 
 
 def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
-    """Digests of the tensors, arrays and lists that a dataset holds, and not of its settings, which
-    may be the rank's.
+    """Digests of the tensors, arrays and lists in a dataset. Its settings, which may differ between
+    ranks, are left out.
 
-    Left out: dictionaries by number and lists with None, which are caches; few numbers; what cannot
-    be read.
+    Also left out: caches (dictionaries with integer keys, lists with None), short sequences of
+    numbers, and values that cannot be read.
     """
     values = vars(dataset) if hasattr(dataset, "__dict__") else {"items": dataset}
     found: dict[str, str] = {}
@@ -329,7 +332,7 @@ def _is_data(value: Any) -> bool:
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
-    """The items that a stream, or what it wraps, holds in its largest sequence; 0 if it holds
+    """The length of the largest sequence in a stream, or in what the stream wraps; 0 if there is
     none."""
     sizes = [0]
     for each in getattr(dataset, "__dict__", {}).values():
@@ -341,11 +344,11 @@ def held_items(dataset: Any, depth: int = 0) -> int:
 
 
 class _Unreadable(Exception):
-    """A dataset holds what cannot be read, and may differ from rank to rank."""
+    """A dataset has values that cannot be read, and that may differ from rank to rank."""
 
 
 def _held_by(owner: Any, depth: int = 0) -> str:
-    # of the datasets library
+    # a dataset of the datasets library
     if isinstance(fingerprint := getattr(owner, "_fingerprint", None), str):
         return fingerprint
     return ";".join(
@@ -354,12 +357,12 @@ def _held_by(owner: Any, depth: int = 0) -> str:
 
 
 def _held(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
-    """A text of an attribute of a dataset, or of an item of one, equal for equal values."""
+    """Text for an attribute of a dataset, or for an item in it; equal for equal values."""
     if isinstance(value, Tensor):
         return _digest([value.detach().cpu()])
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufUS":
         flat = np.asarray(value).reshape(-1)
-        # before it is copied: it may be a file larger than memory
+        # sampled before it is copied: it may be a memory-mapped file larger than memory
         taken = flat[:: max(1, -(-flat.nbytes // MOST_BYTES))]
         return digest(f"{flat.shape}".encode() + taken.tobytes())
     if isinstance(value, str | int | float | bool | bytes | None):

@@ -1,8 +1,8 @@
-"""Watches the loss functions of torch: how many targets each call has, and with which weight they
-enter the gradient.
+"""Watches the loss functions of torch: the number of targets in each call, and the weight with
+which they enter the gradient.
 
-The gradient of the final loss by the function's output is that weight: 1 / accumulation_steps, say.
-With `reduction="none"` it is a tensor that also holds the user's mask.
+This weight is the gradient of the final loss with respect to the function's output, such as 1 /
+accumulation_steps. With `reduction="none"` it is a tensor that also contains the user's mask.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Losses:
             self._recorder.watch(F, name, partial(self._loss, name), traced=True)
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the calls whose outputs a backward has reached since the last call of this."""
+        """Return the calls of loss functions whose outputs a backward has reached since the last
+        `take`."""
         taken = [each for each in self._waiting if "weight" in each or "weights" in each]
         self._waiting = []
         return taken
@@ -81,7 +82,7 @@ class Losses:
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _weigh(self, row: dict[str, Any], gradient: Tensor) -> None:
-        """Note the weight of the function's output in the loss that the backward began from."""
+        """Record the weight of the function's output in the loss from which the backward began."""
         row["backward"] = self._gradients.backward
         if row["reduction"] != "none":
             row["weight"] = float(gradient)
@@ -94,7 +95,7 @@ class Losses:
 
 
 def _count(name: str, target: Tensor, weight: Tensor | None, ignored: int) -> float:
-    """The number that the mean is taken over: of targets that count, by their classes' weights; of
+    """The denominator of the mean: the number of targets that count (weighted by class), or of
     elements."""
     if name not in CLASSIFICATION:
         return float(target.numel())

@@ -1,4 +1,5 @@
-"""Finds the script's models: the names of parameters, and the wrappers that reduce gradients."""
+"""Finds the script's models, the names of their parameters, and the wrappers that reduce
+gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from lockstep.audit.probes.recorder import RecordWriter
 
 BROADCAST = "DistributedDataParallel's broadcast of buffers"
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module"}
-"""Parts of names that wrappers add anywhere; DistributedDataParallel adds `module` in front."""
+"""Parts that wrappers insert anywhere in names; DistributedDataParallel adds `module` at the
+front."""
 
 
 class Models:
@@ -24,7 +26,7 @@ class Models:
         self._recorder = recorder
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
-        # wrappers whose forward is running, without a backward in it
+        # wrappers whose forward is running, while no backward runs in it
         self._within: list[DistributedDataParallel] = []
 
     def install(self) -> None:
@@ -32,8 +34,8 @@ class Models:
         self._recorder.watch(DistributedDataParallel, "forward", self._forward, traced=True)
 
     def names(self, parameters: Sequence[Tensor], *, again: bool = False) -> list[str]:
-        """The names of parameters in their model, without wrappers' parts. `again`: search the
-        models once more."""
+        """The names of parameters in their model, without the parts that wrappers add. `again`:
+        search for the models again."""
         if again or any(id(each) not in self._names for each in parameters):
             self._search(parameters)
         return [
@@ -48,7 +50,7 @@ class Models:
                 yield plain(name), buffer
 
     def untrained(self, trained: set[int]) -> list[str]:
-        """The parameters of the models that require a gradient, have one, and are in no
+        """The parameters of the models that require a gradient and have one, but are in no
         optimizer."""
         return [
             plain(name)
@@ -58,14 +60,14 @@ class Models:
         ]
 
     def note_backward(self) -> None:
-        """Note a backward that begins within a forward, as in Lightning's manual optimization."""
+        """Record a backward that begins inside a forward, as in Lightning's manual optimization."""
         for wrapper in self._within:
             self._write_forward(wrapper)
         self._within = []
 
     def _search(self, parameters: Sequence[Tensor]) -> None:
         """Find the outermost modules that hold the parameters, or parameters with gradients: the
-        optimizer's parameters may not be a model's at all."""
+        optimizer's parameters may not belong to a model."""
         wanted = {id(each) for each in parameters}
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         children = {id(child) for module in modules for child in module.children()}
@@ -80,7 +82,7 @@ class Models:
             for name, parameter in root.named_parameters():
                 self._names.setdefault(id(parameter), plain(name))
         several = Counter[str]()
-        for key, name in self._names.items():  # a GAN's two models have the same names
+        for key, name in self._names.items():  # the two models of a GAN may have the same names
             several[name] += 1
             if several[name] > 1:
                 self._names[key] = f"{name} ({several[name]})"
@@ -101,7 +103,8 @@ class Models:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A wrapper decides at the end of its forward if the backward reduces."""
+        """Watch a wrapper's forward: at its end, the wrapper decides whether the backward reduces
+        gradients."""
         self._recorder.safely(self._note_broadcast, wrapper)
         if not (torch.is_grad_enabled() and wrapper.training):
             return original(wrapper, *args, **kwargs)
@@ -115,7 +118,7 @@ class Models:
             self._within = [each for each in self._within if each is not wrapper]
 
     def _note_broadcast(self, wrapper: DistributedDataParallel) -> None:
-        """Note the broadcast of buffers with which a forward begins, in whatever mode."""
+        """Record the broadcast of buffers at the beginning of a forward, in train and eval mode."""
         if wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             line = self._recorder.line(caller_of_forward=True)
             self._recorder.write_collective(BROADCAST, _ranks(wrapper), line)
@@ -135,6 +138,6 @@ def _ranks(wrapper: DistributedDataParallel) -> list[int]:
 
 
 def plain(name: str) -> str:
-    """Return the name of a parameter without what wrappers have added in front or between."""
+    """Return the name of a parameter without the parts that wrappers have added."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)

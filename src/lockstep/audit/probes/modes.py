@@ -1,4 +1,4 @@
-"""Watches what depends on train and eval mode: dropout, and BatchNorm with its running
+"""Watches what depends on train or eval mode: dropout, and BatchNorm with its running
 statistics."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DROPOUTS = (
 _CHECKPOINT_FILE = inspect.getfile(checkpoint)
 Parameters = Mapping[str, inspect.Parameter]
 MOST_STATISTICS = 8
-"""Calls of BatchNorm between two backwards, or evaluation batches, whose statistics are
+"""Number of BatchNorm calls, between two backwards or evaluation batches, whose statistics are
 recorded."""
 
 
@@ -39,13 +39,14 @@ class Modes:
     def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
         self._recorder, self._loaders, self._draws = recorder, loaders, draws
         self._calls = {"train": 0, "eval": 0, "off": 0}
-        """Calls that the running backward has reached: in train mode, in eval mode, and of the
-        latter the calls of dropout behind trained layers."""
+        """Number of calls that the current backward has reached: in train mode, in eval mode, and
+        those in eval mode that are calls of dropout after trained layers (`off`)."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None
         self._is_updating = False
-        """True while `update_bn` takes statistics anew, in train mode: that is no evaluation."""
+        """True while `update_bn` computes new statistics in train mode, which is not an
+        evaluation."""
 
     def install(self) -> None:
         for name in DROPOUTS:
@@ -87,7 +88,8 @@ class Modes:
         return output
 
     def _attention(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Attention without dropout is not noted: its mode cannot be told."""
+        """Watch attention. A call without dropout is not recorded, because its mode cannot be
+        known."""
         drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         if drops:
             self._recorder.safely(self._draws.note)
@@ -119,8 +121,8 @@ class Modes:
         self._note("dropout", training, output, is_off=is_off)
 
     def _note(self, what: str, training: bool, output: Tensor, *, is_off: bool = False) -> None:
-        """Write the first call of each pass with its mode, and have a backward count the call when
-        it reaches it."""
+        """Record the first call of each pass with its mode, and count the call when a backward
+        reaches it."""
         grad = torch.is_grad_enabled()
         key = (what, training, grad, self._loaders.last)
         number = None
@@ -140,7 +142,7 @@ class Modes:
             self._recorder.write("mode_reached", mode=number)
 
     def _note_statistics(self, mean: Tensor, variance: Tensor | None, training: bool) -> None:
-        """Write the running statistics before they are used, or updated."""
+        """Record the running statistics before they are used or updated."""
         place = (torch.is_grad_enabled(), self._loaders.last)
         if place != self._place:
             self._place, self._statistics = place, 0
@@ -171,8 +173,8 @@ def _is_checkpointed() -> bool:
 
 
 def _is_frozen() -> bool:
-    """True if the innermost module with parameters that runs trains none of them: it may be in eval
-    mode on purpose."""
+    """True if the innermost running module that has parameters trains none of them: it may be in
+    eval mode on purpose."""
     for frame in frames():
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and (parameters := list(module.parameters())):

@@ -1,4 +1,4 @@
-"""Watches optimizers: a record of each step, with the gradients, parameters and settings that it
+"""Watches optimizers: records each step, with the gradients, parameters and settings that it
 used."""
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lockstep.evidence.noise import perturb_parameters
 from lockstep.training.optim.element_wise import TOLERANCE, updated
 
 _OPTIMIZER_FILE = inspect.getfile(Optimizer)
-"""The file with the function that torch wraps every optimizer's step in."""
+"""The file with the function in which torch wraps every optimizer's step."""
 COLUMNS, TRIED_STEPS = 12, 2
-"""The size of the matrix on which an optimizer is tried, and the number of steps."""
+"""The number of columns of the matrix on which an optimizer is tried, and the number of steps."""
 
 
 class Optimizers:
@@ -43,22 +43,22 @@ class Optimizers:
         self._count = itertools.count()
         self._steps: dict[int, int] = {}
         self._made_at: dict[int, str] = {}
-        # optimizers in whose step this process is: the outermost first
+        # optimizers whose step is running, the outermost first
         self._stepping: list[int] = []
         self._row: dict[str, Any] = {}
         self._clip: dict[str, Any] | None = None
-        self._clipped: list[dict[str, Any]] = []  # since the last step
+        self._clipped: list[dict[str, Any]] = []  # calls of clipping since the last step
         self._scaler: Any = None
         self._is_unscaled = False
 
     @property
     def steps(self) -> int:
-        """The number of steps of the optimizer that has taken most."""
+        """The largest number of steps that any optimizer has taken."""
         return max(self._steps.values(), default=0)
 
     def number(self, optimizer: Any) -> int:
         """The number of an optimizer, in the order in which they were made. A wrapper has the
-        number of the optimizer in it."""
+        number of the optimizer that it wraps."""
         while not isinstance(optimizer, Optimizer) or isinstance(
             getattr(optimizer, "optimizer", None), Optimizer
         ):
@@ -100,7 +100,7 @@ class Optimizers:
         if self._recorder.is_suspended:
             return None
         if _steps_on_the_stack() < 2:
-            self._stepping.clear()  # of a step that has raised
+            self._stepping.clear()  # left from a step that has raised
         self._stepping.append(id(optimizer))
         if len(self._stepping) > 1:
             return None
@@ -122,7 +122,7 @@ class Optimizers:
         }
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """Note the gradients that the step applies."""
+        """Record the gradients that the step applies."""
         number = self.number(optimizer)
         index = self._steps.get(number, 0)
         parameters = _parameters(optimizer)
@@ -165,7 +165,7 @@ class Optimizers:
             "added": {str(backward): sketches for backward, sketches in sorted(added.items())},
             "clip": self._clip,
             "clipped": self._clipped,
-            # a closure that is called several times in a step
+            # True for a closure that is called several times in a step
             "several_closures": bool(self._row),
         }
         self._row, self._clip, self._clipped = row, None, []
@@ -216,7 +216,7 @@ class Optimizers:
     def _clip_gradients(
         self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        # an iterator can be read once
+        # an iterator can be read only once
         given = parameters if isinstance(parameters, Tensor) else list(parameters)
         self._recorder.safely(self._before_clip, given)
         result = original(given, *args, **kwargs)
@@ -273,15 +273,15 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _steps_on_the_stack() -> int:
-    """The number of optimizers' steps that are running, one within the other: an optimizer may wrap
+    """The number of optimizer steps that are running inside each other: an optimizer may wrap
     another one."""
     codes = (frame.f_code for frame in frames())
     return sum(code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE for code in codes)
 
 
 def updates_shards_as_wholes(optimizer: Optimizer) -> bool | None:
-    """True if the optimizer updates the shards of a small matrix as it does the whole. None if it
-    could not be tried.
+    """True if the optimizer updates the shards of a small matrix as it updates the whole matrix.
+    None if it could not be tried.
 
     All ranks must call it: an optimizer that gathers its tensors communicates.
     """

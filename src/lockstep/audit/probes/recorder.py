@@ -25,13 +25,13 @@ Probe = Callable[..., Any]
 
 
 class RecordWriter:
-    """The record of this process: JSON lines, each written at once, because a process may end at
-    any moment. A forked child goes on with its own file."""
+    """Writes the record of this process: JSON lines, each written at once, because a process may
+    end at any moment. A forked child continues with a file of its own."""
 
     def __init__(self, request: AuditRequest) -> None:
         self.request = request
         self.is_suspended = False
-        """True while the audit itself runs an optimizer: probes must not see it."""
+        """True while the audit itself runs an optimizer, which probes must not record."""
         self._file: RowFile | None = None
         self._problems: set[str] = set()
         self._is_users: dict[str, bool] = {}
@@ -68,7 +68,8 @@ class RecordWriter:
     def line(self, *, caller_of_forward: bool = False) -> str:
         """Return the innermost running line of the user's code, as path:number; empty if none runs.
 
-        `caller_of_forward`: the line that called the model rather than one in its `forward`.
+        `caller_of_forward`: return the line that called the model instead of a line in its
+        `forward`.
         """
         found = ""
         for frame in frames():
@@ -79,7 +80,7 @@ class RecordWriter:
         return found
 
     def is_users_file(self, name: str) -> bool:
-        """True if a file is part of the audited script, and not of Python or a library."""
+        """True if a file belongs to the user's code, not to Python or a library."""
         if name not in self._is_users:
             path = os.path.realpath(name)
             inside = any(path.startswith(root.rstrip("/") + "/") for root in self.request.roots)
@@ -88,11 +89,11 @@ class RecordWriter:
         return self._is_users[name]
 
     def flush_and_end(self, reason: str) -> None:
-        """End this process at once: other ranks are at the same place, and the script must not go
-        on."""
+        """End this process at once: the other ranks end at the same point, and the script must not
+        continue."""
         self.write("end", reason=reason)
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # nobody reads it any more
+            with suppress(Exception):  # nobody reads the output any more
                 stream.flush()
         if "multiprocessing" in sys.modules:
             for child in sys.modules["multiprocessing"].active_children():
@@ -100,8 +101,8 @@ class RecordWriter:
         os._exit(0)
 
     def safely(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a probe, and note its exception: the script must not suffer from it. None if it
-        fails."""
+        """Call a probe. An exception is recorded, not raised, because it must not disturb the
+        script; the result is then None."""
         if self.is_suspended:
             return None
         try:
@@ -114,10 +115,11 @@ class RecordWriter:
             return None
 
     def watch(self, owners: Any, name: str, probe: Probe, *, traced: bool = False) -> None:
-        """Replace a function or method of one or several owners: a call of it becomes
-        `probe(original, *args, **kwargs)`; `kwargs` may have any names, the probe's too.
+        """Replace a function or method in one or several owners: a call becomes `probe(original,
+        *args, **kwargs)`. `kwargs` may have any names, even those of the probe's parameters.
 
-        `traced`: torch.compile and TorchScript may come to it, and are given the original.
+        `traced`: True if torch.compile or TorchScript may trace the function; they then get the
+        original.
         """
         owners = owners if isinstance(owners, list) else [owners]
         original = getattr(owners[0], name)
@@ -142,8 +144,8 @@ class RecordWriter:
         after: Probe | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Have `before(*args, **kwargs)` called before a function, `after(result, *args, **kwargs)`
-        after it, and the function within `around()`."""
+        """Wrap a function: call `before(*args, **kwargs)` before it, `after(result, *args,
+        **kwargs)` after it, and the function itself within `around()`."""
 
         def probe(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if before is not None:
@@ -158,7 +160,7 @@ class RecordWriter:
 
     @contextmanager
     def originals(self) -> Iterator[None]:
-        """Put back, for a while, all traced functions."""
+        """Restore all traced functions while the context is entered."""
         probes = [getattr(owner, name) for owner, name, _ in self._traced]
         for owner, name, original in self._traced:
             setattr(owner, name, original)
@@ -174,14 +176,14 @@ class RecordWriter:
         self._stacks = self._open_stacks()
 
     def _open_stacks(self) -> TextIO:
-        """On SIGUSR2 this process writes the stacks of all its threads."""
+        """Install a handler: on SIGUSR2 this process writes the stacks of all its threads."""
         file = (self.request.folder / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         return file
 
 
 def frames() -> Iterator[FrameType]:
-    """The frames of the caller and of its callers."""
+    """Yields the frames of the caller and of its callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

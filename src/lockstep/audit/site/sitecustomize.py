@@ -1,8 +1,8 @@
-"""Python imports this at its start in every process of an audited script: it installs the probes
-once torch is there.
+"""Python imports this file at its start in every process of an audited script. It installs the
+probes once torch is imported.
 
 The folder of this file is first on PYTHONPATH, so that processes that the script starts have the
-probes too. A `sitecustomize` of the user's, which this one hides, is run as well.
+probes too. It also runs a `sitecustomize` of the user, which this file would hide.
 """
 
 import sys
