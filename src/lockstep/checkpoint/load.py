@@ -125,8 +125,8 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors, whose names and shapes are among the
-        saved ones. Every rank calls it.
+        """Load the saved values into this rank's tensors. Every tensor must be saved, with the same
+        shape. Every rank calls it.
 
         If any rank raises `UnreadableError`, all do; the state is then partly loaded.
         """
@@ -156,7 +156,8 @@ class CheckpointReader:
     def _rest(
         self, everyone: Sequence[Mapping[str, Sequence[Sequence[int]]]], world: World
     ) -> Iterator[_Block]:
-        """Yield this rank's share of the blocks that no rank needed, to be verified."""
+        """Yield this rank's share of the blocks that no rank needs, so that they are verified
+        too."""
         for file, entry in self.manifest.files.items():
             done: set[int] = set()
             for ranges in everyone:
@@ -190,7 +191,7 @@ class CheckpointReader:
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
-        except IndexError:  # asking first would race with another thread
+        except IndexError:  # checking first would race with another thread
             spare = bytearray(BLOCK_BYTES)
         other = memoryview(spare)[: stop - start]
         bytes_ = torch.frombuffer(spare, dtype=torch.uint8)
@@ -214,7 +215,7 @@ class CheckpointReader:
 def copies_by_shard(
     state: Mapping[str, Tensor], saved: Sequence[TensorShard]
 ) -> dict[TensorShard, list[ShardCopy]]:
-    """Return the copies that fill this rank's tensors, by saved shard; none for an empty shard."""
+    """Return the copies that fill this rank's tensors, by saved shard; an empty shard has none."""
     copies: dict[TensorShard, list[ShardCopy]] = {}
     for copy in plan_copies(state, saved):
         if math.prod(copy.shard.lengths):
@@ -225,14 +226,15 @@ def copies_by_shard(
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy `source` to `target`, which may be expanded."""
     for dim, stride in enumerate(target.stride()):
-        # expanded: all indices share one element, which is written once
+        # expanded: all indices share one element, which is copied once
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     target.copy_(source)
 
 
 def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return the result of `read`. Every rank calls it, and raises what it raised on any rank."""
+    """Return the result of `read`. Every rank calls it; if `read` raises on any rank, all ranks
+    raise that error."""
     failure: tuple[str, str] | None = None
     try:
         result = read()
@@ -244,7 +246,7 @@ def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Join ascending numbers into ranges [start, stop)."""
+    """Combine ascending numbers into ranges [start, stop)."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint (hashes of its files' blocks, positions of shards, all other state),
-and reads that are verified with it. Needs no torch.
+"""The manifest of a checkpoint (hashes of blocks of its files, positions of shards, all other
+state), and reads that are verified with it. Needs no torch.
 
-Blocks let a part of a file be read and checked alone (law 6).
+Thanks to blocks, a part of a file can be read and checked alone (law 6).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ JsonObject = Mapping[str, Any]
 FORMAT = 1
 BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
-"""A prefix of BLAKE3's 32."""
+"""Number of bytes of BLAKE3's 32 that are used."""
 MOST_BYTES = 1 << 30
 """Largest manifest that is read."""
 _HEAD_BYTES = 1 << 20
-"""Bytes of a manifest that are read first; of a file that is no manifest, no more are read."""
+"""Number of bytes of a manifest that are read first. If the file is not a manifest, no more are
+read."""
 DAMAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -40,7 +41,7 @@ DAMAGE = (
     errno.EINVAL,
     errno.EFBIG,
 )
-"""Error numbers of a file that is missing, damaged, or not a run's."""
+"""Error numbers for a file that is missing, damaged, or does not belong to a run."""
 _METADATA = {
     "recipe": dict, "plan": str, "world_size": int, "saved": str, "score": {"metric": str,
     "mode": str, "value": NUMBER},
@@ -59,15 +60,15 @@ class UnreadableError(LockstepError):
 
 
 class DamagedError(UnreadableError):
-    """A checkpoint whose bytes are not those written. The text says which."""
+    """A checkpoint whose bytes differ from those that were written. The text says which bytes."""
 
 
 class UnknownFormatError(UnreadableError):
-    """A checkpoint of a format that this version does not know."""
+    """A checkpoint in a format that this version does not support."""
 
 
 class UnreachableError(UnreadableError):
-    """A checkpoint that cannot be read now; the text says why."""
+    """A checkpoint that cannot be read at the moment; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class BlockHashes:
         return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size_bytes)
 
     def covering(self, start: int, stop: int) -> range:
-        """Return the blocks that hold the bytes [start, stop)."""
+        """Return the blocks that contain the bytes [start, stop)."""
         return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) if start < stop else range(0)
 
 
@@ -118,7 +119,8 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, entry: JsonObject) -> FileEntry:
-        """Raises `ValueError` for shards that overlap or leave the file."""
+        """Parse an entry. Raises `ValueError` for shards that overlap or lie outside of the
+        file."""
         shards = {
             TensorShard.from_json(shard): whole_number(start) for *shard, start in entry["shards"]
         }
@@ -192,7 +194,7 @@ class Manifest:
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Merge JSON objects recursively. Of other values the first rank's counts."""
+    """Merge JSON objects recursively. For other values, the first rank's value is used."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -225,8 +227,8 @@ def read_block(
     block: int,
     parts: Sequence[memoryview],
 ) -> None:
-    """Read a block into `parts`, of its size, and check its hash. Raises `DamagedError`,
-    `UnreachableError`."""
+    """Read a block into `parts`, which have its size together, and check its hash. Raises
+    `DamagedError`, `UnreachableError`."""
     start, stop = hashes.span(block)
     length = 0
 
@@ -245,7 +247,7 @@ def read_block(
 
 
 def check(folder: Storage, name: CheckpointName) -> list[str]:
-    """Read every byte, and describe each damage. Raises `UnknownFormatError`,
+    """Read every byte, and return a description of each damage. Raises `UnknownFormatError`,
     `UnreachableError`."""
     try:
         manifest = read_manifest(folder, name)

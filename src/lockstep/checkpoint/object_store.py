@@ -21,9 +21,9 @@ from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage,
 PART_BYTES = 16 << 20
 """Bytes of one part of an upload, in memory at once. S3 allows 10,000 parts."""
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
-"""Protocols whose drivers make a bucket when asked for a folder."""
+"""Protocols whose drivers would create a bucket if asked for a folder."""
 CALL_SECONDS = 120.0
-"""Timeout of one driver call: a part's upload exceeds it below 140 KB/s only."""
+"""Timeout of one driver call. The upload of a part exceeds it only below 140 KB/s."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
         "config_kwargs": {
@@ -33,7 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     }
 }
-"""Timeouts and retries by protocol: most failures show long before `CALL_SECONDS`."""
+"""Timeouts and retries by protocol. With them, most failures are reported long before
+`CALL_SECONDS`."""
 OPTIONS["s3a"] = OPTIONS["s3"]
 PACKAGES = {"s3": "'lockstep-train[s3]'", "s3a": "'lockstep-train[s3]'"}
 
@@ -52,11 +53,11 @@ def open_storage(place: Path | str) -> Storage:
 
 
 class ObjectStorage:
-    """`Storage` under one URL. Errors of the driver become `OSError`s."""
+    """A `Storage` at a URL. Errors of the driver become `OSError`s."""
 
     wait_seconds = 0.5
     readers = 16
-    """A store answers slowly, but many requests at once."""
+    """A store answers slowly, but answers many requests at the same time."""
 
     def __init__(self, url: str) -> None:
         """Does not contact the store yet. Raises `RunDirectoryError`."""
@@ -94,7 +95,7 @@ class ObjectStorage:
         self.url = url.rstrip("/")
         try:
             self._fs = driver(use_listings_cache=False, **OPTIONS.get(protocol, {}))
-        except Exception as error:  # drivers pass on any exception of their libraries
+        except Exception as error:  # drivers raise any exception of their libraries
             raise RunDirectoryError(
                 f"{url}: {protocol}:// cannot hold checkpoints ({type(error).__name__}: {error});"
                 " give a path, or a URL like s3://bucket/run"
@@ -128,7 +129,7 @@ class ObjectStorage:
                 self._ask(opened.write, chunk)
             self._ask(opened.close)
         except OSError as error:
-            opened.closed = True  # or the destructor would try to upload again
+            opened.closed = True  # otherwise the destructor would try to upload again
             if not isinstance(error, TimeoutError):
                 with suppress(OSError):
                     self._ask(opened.discard)  # delete the uploaded parts
@@ -208,7 +209,7 @@ class ObjectStorage:
         return f"{self.url}/{name}/{file}".rstrip("/")
 
     def _ask(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Call the driver in a thread, because some wait for ever. Raises `OSError`."""
+        """Call the driver in a thread, because some drivers wait for ever. Raises `OSError`."""
         answer: Future[Any] = Future()
 
         def work() -> None:
@@ -228,5 +229,5 @@ class ObjectStorage:
             raise FileNotFoundError(errno.ENOENT, str(error), self.url) from error
         if isinstance(error, FileExistsError):
             raise error
-        # drivers pass on any exception of their libraries
+        # drivers raise any exception of their libraries
         raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error

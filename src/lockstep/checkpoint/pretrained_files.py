@@ -1,5 +1,5 @@
-"""Pretrained weights from safetensors and torch.save files, read in parts without running their
-code (law 6)."""
+"""Pretrained weights from safetensors and torch.save files, read in parts, without running code
+that they contain (law 6)."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """Open safetensors files, each with the names to read; None: all."""
+    """Open safetensors files. Each comes with the names to read; None: all names."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -171,7 +171,7 @@ def _pickled(path: Path) -> TensorFiles:
     """Open a torch.save file, memory-mapped."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many types for a foreign file
+    except Exception as error:  # torch raises exceptions of many types for a foreign file
         raise _cannot_load(path, error) from error
     tensors = dict(_flat(content, "", path))
     specs = {

@@ -1,4 +1,4 @@
-"""Read a saved model tensor by tensor without torch, for `lockstep inspect` and `export`."""
+"""Reads a saved model tensor by tensor, without torch, for `lockstep inspect` and `export`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MODEL = "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000
 _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 _BLOCKS = 8
-"""Blocks kept in memory: one may hold many small tensors."""
+"""Number of blocks kept in memory: a block may contain many small tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDictReader:
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> torch's dtype and shape. Tied tensors are under each of their names."""
+    """Name -> torch's dtype and shape. Tied tensors appear under each of their names."""
     read: Callable[[str], memoryview]
     """Reads a tensor's bytes, row-major. Raises `DamagedError`, `UnreachableError`."""
 
@@ -64,7 +64,7 @@ class StoredCheckpoint:
 
     @property
     def other_state(self) -> list[str]:
-        """Names of the state beside the models. Raises `DamagedError`."""
+        """Names of saved state other than the models. Raises `DamagedError`."""
         with self._parsing():
             return sorted(self.manifest.values["state"].keys())
 
@@ -75,7 +75,7 @@ class StoredCheckpoint:
         with self._parsing():
             tied: Mapping[str, str] = self.manifest.values["modules"][str(module)]["tied"]
             names |= {other: names[first] for other, first in tied.items()}
-            "".join(names).encode()  # half a surrogate pair is no name
+            "".join(names).encode()  # half a surrogate pair is not allowed in a name
         return StateDictReader(
             {name: specs[saved] for name, saved in names.items()},
             lambda name: self.read(names[name]),
@@ -145,7 +145,7 @@ def _safetensors(name: str, opened: Callable[[], FileIO]) -> StateDictReader:
                 raise ValueError(f"a header of {length:,} bytes in {size:,}")
             header = parse_object(file.read(length).decode())
         header.pop("__metadata__", None)
-        "".join(header).encode()  # half a surrogate pair is no name
+        "".join(header).encode()  # half a surrogate pair is not allowed in a name
         specs: dict[str, tuple[str, tuple[int, ...]]] = {}
         spans: dict[str, tuple[int, int]] = {}
         for key, entry in header.items():
@@ -179,7 +179,7 @@ def _check_spans(
     spans: Mapping[str, tuple[int, int]],
     size: int,
 ) -> None:
-    """Raise `ValueError` unless the tensors' bytes follow each other and fill the file."""
+    """Raise `ValueError` unless the tensors' bytes are consecutive and fill the file."""
     at = 0
     for key, (start, stop) in sorted(spans.items(), key=lambda pair: pair[1]):
         dtype, shape = specs[key]
@@ -191,7 +191,7 @@ def _check_spans(
 
 
 CONFIGURATION = "huggingface"
-"""A folder in the run directory."""
+"""The folder in the run directory for the model's configuration."""
 
 
 def save_configuration(model: Any, folder: Path) -> None:

@@ -2,7 +2,7 @@
 and commits.
 
 If the device can register that memory, copies are queued between the kernels of two steps, and the
-host goes on.
+host does not wait for them.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 GROUP_BYTES = 16 << 20
-"""Bytes of small shards that are copied at once, and so the most of a device's memory that a copy
-takes."""
+"""Number of bytes of small shards that are copied at once. A copy takes at most this much memory on
+the device."""
 END_SECONDS = 5.0
-"""The writer process has so long to end before it is killed."""
+"""Seconds that the writer process has to end before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
     step: int
     error: str | None
-    """Why it failed; None: it did not."""
+    """The reason why the save failed; None: it did not."""
     not_deleted: str | None = None
-    """Why an old checkpoint could not be deleted; None: it could."""
+    """The reason why an old checkpoint could not be deleted; None: all were deleted."""
     device_seconds: float = 0.0
     """Seconds without training, from the last kernel before `Saver.begin` to the end of the copies;
     0 if the host waited for them."""
 
 
 class Saver:
-    """Saves a run, one save at a time. Every rank makes one, and calls `prepare` and `save`
-    alike."""
+    """Saves a run, one save at a time. Every rank makes one, and makes the same calls of `prepare`
+    and `save`."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
         """`folder`: see `open_storage`. `attempt`: see `CheckpointName`. Raises
@@ -75,14 +75,14 @@ class Saver:
         """Device -> the end of its kernels before training stopped for the save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
-        """The writer's job, once the copies are there."""
+        """The job for the writer, to be sent once the copies are complete."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
-        """Plan who writes what, allocate memory and start the writer, unless the layout is as
-        before.
+        """Decide which rank writes what, allocate memory and start the writer, unless the layout is
+        unchanged.
 
-        Every rank calls it between saves, or leaves it to the first `save`. Returns an identifier
-        that tells the next save's notes from earlier ones.
+        Every rank calls it between saves, or none, and then the first `save` does it. Returns an
+        identifier that distinguishes the next save's notes from earlier ones.
         """
         shards = local_shards(state)
         mine = torch.tensor([[shards != self._shards, secrets.randbits(32)]])
@@ -101,7 +101,7 @@ class Saver:
         return f"{rows[0, 1]:08x}"
 
     def begin(self) -> None:
-        """Note that training stops for a save."""
+        """Record that training stops for a save."""
         if accelerator.can_register_memory(self._world.device):
             streams = self._memory.streams if self._memory is not None else ()
             self._began = {
@@ -120,9 +120,9 @@ class Saver:
     ) -> None:
         """Copy the state and start writing it. Every rank calls it, between saves.
 
-        `state`: this rank's tensors. `values`: JSON, merged over ranks. `metadata`: JSON of rank 0.
-        `keep`: the other arguments of `writer.checkpoints_to_delete`, with `scores` by `str(name)`;
-        None keeps all checkpoints.
+        `state`: tensors of this rank. `values`: JSON, merged over ranks. `metadata`: JSON, given on
+        rank 0. `keep`: the other arguments of `writer.checkpoints_to_delete`, with `scores` by
+        `str(name)`; None keeps all checkpoints.
         """
         assert self._under_way is None, "one save at a time"
         identifier = self.prepare(state)
@@ -148,7 +148,7 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """Why the host waits for slow copies; None: it does not."""
+        """The reason why the host waits for slow copies; None: it does not wait."""
         return None if self._memory is None else self._memory.not_registered
 
     @property
@@ -170,7 +170,7 @@ class Saver:
         if answer is None:
             return None
         self._under_way = None
-        # the failed process may still wait for the storage; the next save gets another one
+        # the failed process may still wait for the storage; the next save gets a new process
         if answer["error"] is not None:
             self._close_writer()
         device_seconds = 0.0 if self._memory is None else self._memory.device_seconds()
@@ -184,7 +184,7 @@ class Saver:
         self._memory = self._shards = None
 
     def _send_if_copied(self, timeout_seconds: float) -> bool:
-        """Send the writer its job once all bytes are there. Returns True if it has it."""
+        """Send the writer its job once all bytes are copied. Returns True if the job was sent."""
         if self._waiting is not None:
             assert self._memory is not None
             assert self._writer is not None
@@ -201,7 +201,7 @@ class Saver:
 
 
 class MappedShards:
-    """A file's shards in memory, into which a state is copied."""
+    """Memory for a file's shards, into which a state is copied."""
 
     def __init__(self, layout: FileLayout, file: Tensor) -> None:
         self._file, self._layout = file, layout
@@ -259,19 +259,19 @@ class _FileContent:
     def __init__(
         self, layout: FileLayout, device: torch.device, devices: Collection[torch.device]
     ) -> None:
-        """`devices`: the state's."""
+        """`devices`: the devices of the state."""
         self.layout = {
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],
         }
-        """For the writer: the size, and the shards' positions."""
+        """The layout for the writer: size in bytes, and positions of the shards."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
         self._device = device
         self._copies: list[tuple[torch.Event, torch.Event]] = []
-        """For each device, when training stopped and when the copies end."""
+        """For each device, an event when training stopped, and one at the end of the copies."""
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         self.streams: list[torch.device] = []
@@ -284,8 +284,8 @@ class _FileContent:
         self._shards: MappedShards | None = MappedShards(layout, everything)
 
     def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
-        """Copy this rank's tensors as they are now, whatever is computed next. `began`: when
-        training stopped, if not now."""
+        """Copy the current values of this rank's tensors; later computation does not affect the
+        copies. `began`: events at which training stopped, if it was earlier."""
         assert self._shards is not None
         started = [
             began.get(device) or accelerator.recorded_event(device, timed=True)
@@ -296,7 +296,7 @@ class _FileContent:
         self._copies = list(zip(started, ended, strict=True))
 
     def is_copied(self, timeout_seconds: float) -> bool:
-        """True if all bytes are there within the timeout."""
+        """True if all bytes are copied within the timeout."""
         return all(accelerator.is_reached(ended, timeout_seconds) for _, ended in self._copies)
 
     def device_seconds(self) -> float:
@@ -321,7 +321,7 @@ class _FileContent:
 
 
 class _Writer:
-    """The writer process, seen from training."""
+    """The writer process, as the training process uses it."""
 
     def __init__(self, content: _FileContent) -> None:
         command = own_python("-m", "lockstep.checkpoint.writer", content.file.name)
@@ -336,7 +336,7 @@ class _Writer:
         self.send(content.layout)
 
     def _read(self) -> None:
-        """Receive answers; an empty one at the end of the process."""
+        """Receive answers. At the end of the process, an empty answer is added."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)
@@ -347,7 +347,7 @@ class _Writer:
 
     def send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; `answer` reports that
+        with suppress(BrokenPipeError):  # the process has ended; `answer` reports that
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -364,10 +364,11 @@ class _Writer:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()  # at the end of its input it ends, whatever it is doing
+        # the process ends at the end of its input, whatever it is doing
+        self._process.stdin.close()
         try:
             self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it may be blocked by a disk
+        except subprocess.TimeoutExpired:  # the process may be blocked by a disk
             self._process.kill()
             self._process.wait()
         self._reader.join()
@@ -375,7 +376,7 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return which of all ranks' shards this rank writes. Every rank calls it."""
+    """Return those of all ranks' shards that this rank writes. Every rank calls it."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

@@ -1,7 +1,7 @@
-"""The storage of checkpoints, and its form in a folder (law 6). Needs no torch.
+"""The storage of checkpoints, and the implementation in a folder (law 6). Needs no torch.
 
 A checkpoint is written into a hidden folder, its files are synced, and one rename commits it. The
-run's next start removes hidden folders that a crash left.
+next start of the run removes hidden folders that a crash has left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from lockstep.base.system import BINARY
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
 READ_BYTES = 1 << 20
-"""Few enough to stay in the processor's cache until they are hashed."""
+"""Number of bytes read at once: few enough to stay in the processor's cache until they are
+hashed."""
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
@@ -33,26 +34,26 @@ class CheckpointName:
 
     step: int
     attempt: str
-    """Eight hexadecimal digits that name the start of the run: a later start may repeat the
-    step."""
+    """Eight hexadecimal digits that identify the start of the run, because a later start may repeat
+    the step."""
 
     def __str__(self) -> str:
         return f"step-{self.step:08d}-{self.attempt}"
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
-        """Parse a name; None if it is none."""
+        """Parse a name; None if the text is not a checkpoint's name."""
         found = _NAME.fullmatch(text)
         return None if found is None else cls(int(found[1]), found[2])
 
 
 class Storage(Protocol):
-    """A place for the checkpoints of a run. Every method may raise `OSError`."""
+    """The storage of a run's checkpoints. Every method may raise `OSError`."""
 
     wait_seconds: float
-    """Seconds between two looks for another process's file."""
+    """Seconds between two checks for another process's file."""
     readers: int
-    """Threads that read at once."""
+    """Number of threads that read at the same time."""
 
     def __str__(self) -> str:
         """Return the path or URL with which `open_storage` opens it in another process."""
@@ -61,11 +62,11 @@ class Storage(Protocol):
         """Return the complete checkpoints, in order."""
 
     def remove_uncommitted(self) -> None:
-        """Remove what was never committed. Only the holder of the run's lock calls it, between
-        saves."""
+        """Remove all files of uncommitted checkpoints. Only the holder of the run's lock calls it,
+        between saves."""
 
     def free_bytes(self) -> int | None:
-        """None if unknown."""
+        """Return the free space in bytes; None if unknown."""
 
     def begin(self, name: CheckpointName) -> None:
         """Begin a checkpoint; any rank may call it. Raises `FileExistsError` if it is complete."""
@@ -74,7 +75,7 @@ class Storage(Protocol):
         """Write a file of an uncommitted checkpoint to the disk."""
 
     def read_uncommitted(self, name: CheckpointName, file: str) -> bytes | None:
-        """Return a file of an uncommitted checkpoint; None if it is not there."""
+        """Return the contents of a file of an uncommitted checkpoint; None if it does not exist."""
 
     def remove(self, name: CheckpointName, file: str) -> None:
         """Remove a file of an uncommitted checkpoint."""
@@ -84,10 +85,11 @@ class Storage(Protocol):
         first."""
 
     def commit(self, name: CheckpointName, manifest: bytes) -> None:
-        """Write the manifest and commit; all other files are written. One rank calls it."""
+        """Write the manifest, which commits the checkpoint. All other files must be written
+        already. One rank calls it."""
 
     def size(self, name: CheckpointName, file: str) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def read(
         self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
@@ -101,15 +103,15 @@ class Storage(Protocol):
         ends."""
 
     def delete(self, name: CheckpointName) -> None:
-        """Delete a checkpoint, which is never seen incomplete."""
+        """Delete a checkpoint. Other processes never see it incomplete."""
 
 
 class FolderStorage:
-    """`Storage` in a folder of a file system."""
+    """A `Storage` in a folder of a file system."""
 
     wait_seconds = 0.02
     readers = 2
-    """One waits for the disk while the other hashes."""
+    """Number of threads: one waits for the disk while the other hashes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -218,7 +220,8 @@ class FolderStorage:
 
 
 def _write_some(opened: int, data: memoryview) -> int:
-    """Write past the page cache where that is possible: it takes a tenth of the CPU time."""
+    """Write without the page cache if possible, which takes a tenth of the CPU time. Returns the
+    number of bytes written."""
     if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
         import fcntl
 
@@ -227,7 +230,7 @@ def _write_some(opened: int, data: memoryview) -> int:
             fcntl.fcntl(opened, fcntl.F_SETFL, flags | os.O_DIRECT)
             return os.write(opened, data)
         except OSError as error:
-            # not supported by this file system, or the data is not aligned
+            # the file system does not support it, or the data is not aligned
             if error.errno != errno.EINVAL:
                 raise
         finally:

@@ -1,10 +1,10 @@
-"""Shards of a state: who writes each, where it is in a file, and which saved shards fill a rank's
-tensors.
+"""Shards of a state: the rank that writes each, its position in a file, and the saved shards that
+fill a rank's tensors.
 
-The planning is `torch.distributed.checkpoint`'s (DCP), on plain values: ranks exchange JSON, where
-DCP would pickle. A state is a dict of tensors, perhaps DTensors, of which ranks may have different
-names. A *shard* is a box of a tensor, or all of it. Torch is imported in functions, so that
-checkpoints are read without it.
+Planning works as in `torch.distributed.checkpoint` (DCP), but on plain values: ranks exchange JSON
+where DCP would pickle. A state is a dict of tensors, some of which may be DTensors; ranks may have
+different names. A *shard* is a box-shaped part of a tensor, or the whole tensor. Torch is imported
+in functions only, so that checkpoints can be read without it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 Box = tuple[slice, ...]
 ALIGNMENT = 64
 SMALL_BYTES = 1 << 20
-"""Shards of up to these bytes lie side by side in a file. A device copies them together: it takes
-20 µs to begin a copy, and 20 µs for these bytes."""
+"""Shards of up to this size are adjacent in a file. A device copies them together: it takes 20 µs
+to start a copy, and 20 µs to copy this many bytes."""
 MOST_DIMS = 64
-"""Torch's limit."""
+"""Torch's limit on the number of dims."""
 _MOST_SPLIT_DIMS = 8
 _LARGEST = 2**62
 DTYPES = {
@@ -45,12 +45,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """The elements [offset, offset + length) of a tensor along each dim."""
+    """A box of a tensor: the elements [offset, offset + length) along each dim."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """The full tensor's shape."""
+    """Shape of the full tensor."""
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -71,14 +71,15 @@ class TensorShard:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> TensorShard:
-        """Raises `ValueError` for a box outside of its tensor, and for an unknown type."""
+        """Parse a shard. Raises `ValueError` for a box outside of its tensor, and for an unknown
+        dtype."""
         name, dtype, *boxes = fields
         if not all(isinstance(box, list | tuple) for box in boxes):
             raise ValueError(f"a shard of {name!r} has boxes that are no lists")
         shape, offsets, lengths = (tuple(whole_number(size) for size in box) for box in boxes)
         if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"it names the type {dtype!r}")
-        name.encode()  # half a surrogate pair is no name
+        name.encode()  # half a surrogate pair is not allowed in a name
         if not len(shape) == len(offsets) == len(lengths) <= MOST_DIMS:
             raise ValueError(
                 f"{name!r} has boxes of other dims than its shape, or more than {MOST_DIMS}"
@@ -90,11 +91,11 @@ class TensorShard:
 
 class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before
-    its data exist.
+    its data exists.
 
-    Shards of a multiple of 64 bytes come first, with the small ones at their end; then the others
-    by the size of their elements, largest first. So each is aligned for its dtype and can be used
-    in place.
+    Shards whose size is a multiple of 64 bytes come first, the small ones last among them; then the
+    other shards by element size, largest first. So each shard is aligned for its dtype and can be
+    used in place.
     """
 
     def __init__(
@@ -152,7 +153,8 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
-    """Return the shards that each rank writes: each shard once, with balanced bytes."""
+    """Return the shards that each rank writes: each shard once, with the bytes balanced over
+    ranks."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -187,15 +189,15 @@ def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> It
 
 
 def whole_number(value: Any) -> int:
-    """Return JSON's size or position. Raises `ValueError`."""
+    """Check a size or position from JSON, and return it. Raises `ValueError`."""
     if type(value) is not int or not 0 <= value < _LARGEST:
         raise ValueError(f"{value!r} is no size")
     return value
 
 
 def check_cover(shards: Iterable[TensorShard]) -> None:
-    """Raise `ValueError` unless the shards tile each tensor. Equal shards count once: an emergency
-    save has them in several files."""
+    """Raise `ValueError` unless the shards cover each tensor without overlap. Equal shards count
+    once, because an emergency save may have them in several files."""
     by_name: dict[str, set[TensorShard]] = {}
     for shard in shards:
         by_name.setdefault(shard.name, set()).add(shard)
@@ -208,10 +210,11 @@ def check_cover(shards: Iterable[TensorShard]) -> None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
-    """Return True if the boxes cover each element once.
+    """Return True if the boxes cover each element exactly once.
 
-    The number of boxes over an element follows from its differences along each dim, which are
-    nonzero only at corners. So the signed corners add up to those of the full shape.
+    The number of boxes that cover an element is determined by its differences along all dims, which
+    are nonzero only at corners of boxes. So the boxes tile the shape exactly if their signed
+    corners add up to the signed corners of the full shape.
     """
     split = [
         dim for dim, size in enumerate(shape) if any(box.lengths[dim] != size for box in boxes)

@@ -1,10 +1,10 @@
-"""The writer process hashes, writes and commits saves: `python -m lockstep.checkpoint.writer
-MEMORY`. It imports no torch.
+"""The writer process, which hashes, writes and commits saves: `python -m lockstep.checkpoint.writer
+MEMORY`. It does not import torch.
 
-MEMORY names the `SharedFile` with this rank's file. Standard input has the file's layout, then a
-save a line; standard output has a result a line; all JSON. The process ends with its input. Every
-rank writes its file, and a note with its block hashes; rank 0 waits for the notes, writes the
-manifest and commits.
+MEMORY names the `SharedFile` that contains this rank's file. Standard input gets the file's layout,
+then one save per line; standard output gets one result per line, all in JSON. The process ends at
+the end of its input. Every rank writes its file, and a note with its block hashes; rank 0 waits for
+the notes, writes the manifest and commits.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NICENESS = 10
 
 
 class SharedFile:
-    """Memory shared with the writer process, of zeros at first. On Linux it has no name and goes
-    with its last process; elsewhere it is a temporary file."""
+    """Memory shared with the writer process, initially zero. On Linux it has no name, and is freed
+    with the last process that uses it; elsewhere it is a temporary file."""
 
     def __init__(self, size_bytes: int) -> None:
         self._path: str | None = None
@@ -60,15 +60,16 @@ class SharedFile:
 
     @property
     def inherited(self) -> list[int]:
-        """Descriptors that a process which maps the file inherits."""
+        """Descriptors that a process must inherit in order to map the file."""
         return [self._descriptor] if self._path is None else []
 
     def close(self) -> None:
-        """Call it when no tensor uses the memory and the other process has ended."""
+        """Release the memory. Call it when no tensor uses the memory and the other process has
+        ended."""
         del self.mapped
         os.close(self._descriptor)
         if self._path is not None:
-            with suppress(OSError):  # on Windows, if something still maps it
+            with suppress(OSError):  # fails on Windows if something still maps the file
                 os.unlink(self._path)
 
 
@@ -79,7 +80,7 @@ def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
 
 
 def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
-    """Write this rank's file; on rank 0 also commit. Raises `OSError`."""
+    """Write this rank's file; on rank 0 also commit the checkpoint. Raises `OSError`."""
     folder, name, own = open_storage(job["folder"]), _name(job), job["file"]
     folder.begin(name)
     blocks: list[str] = []
@@ -136,9 +137,9 @@ def checkpoints_to_delete(
 ) -> list[CheckpointName]:
     """Return the complete checkpoints to delete, in order, after `newest` is committed.
 
-    Keeps the `last` newest (at least 1), multiples of `every` steps, and the earliest with the best
-    of `scores` (NaN is none). Later ones than `newest` were found damaged at the resumption, and
-    are left alone.
+    Keeps the `last` newest checkpoints (at least 1), those at multiples of `every` steps, and the
+    earliest one with the best of `scores` (NaN counts as no score). Checkpoints later than `newest`
+    were found damaged when the run was resumed, and are not deleted.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
@@ -151,7 +152,7 @@ def checkpoints_to_delete(
 
 
 def _retire(job: dict[str, Any]) -> str | None:
-    """Delete old checkpoints. Returns why that failed, or None."""
+    """Delete old checkpoints. Returns None, or the reason why it failed."""
     if "keep" not in job:
         return None
     folder, keep = open_storage(job["folder"]), job["keep"]
@@ -171,7 +172,7 @@ def _words(error: OSError) -> str:
 
 
 def note(file: str) -> str:
-    """Return the name of the note beside `file`."""
+    """Return the name of the note that belongs to `file`."""
     return f"{file}.json"
 
 
@@ -201,7 +202,7 @@ def main() -> None:
 
 
 def _read_lines(lines: SimpleQueue[str]) -> None:
-    """Read standard input, whose end ends this process."""
+    """Read standard input. At its end, this process ends."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)

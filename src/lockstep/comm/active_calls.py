@@ -1,6 +1,6 @@
-"""The collectives that this process is in now, from torch's flight recorders and shared-memory
-groups. An accelerator's backend has its own recorder. Its collectives run on the device: the
-process only queues them, and the device waits in, or will reach, the unfinished ones.
+"""The collectives that this process is executing now, from torch's flight recorders and
+shared-memory groups. An accelerator's backend has its own recorder. Its collectives run on the
+device: the process only queues them, and the device waits in an unfinished one, or will reach it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CollectiveCall:
     tensors: str
     """Dtype and shape of this process's tensor: float32 (4,)."""
     on_device: bool = False
-    """True if the device runs the call, independently of the process."""
+    """True if the device executes the call, independently of the process."""
 
     def __str__(self) -> str:
         return f"{self.name} of {self.tensors}" if self.tensors else self.name
@@ -44,8 +44,8 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process is in, then the unfinished ones of its device,
-    oldest first. Any thread may call it."""
+    """Return the collectives that this process is executing, then the unfinished ones of its
+    device, oldest first. Any thread may call it."""
     calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
     if not (dist.is_available() and dist.is_initialized()):
         return calls
@@ -63,8 +63,8 @@ def active_calls() -> list[CollectiveCall]:
 
 def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the unfinished entries of an accelerator's recorder. A group's collectives run in
-    order: an entry before a finished one is finished too, even if unmarked, as in a coalesced
-    call."""
+    order: an entry before a finished one is finished too, even if it is not marked (as in a
+    coalesced call)."""
     latest: dict[Hashable, int] = {}
     for entry in entries:
         if _is_done(entry):

@@ -16,7 +16,8 @@ from lockstep.comm.world import World
 BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""The largest code of a block: for fp16 below its maximum, so that rounding stays in range."""
+"""The largest encoded number in a block; for fp16 it is below the maximum, so that rounding stays
+in range."""
 _INT8_DIVISOR = 127.0001
 """Slightly more than 127, so that 127 times the scale of float32's largest number is finite."""
 _LEAST_SCALE = 2.0**-126
@@ -26,17 +27,19 @@ _SCALE_BYTES = 4
 
 class Rounding:
     """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers
-    close to float32's largest become infinite. The others have a scale per block of `BLOCK`
-    numbers. `fp16`, with a power of two as scale, has an error of at most 2**-11 of the number or
-    2**-38 of the block's largest, `int8` of 1/254 of the block's largest, or 2**-127. A non-finite
-    number makes its whole block non-finite; with `bf16`, only itself."""
+    close to float32's largest become infinite. The others have a scale for each block of `BLOCK`
+    numbers. The error of `fp16`, whose scale is a power of two, is at most 2**-11 of the number or
+    2**-38 of the largest number in the block. The error of `int8` is at most 1/254 of the largest
+    number in the block, or 2**-127. A non-finite number makes its whole block non-finite; with
+    `bf16`, only the number itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._dtype = _DTYPES[name]
 
     def bytes(self, numbers: int) -> int:
-        """Return the bytes of an encoded row of `numbers`, a multiple of `BLOCK`."""
+        """Return the number of bytes in an encoded row of `numbers` numbers, a multiple of
+        `BLOCK`."""
         scales = 0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES
         return numbers * self._dtype.itemsize + scales
 
@@ -79,8 +82,9 @@ def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers: all; or the leader of each host, if several hosts
-    include one with several ranks. Leaders get the uncompressed numbers of their hosts' ranks."""
+    """The ranks that exchange compressed numbers: all ranks; or the leader of each host, if there
+    are several hosts and one has several ranks. Leaders get the uncompressed numbers of the ranks
+    on their host."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""
@@ -106,15 +110,16 @@ class Senders:
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
-        """The shared memory of the ranks with one sender; None if each rank is a sender."""
+        """The shared memory of the ranks that have the same sender; None if each rank is a
+        sender."""
         return None if self.hierarchy is None else self.hierarchy.shared_memory
 
 
 class CompressedAllReduce:
-    """The all-reduce of one vector, with the same bits on every sender; all call the same in the
-    same order. Each sends a compressed slice to every sender (all-to-all), sums its slice in
-    float32 in the order of the senders, compresses the sum and sends it to all (all-gather). So
-    each number is rounded twice, for any number of senders."""
+    """The all-reduce of one vector, with the same bits on every sender; all senders make the same
+    calls in the same order. Each sends a compressed slice to every sender (all-to-all), sums its
+    slice in float32 in the order of the senders, compresses the sum and sends it to all
+    (all-gather). So each number is rounded twice, for any number of senders."""
 
     def __init__(self, rounding: Rounding, senders: Senders, *, keeps_residual: bool) -> None:
         """`keeps_residual`: set `residual`, for error feedback."""
@@ -159,7 +164,7 @@ class CompressedAllReduce:
             )
 
     def finish(self, numbers: Tensor, exact: Tensor) -> None:
-        """Wait for the sums and copy them into `numbers` and `exact`."""
+        """Wait for the sums, and copy them into `numbers` and `exact`."""
         for target, rows in zip((exact, numbers), self._parts(), strict=True):
             target.copy_(rows.reshape(-1)[: target.numel()])
 

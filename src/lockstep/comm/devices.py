@@ -1,8 +1,8 @@
 """The device and the backend of each process.
 
-NCCL notices two ranks on one GPU only while it connects, and a rank with another backend makes all
+NCCL detects two ranks on one GPU only while it connects, and if one rank has another backend, all
 wait. So the ranks compare their devices over the store before they make the process group, and all
-refuse in the same words.
+raise the same error.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class RankDevice:
     visible: int = 0
     """The devices that the process sees."""
     why: str = ""
-    """Why it sees only these: the variable that hides others, or the error."""
+    """The reason why the process sees only these: the variable that hides others, or the error."""
     shares: bool = False
     """True if the rank was given --share-devices."""
     refusal: str = ""
-    """Why the rank cannot join: its backend's error. Empty if it can."""
+    """The reason why the rank cannot join: the error of its backend. Empty if it can join."""
 
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
@@ -91,17 +91,17 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
 
 
 def _boot_id() -> str:
-    """Return text that distinguishes this machine from another of the same name, as for NCCL; may
-    be empty."""
+    """Return text that distinguishes this machine from another of the same name, as for NCCL; the
+    text may be empty."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Return the device of every rank. Every rank calls it equally often. Rank 0, which may hold
-    the store, returns last, because a refusal would end it."""
-    # a script may go on after a refusal, with another group and store
+    """Return the device of every rank. Every rank calls it equally often. Rank 0 returns last: it
+    may hold the store, and a refusal would end it."""
+    # a script may continue after a refusal, with another group and store
     turn = store.add(f"lockstep/devices/{rank}", 1)
     key = f"lockstep/devices/{turn}"
     store.set(f"{key}/{rank}", json.dumps(asdict(mine)))
@@ -183,7 +183,7 @@ def chosen_backend(
     asked: str | None, device: torch.device, rank: int, size: int, environ: Mapping[str, str]
 ) -> str:
     """Return the backend for tensors on `device`. `asked`: the name in `--backend`; None: torch's
-    for the device. `rank`, `size`: this process's, and the processes in the run.
+    default for the device. `rank`: this process's rank. `size`: number of processes in the run.
 
     Raises `LaunchError` for a backend that this torch lacks, that cannot send the device's tensors,
     or whose processes must be started in another way.
@@ -255,8 +255,8 @@ def check_carries(plan: Plan, device: torch.device) -> None:
     """Raise `PlanError` if the process group has Gloo for an accelerator's tensors, and the plan an
     axis other than `replicate`. Every rank calls it, after the group is made.
 
-    On a GPU, a thread of Gloo's crashed at the end of a run with `shard` (torch 2.11), and torch's
-    documentation lists no send and receive of Gloo's for a GPU's tensors.
+    On a GPU, a thread of Gloo crashed at the end of a run with `shard` (torch 2.11), and torch's
+    documentation does not list send and receive of GPU tensors for Gloo.
     """
     beyond = plan.state_divided
     if not beyond or not accelerator.is_accelerator(device):
@@ -273,8 +273,8 @@ def check_carries(plan: Plan, device: torch.device) -> None:
 
 
 def group_backends(backend: str, device: torch.device) -> str:
-    """Return the backends of a process group for torch: beside an accelerator's, Gloo carries CPU
-    tensors."""
+    """Return the backends of a process group, in torch's syntax: that of the accelerator, and Gloo
+    for CPU tensors."""
     if device.type == "cpu":
         # torch makes no store for a plain mpi
         return backend if backend == "gloo" else f"cpu:{backend}"

@@ -35,15 +35,16 @@ class _Gather(torch.autograd.Function):
 
 
 def mean(values: Tensor, world: World) -> float:
-    """Return the exact mean over all values (any shape) of all ranks; NaN if there are none. Every
-    rank calls it."""
+    """Return the exact mean of the values (of any shape) of all ranks together; NaN if there are
+    none. Every rank calls it."""
     everyone = world.gather_ragged(values.detach().reshape(-1).double().cpu())
     return exact_sum(everyone.tolist()) / len(everyone) if len(everyone) else math.nan
 
 
 def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: World) -> Tensor:
-    """All-gather one row per microbatch, in their order: (count, ...). Every rank of `data` calls
-    it. `rows`: of those that `assignment` gives to this rank."""
+    """All-gather one row per microbatch, in the order of the microbatches: (count, ...). Every rank
+    of `data` calls it. `rows`: the rows of the microbatches that `assignment` gives to this
+    rank."""
     everyone = data.gather_rows(rows, [len(share) for share in assignment.indices_by_rank(count)])
     if not assignment.round_robin:
         return everyone
@@ -57,7 +58,8 @@ def samples_in_order(
     rows: Tensor | None, sizes: Sequence[int], assignment: MicrobatchAssignment, data: World
 ) -> Tensor:
     """All-gather one row per sample on the CPU, in the order of the samples. Every rank of `data`
-    calls it. `rows`: this rank's; None if it has none. `sizes`: the samples in each microbatch."""
+    calls it. `rows`: the rows of this rank; None if it has none. `sizes`: number of samples in each
+    microbatch."""
     everyone = data.gather_ragged(rows)
     if not assignment.round_robin:
         return everyone

@@ -1,9 +1,9 @@
 """The connected sockets of torch's Gloo groups, and of a store, in this process; shutting them down
-wakes waiting threads. On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a Gloo group wakes a
-thread in one of its collectives, but the end of a connection does. Gloo has a named thread for each
-group, which sleeps in epoll. The kernel shows the thread's epoll (/proc/self/task/*/syscall) and
-that epoll's sockets (/proc/self/fdinfo). So these sockets are Gloo's, of any group, and never other
-code's. Linux only.
+wakes the threads that wait for them. On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a
+Gloo group wakes a thread in one of its collectives, but the end of a connection does. Gloo has a
+named thread for each group, which sleeps in epoll. The kernel shows the thread's epoll
+(/proc/self/task/*/syscall) and that epoll's sockets (/proc/self/fdinfo). So these sockets are
+Gloo's, of any group, and never other code's. Linux only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPOLL_CALLS = frozenset({22, 232, 281, 441})
 """The numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86-64, and on other processors."""
 _FILE_IN_EPOLL = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 _PROCESS = Path("/proc/self")
-# A running thread does not show where it will sleep.
+# A running thread does not show where it will sleep, so it is read several times.
 _LOOKS, _LOOK_SECONDS = 5, 0.001
 
 
@@ -69,7 +69,7 @@ def with_own_connection(store: Store) -> tuple[Store, int | None]:
         ]
         if len(new) == 1:
             return clone, new[0]
-        # Another thread has connected to the store in this moment.
+        # Another thread has just connected to the store.
 
 
 def shut_down(inode: int) -> None:
@@ -81,13 +81,13 @@ def shut_down(inode: int) -> None:
 
 
 def _shut_down_those_of(thread: str) -> bool:
-    """End the connections that this thread of Gloo serves. False if it does not show its epoll at
-    the moment."""
+    """End the connections that this thread of Gloo serves. False if the thread's epoll cannot be
+    read at the moment."""
     epoll = _epoll_of(thread)
     if epoll is None:
         return not (_PROCESS / "task" / thread).exists()
     found = _FILE_IN_EPOLL.findall(_read(f"fdinfo/{epoll}"))
-    # the group was freed meanwhile, and the number may be another file's
+    # the group was freed meanwhile, and the number may now belong to another file
     if _epoll_of(thread) != epoll:
         return False
     for number, inode in found:
@@ -102,8 +102,8 @@ def _epoll_of(thread: str) -> int | None:
 
 
 def _with_socket(number: int, inode: int, function: Callable[[socket.socket], T]) -> T | None:
-    """Call the function with a duplicate of a connected TCP socket. None if the descriptor is not,
-    or no longer, that socket's."""
+    """Call the function with a duplicate of a connected TCP socket. None if the descriptor does not
+    (or no longer) belong to that socket."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.dup(number)
         opened.callback(os.close, descriptor)
@@ -147,7 +147,8 @@ def _entries(folder: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    """Return the text of a file of /proc/self; "" if what it is about has ended."""
+    """Return the text of a file in /proc/self; "" if the thread or descriptor that it describes is
+    gone."""
     try:
         return (_PROCESS / path).read_text()
     except OSError:

@@ -1,9 +1,9 @@
 """Hierarchical all-reduce over several hosts: shared memory inside each host, torch between one
 leader rank per host.
 
-Each host sends as many bytes as one rank would. Slices, which every rank would exchange with its
-counterparts on the other hosts, send as many, were no faster between two network namespaces of two
-ranks, and slower below 1 MB.
+Each host sends as many bytes as one rank would. The alternative, in which every rank exchanges a
+slice with its counterparts on other hosts, sends as many bytes. Between two network namespaces of
+two ranks it was no faster, and below 1 MB slower.
 
 (No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
 """
@@ -29,7 +29,7 @@ class HierarchicalAllReduce:
     this host fails, and torch's error if another host is lost."""
 
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
-        """`leaders`: the first rank of each host, as numbered among all processes."""
+        """`leaders`: the first rank of each host, numbered among all processes."""
         self.shared_memory = shared_memory
         """The group of this host's ranks; None if this is the only one."""
         self.leader_group: Any = None
@@ -39,9 +39,9 @@ class HierarchicalAllReduce:
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """Share memory inside each host. Every rank calls it; all get an object, or the same
-        `Unavailable`. `hosts`: the number of each rank's host. Every process must call `connect`
-        before the first all-reduce."""
+        """Share memory inside each host. Every rank calls it; all ranks get an object, or all get
+        the same `Unavailable`. `hosts`: the number of each rank's host. Every process must call
+        `connect` before the first all-reduce."""
         if len(set(hosts)) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
         host = hosts[dist.get_rank(group)]
@@ -68,14 +68,14 @@ class HierarchicalAllReduce:
                     each.leader_group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, which has one size on all ranks, by the sum over ranks."""
+        """Replace `tensor`, which has the same size on all ranks, by the sum over ranks."""
         self._finish(tensor, self._start(tensor))
 
     def sum_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the all-reduce (sum) of a DDP bucket: the communication hook. The last bucket's
-        call finishes all."""
+        """Start the all-reduce (sum) of a DDP bucket: the communication hook. The call for the last
+        bucket waits for all."""
         if bucket.index() == 0:
-            self._started = []  # drop what a failed backward left
+            self._started = []  # drop what a failed backward has left
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._started.append((bucket.buffer(), self._start(bucket.buffer()), future))
         if bucket.is_last():
@@ -120,8 +120,8 @@ class HierarchicalAllReduce:
 
 @functools.cache
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Return torch's process group of these ranks, made once. Every process calls it: torch numbers
-    it."""
+    """Return torch's process group of these ranks, made once. Every process calls it, because torch
+    numbers the groups."""
     return dist.new_group(ranks, timeout=TIMEOUT, group_desc="hosts")
 
 

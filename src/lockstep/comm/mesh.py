@@ -36,14 +36,15 @@ class Mesh:
     larger: Sequence[Axis]
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Torch's mesh of these axes, by name. None if there is one at most, and state is whole."""
+    """Torch's mesh of these axes, by name. None if there is at most one such axis, and the state is
+    not sharded."""
     groups: Mapping[tuple[str, ...], World]
-    """The processes along one axis, or along several together, by the names of these axes."""
+    """The processes along one axis, or along several axes together, by the names of the axes."""
     without_shared_memory: Mapping[str, str]
     """Axis over which gradients are summed -> why some or all of its ranks do not share memory."""
     data: World = field(init=False)
-    """The data ranks. Together they compute all microbatches of a step; they have this rank's
-    position on the other axes."""
+    """The data ranks. Together they compute all microbatches of a step; on the other axes they have
+    the same position as this rank."""
     replicas: World = field(init=False)
     """The ranks that hold the same state."""
     stages: World = field(init=False)
@@ -91,7 +92,7 @@ class Mesh:
                     made.close()
 
     def axis(self, name: str) -> World:
-        """Return the processes along one axis, this one among them."""
+        """Return the processes along one axis, including this one."""
         return self.groups.get((name,)) or _alone(self.world)
 
     def along(self, asked: Callable[[Axis], bool]) -> World:
@@ -101,14 +102,14 @@ class Mesh:
 
     def summed(self, parameter: Tensor | None = None) -> World:
         """Return the processes over which the gradient of a parameter is summed after the backward.
-        None: of a parameter that no axis divides."""
+        `parameter=None`: a parameter that no axis divides."""
         divided = set() if parameter is None else divided_over(parameter)
         is_expert = any("experts" in axis.divides and axis.name in divided for axis in self.larger)
         return self.along(_sums_of_expert if is_expert else _sums)
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state dict of the whole model, of which a rank of a pipeline has a part. Every
-        rank calls it."""
+        """Return the state dict of the whole model; in a pipeline, a rank has only a part of it.
+        Every rank calls it."""
         return state if self.stages.size == 1 else PipelineStateDict(state, self.stages)
 
 
@@ -141,7 +142,7 @@ def _names(axes: Sequence[Axis], asked: Callable[[Axis], bool]) -> tuple[str, ..
 
 
 def divided_over(tensor: Tensor) -> set[str]:
-    """Return the names of the axes over which a DTensor is not whole."""
+    """Return the names of the axes over which a DTensor is divided."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements = getattr(tensor, "placements", ())
     return {name for name, at in zip(names, placements, strict=True) if not at.is_replicate()}
@@ -194,9 +195,9 @@ def _made(
 ) -> tuple[DeviceMesh, Mapping[tuple[str, ...], Any]]:
     """Return torch's mesh of these axes, and the process groups along the `wanted` ones.
 
-    The groups are made here. A mesh that makes groups splits them from one that is bound to a
-    device, and gives Gloo the options of NCCL (torch 2.13 to 2.15): Gloo then has neither the
-    timeout nor the network interface.
+    The groups are made here. If torch's mesh made the groups itself, it would split them from a
+    group that is bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo
+    would then have neither the timeout nor the network interface.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -216,11 +217,13 @@ def _made(
 
 
 def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
-    """Return the process group of this rank along `dims` of the mesh `ranks`. Every rank calls it.
+    """Return the process group that contains this rank, along `dims` of the mesh `ranks`. Every
+    rank calls it.
 
-    All ranks make each group, one after another. With `use_local_synchronization` only its members
-    would make it, and torch would name it by how many groups the rank has: after groups that a
-    script made of some ranks, members would use different names and wait for ever.
+    All ranks make each group, one after another. With `use_local_synchronization` only the members
+    would make a group, and torch would name it by the number of groups that the rank has: if a
+    script has made groups of some ranks before, members would use different names and wait for
+    ever.
     """
     size = math.prod(ranks.shape[dim] for dim in dims)
     rows = ranks.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
@@ -313,7 +316,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(tensor, DTensor)
-    # collectives run there; an offloaded part is on the CPU
+    # collectives run on the device; an offloaded part is on the CPU
     gathered: Any = tensor.to(tensor.device_mesh.device_type)
     placements = list(tensor.placements)
     # one axis at a time: torch warns of gathers that it cannot merge

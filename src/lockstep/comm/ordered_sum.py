@@ -1,9 +1,9 @@
 """A sum over microbatches in one order, so its bits do not depend on the number of processes.
 
-Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split
-into one slice per rank. An all-to-all brings all nodes of a slice to one rank, which adds them in
-the tree's order, and an all-gather distributes the sums. If every rank holds one node, this sends
-as many bytes as a ring all-reduce; a rank with k nodes sends k times as much in the all-to-all.
+Each rank has a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split into
+one slice per rank. An all-to-all brings all nodes of a slice to one rank, which adds them in the
+tree's order, and an all-gather distributes the sums. If every rank holds one node, this sends as
+many bytes as a ring all-reduce; a rank with k nodes sends k times as much in the all-to-all.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class OrderedSum:
         rank: int,
         shared_memory: SharedMemoryGroup | None = None,
     ) -> None:
-        """`nodes`: this rank's, in order, (length,) each. `shared_memory`: used instead of torch's
-        collectives."""
+        """`nodes`: this rank's nodes, in order, each of shape (length,). `shared_memory`: used
+        instead of torch's collectives."""
         self._shared_memory = shared_memory
         self._tree_nodes = tree_nodes
         self._rank = rank

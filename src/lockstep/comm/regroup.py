@@ -1,4 +1,4 @@
-"""A surviving process's change from a group that has lost a process to a new one: abort, leave,
+"""Moves a surviving process from a group that has lost a process to a new group: abort, leave,
 join.
 
     with abortable(within_seconds=1.0):       # the main thread
@@ -9,22 +9,22 @@ join.
     world = join_over(store, rank=…, size=…, local_rank=…, local_size=…)
 
 Call `abort_collectives` once for each loss, and leave after it: a late abort would end the next
-group. Before `leave_groups` the main thread drops what refers to the old groups: the exception (its
-traceback's frames hold their variables), every `World` and `Mesh`, DDP and FSDP2 modules,
-`DTensor`s, pipeline stages. Kept groups cost descriptors and threads, and are dead: their names are
-not used again.
+group. Before `leave_groups` the main thread drops everything that refers to the old groups: the
+exception (its traceback's frames hold their variables), every `World` and `Mesh`, DDP and FSDP2
+modules, `DTensor`s, pipeline stages. Groups that are kept alive cost descriptors and threads, but
+cannot be used, and their names are not used again.
 
-[Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo is
-sometimes not woken, on torch 2.13 as on 2.15, until the group's timeout. Ranks that waited for a
-lost one were woken in every try. An abort during a tight loop of barriers failed about once in ten,
-during FSDP2's steps less often, whether connections were shut down for reading, writing or both. So
-whoever calls `abort_collectives` sets a time limit, and counts a process that has not left by then
-as lost too.
+[Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo sometimes
+ends only at the group's timeout (torch 2.13 to 2.15). Ranks that waited for a lost rank were woken
+in every trial. An abort during a tight loop of barriers failed about once in ten trials, during
+FSDP2's steps less often, whether connections were shut down for reading, writing or both. So the
+caller of `abort_collectives` sets a time limit, and treats a process that has not left by then as
+lost too.
 
 [Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms
-at 4 ranks), and ends the waits in it as it does. It is not used: making a new group takes as long,
-and the groups of axes, FSDP2's meshes and shared memory are made anew in any case. It ends
-connections too, and so may lose the same wake-up. On NCCL a run is started again instead of being
+at 4 ranks), and ends the waits in it. It is not used: making a new group takes as long, and the
+groups of axes, FSDP2's meshes and shared memory must be made again in any case. It also ends
+connections, so the same wake-up may be lost. On NCCL a run is started again instead of being
 recovered in place, so `_reconfigure` has no use there either.
 """
 
@@ -55,7 +55,7 @@ from lockstep.comm.segment import ExchangeError
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World, join, leave, owns_group
 
-# An abort is repeated, at first this often, because a group may be in the making.
+# An abort is repeated, at first this often, because another thread may be making a group.
 _AGAIN_SECONDS, _MAX_AGAIN_SECONDS = 0.02, 0.5
 
 
@@ -100,17 +100,17 @@ _names_used = 0
 
 
 def abort_collectives() -> None:
-    """Make every collective of this process on a present group raise soon, now or later: in shared
-    memory, in Gloo and on an accelerator. Any thread may call it at any time; further calls do
-    nothing until `leave_groups`.
+    """Make every collective of this process on an existing group raise soon, whether it runs now or
+    is called later: in shared memory, in Gloo and on an accelerator. Any thread may call it at any
+    time; further calls do nothing until `leave_groups`.
 
-    Takes a few milliseconds. A wait in shared memory ends within 20 ms; see [Note: A lost wake-up]
-    for the wait in Gloo that goes on. Waits for the store end too, in a group that `join_over` made
-    or is making. A computation is not interrupted: it ends at its next collective, or asks
+    Takes a few milliseconds. A wait in shared memory ends within 20 ms; a wait in Gloo may rarely
+    continue, see [Note: A lost wake-up]. Waits for the store end too, in a group that `join_over`
+    made or is making. A computation is not interrupted: its next collective raises, or it can call
     `is_aborted`.
 
-    It has never run on an accelerator. NCCL's abort ends its kernels, so synchronizing the device
-    returns normally, but with wrong numbers: ask `is_aborted` before you use them. Set
+    It has never been tested on an accelerator. NCCL's abort ends its kernels, so synchronizing the
+    device returns normally, but with wrong numbers: call `is_aborted` before you use them. Set
     TORCH_NCCL_ASYNC_ERROR_HANDLING=0 before the group is made, so that NCCL's watchdog does not end
     the process.
     """
@@ -120,14 +120,15 @@ def abort_collectives() -> None:
 
 
 def is_aborted(within_seconds: float = 0.0) -> bool:
-    """True between `abort_collectives` and `leave_groups`. Waits so long for the first."""
+    """True between `abort_collectives` and `leave_groups`. Waits up to `within_seconds` for
+    `abort_collectives`."""
     return _abort.is_set.wait(within_seconds)
 
 
 class abortable:
     """Turn an error of a collective in the body into `CollectivesAborted`, if collectives were
-    aborted or are within this time: a lost peer may cause the error before the abort is known. The
-    exception keeps no variables of the body alive."""
+    aborted before, or are aborted within this time: a lost peer may cause the error before this
+    process learns of the abort. The exception keeps no variables of the body alive."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds
@@ -136,7 +137,7 @@ class abortable:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        # the new exception's traceback has this frame, with its variables
+        # the new exception's traceback contains this frame, with its variables
         del trace
         if isinstance(error, CollectivesAborted):
             text = str(error)
@@ -161,11 +162,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def leave_groups(*, collect: bool = True) -> int:
-    """Leave all process groups and shared memory, so that `join_over`, or `join`, works again. The
-    main thread calls it, whatever the other processes do. Returns the number of Gloo groups that
-    are still referred to: 0 if the caller has dropped everything. `collect`: also free groups in
-    reference cycles, such as FSDP2's modules; this takes about 0.3 s in a process that has imported
-    FSDP2, and the caller may do it later (`gc.collect`), once the new group works.
+    """Leave all process groups and shared memory, so that `join_over` or `join` can be called
+    again. The main thread calls it, independently of the other processes. Returns the number of
+    Gloo groups that are still referred to: 0 if the caller has dropped everything. `collect`: also
+    free groups in reference cycles, such as FSDP2's modules; this takes about 0.3 s in a process
+    that has imported FSDP2, and the caller may do it later (`gc.collect`), once the new group
+    works.
 
     Raises `LaunchError` if the script made the process group itself.
     """
@@ -175,7 +177,7 @@ def leave_groups(*, collect: bool = True) -> int:
             "the script has made the process group itself (init_process_group), and lockstep cannot"
             " replace it; leave that to lockstep"
         )
-    with _lock:  # the abort began before its error was seen; let it finish
+    with _lock:  # the error may come before the abort is finished: let it finish
         _abort.end()
     # a group waits for its pending collectives when it is freed
     while not gloo_sockets.shut_down_gloo_sockets():
@@ -208,15 +210,15 @@ def join_over(
     process of the group.
 
     The group has its own connection to the store, so that `abort_collectives` ends this call, which
-    then raises `CollectivesAborted`, and every later group. Group names continue all processes'
-    used names, so that a mesh of an earlier group finds none.
+    then raises `CollectivesAborted`, and every later group. Numbers in group names continue after
+    those used by any process, so that a mesh of an earlier group finds no group.
     """
     global _store_connection
     with abortable():
         own, connection = gloo_sockets.with_own_connection(store)
         with _lock:
             _store_connection = connection
-        if is_aborted():  # it may have come before there was a connection to end
+        if is_aborted():  # the abort may have come before there was a connection to end
             raise CollectivesAborted("another process was lost before this one could join")
         own.set(f"names/{rank}", str(_names_used))
         own.set_timeout(timeout)
@@ -236,8 +238,8 @@ def join_over(
 
 
 def launcher_store(environ: Mapping[str, str]) -> Store:
-    """Connect to the store that the launcher has made for this start, at MASTER_ADDR:MASTER_PORT.
-    For `join_over`."""
+    """Connect to the store that the launcher has made for this start, at MASTER_ADDR:MASTER_PORT;
+    to be passed to `join_over`."""
     server = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
     return PrefixStore("lockstep/start", server)
 

@@ -1,15 +1,15 @@
-"""A shared memory segment of the processes of one host, with a counter for each rank on which the
-others wait.
+"""A shared memory segment for the processes of one host. It has a counter for each rank, on which
+the other ranks wait.
 
 The memory is a memfd of rank 0, which the others open through /proc. It has no name: the kernel
-frees it with the last process that maps it, whichever is killed. It is not in /dev/shm, whose limit
-(64 MB in a container) does not apply. Its pages are allocated at the start, so a later write cannot
-fail.
+frees it with the last process that maps it, even if processes are killed. It is not in /dev/shm,
+whose limit (64 MB in a container) does not apply. Its pages are allocated at the start, so a later
+write cannot fail.
 
 It starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at fault),
 then each rank's current call. Each word is written by one rank and read by the others. On x86-64
 stores become visible in order, so a counter that is stored after its data needs no barrier. Other
-processors reorder stores, and are refused.
+processors reorder stores, so they are refused.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ from torch import Tensor
 from lockstep.base.container import ONE_CONTAINER, process_id_space
 from lockstep.base.errors import LockstepError
 
-# Each rank's words have a cache line of their own, so that one rank's store does not slow another's
-# load.
+# a store of one rank does not slow down loads of others: each rank's words have their own cache
+# line
 LINE_BYTES = 64
 _LINE = LINE_BYTES // 8
 _COUNTER, _STATE, _CULPRIT = range(3)
 _LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
 _PAGE_BYTES = 4096
-# A wait spins this long, about as long as a sleep with its wake-up, and yields at each turn,
-# because the other rank may need this processor. Not longer: on a busy machine a yielding process
-# waits for others' time slices, but a sleeping one runs as soon as it is woken.
+# A wait spins for this long (about as long as a sleep and its wake-up take), and yields in each
+# iteration, because the other rank may need this processor. Spinning longer would hurt: on a busy
+# machine a yielding process waits for other processes' time slices, but a sleeping one runs as soon
+# as it is woken.
 _SPIN_SECONDS = 3e-5
-# A sleep ends when the counter changes, or after this time, to check if the others are alive.
+# A sleep ends when the counter changes, or after this time, to check whether the other ranks are
+# alive.
 _LOOK_SECONDS = 0.02
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # of x86-64
 _EXCHANGE_BYTES = 4096
@@ -60,8 +62,8 @@ class ExchangeError(LockstepError):
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        """The ranks at fault, as numbered in their group. The text has their numbers among all
-        processes."""
+        """The ranks at fault, numbered in their group. The text of the error has their numbers
+        among all processes."""
 
 
 class PeerDied(ExchangeError):
@@ -69,8 +71,8 @@ class PeerDied(ExchangeError):
 
 
 class PeersLate(ExchangeError):
-    """Ranks did not come within the timeout. They are alive: they hang, are stopped, or compute for
-    longer."""
+    """Ranks did not reach the collective within the timeout. They are alive: they hang, are
+    stopped, or compute for longer."""
 
 
 class CallsDiffer(ExchangeError):
@@ -125,7 +127,7 @@ class Segment:
         calls."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
-        # a segment may be dropped without `close`
+        # a segment may be dropped without a call of `close`
         self._close_ends = weakref.finalize(self, _close, ends)
         self._poll = select.poll()
         self._ranks = {end: peer for peer, end in enumerate(ends) if end >= 0}
@@ -151,8 +153,8 @@ class Segment:
         self._futex(_FUTEX, self._address + 8 * place, _FUTEX_WAKE, _ALL, None)
 
     def calls(self, buffer: int, rank: int) -> int:
-        """Return the index of the first of the `size` + 1 words that hold a rank's call. `buffer`
-        is 0 or 1."""
+        """Return the index of the first of the `size` + 1 words that describe a rank's call.
+        `buffer` is 0 or 1."""
         return _line(self.size) + (buffer * self.size + rank) * _call_words(self.size)
 
     def wait(self, target: int) -> None:
@@ -170,7 +172,7 @@ class Segment:
             if waited < _SPIN_SECONDS:
                 os.sched_yield()
             else:
-                # Returns at once where the counter has changed since it was read.
+                # Returns at once if the counter has changed since it was read.
                 self._futex(
                     _FUTEX,
                     self._address + 8 * places[-1],
@@ -188,7 +190,7 @@ class Segment:
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         left = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
         stopped = [peer for peer in range(self.size) if words[_line(peer) + _STATE] > _LEFT]
-        # Read after the states: a rank's actions before its end count.
+        # Read after the states: actions of a rank before its end count.
         missing = [peer for peer in self.peers if words[self.counters[peer]] < target]
         for kind, ranks in ((_DIED, dead), (_LEFT, left)):
             if gone := [peer for peer in ranks if peer in missing]:
@@ -222,13 +224,13 @@ class Segment:
             (kind for kind, (error, _) in _ERRORS.items() if type(cause) is error), _STOPPED
         )
         culprit = cause.ranks[0] if isinstance(cause, ExchangeError) else self.rank
-        with contextlib.suppress(ValueError):  # the words are released: it is closed
+        with contextlib.suppress(ValueError):  # the words are released: the segment is closed
             if self.words[_line(self.rank) + _STATE] == _LIVE:
                 self.words[_line(self.rank) + _CULPRIT] = culprit
                 self.words[_line(self.rank) + _STATE] = kind
 
     def close(self) -> None:
-        """Release the memory. The others can still read what this rank has sent. May be called
+        """Release the memory. Other ranks can still read what this rank has sent. May be called
         again."""
         if self._closed:
             return
@@ -237,7 +239,7 @@ class Segment:
         self._closed = True
         self.words.release()
         self._close_ends()
-        del self.memory  # unmapped with the last tensor that looks into it
+        del self.memory  # unmapped with the last tensor that is a view of it
 
 
 def _line(rank: int) -> int:
@@ -259,11 +261,11 @@ def open_segment(
     timeout: timedelta,
     among: Sequence[int] | None = None,
 ) -> Segment | Unavailable:
-    """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all get
-    one, or the same reason. `among`: the ranks of `group` that share a segment with this one; each
-    rank gives its own list. Not the launcher but the kernel decides if they are on one host: all
-    have the same boot id and namespace of process ids, and each finds rank 0's random token in the
-    memory that it opened."""
+    """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all ranks
+    get one, or all get the same reason. `among`: the ranks of `group` that share a segment with
+    this one; each rank passes its own list. The kernel, not the launcher, decides if ranks are on
+    one host: they must have the same boot id and namespace of process ids, and each must find rank
+    0's random token in the memory that it opened."""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -291,8 +293,8 @@ def open_segment(
 
 
 def _apart(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
-    """Return why `rank` shares no memory with rank 0. `hosts`: the `process_id_space` of each
-    rank."""
+    """Return the reason why `rank` shares no memory with rank 0. `hosts`: the `process_id_space` of
+    each rank."""
     other_container = next(
         (each for each, host in enumerate(hosts) if host[0] == hosts[0][0] and host != hosts[0]),
         None,
@@ -327,8 +329,8 @@ def _unavailable(everyone: Sequence[dict[str, Any]]) -> Unavailable | None:
 
 
 def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Return the data for the others to open the memory. Rank 0 makes it; `opened` closes its
-    descriptor."""
+    """Return the data with which other ranks can open the memory. Rank 0 makes the memory; `opened`
+    closes its descriptor."""
     if sys.platform != "linux":
         raise ValueError(
             f"the system is {sys.platform}; memory without a name, which this needs, is Linux's"
@@ -362,8 +364,8 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Return the memory, and for each peer a descriptor that becomes readable at its end. The next
-    collective proves the peers alive, so the process ids were theirs."""
+    """Return the memory, and for each peer a descriptor that becomes readable when it ends. The
+    next collective proves that the peers are alive, so the process ids belonged to them."""
     first = everyone[0]
     descriptor = os.open(
         f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC

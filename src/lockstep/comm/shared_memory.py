@@ -1,6 +1,6 @@
 """Collectives on CPU tensors through shared memory of the processes of one host: 0.02 to 0.2 ms,
-where Gloo takes 1 to 2 ms. The protocol is [Note: Rounds] in `lockstep.comm.shared_rounds`, the
-memory is `lockstep.comm.segment`'s.
+where Gloo takes 1 to 2 ms. The protocol is described in [Note: Rounds] in
+`lockstep.comm.shared_rounds`; the memory is a segment of `lockstep.comm.segment`.
 """
 
 import functools
@@ -38,13 +38,13 @@ from lockstep.comm.shared_rounds import (
 
 P = ParamSpec("P")
 
-# The size of each of a rank's two buffers. With half, an all-reduce of 16 MiB took a tenth longer,
-# because it has more rounds; with four times as much too, because pieces leave the processor's
+# The size of each of a rank's two buffers. With half the size, an all-reduce of 16 MiB took a tenth
+# longer, because of more rounds; with four times the size too, because pieces leave the processor's
 # cache (1 MiB) between write and read.
 BUFFER_BYTES = 1 << 20
 _MIN_CELL_BYTES = 4096
-# Up to this many ranks, or for tensors up to this size, every rank adds everything. This needs more
-# additions than slices, but one wait instead of two, and one copy less.
+# Up to this many ranks, or for tensors up to this size, every rank adds all elements. Compared with
+# slices, this takes more additions, but one wait instead of two, and one copy less.
 _DIRECT_RANKS = 4
 _DIRECT_BYTES = 256 << 10
 
@@ -63,7 +63,7 @@ def _collective(
 
 
 class PendingAllGather(dist.Work):
-    """An all-gather that has started: this rank's part is visible to the others."""
+    """An all-gather that has started: this rank's part is visible to the other ranks."""
 
     def __init__(self, group: "SharedMemoryGroup", rest: Iterator[None]) -> None:
         super().__init__()
@@ -71,7 +71,8 @@ class PendingAllGather(dist.Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises an `ExchangeError`. `timeout` is ignored: the group has one."""
+        """Complete the all-gather. Raises an `ExchangeError`. `timeout` is ignored: the group has
+        its own timeout."""
         if self._group.pending is self:
             self._group.finish()
         return True
@@ -79,11 +80,11 @@ class PendingAllGather(dist.Work):
 
 class SharedMemoryGroup(Closing):
     """The collectives of the ranks of a process group on one host. Made by `create`; used by one
-    thread at a time. Every rank calls the same in the same order, with contiguous CPU tensors. A
-    call returns when this rank's part is complete. Sums are added in the order of the ranks: the
-    same bits on every rank, in every run. If a rank fails, every rank raises an `ExchangeError`
-    (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After any exception in a collective,
-    the group is unusable."""
+    thread at a time. Every rank makes the same calls in the same order, with contiguous CPU
+    tensors. A call returns when this rank's part is complete. Sums are added in the order of the
+    ranks, so they have the same bits on every rank, in every run. If a rank fails, every rank
+    raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After any
+    exception in a collective, the group is unusable."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
@@ -119,10 +120,10 @@ class SharedMemoryGroup(Closing):
         buffer_bytes: int = BUFFER_BYTES,
         among: Sequence[int] | None = None,
     ) -> "SharedMemoryGroup | Unavailable":
-        """Share memory between the ranks of `group` (default: all). Every rank calls it; all get a
-        group, or the same `Unavailable`. `timeout`: the longest wait for another rank.
-        `buffer_bytes`: the size of each of a rank's two buffers; larger tensors go through in
-        pieces. `among`: the ranks of `group` that share memory with this one; each rank gives its
+        """Share memory between the ranks of `group` (default: all). Every rank calls it; all ranks
+        get a group, or all get the same `Unavailable`. `timeout`: the longest wait for another
+        rank. `buffer_bytes`: the size of each of a rank's two buffers; larger tensors are sent in
+        pieces. `among`: the ranks of `group` that share memory with this one; each rank passes its
         own list."""
         group = dist.group.WORLD if group is None else group
         if group is None:
@@ -137,7 +138,7 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, which has one size on all ranks, by the sum over ranks."""
+        """Replace `tensor`, which has the same size on all ranks, by the sum over ranks."""
         numbers = flat(tensor)
         views = self._rounds.start("all_reduce", numbers)
         if self.size <= _DIRECT_RANKS or numbers.nbytes <= _DIRECT_BYTES:
@@ -173,14 +174,14 @@ class SharedMemoryGroup(Closing):
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of
-        it."""
+        `output`."""
         for _ in self._gathering(output, tensor):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor) -> PendingAllGather:
-        """Start an all-gather. `output` is complete, and `tensor` free, after `wait` on the result
-        or the group's next call. If `tensor` is larger than a buffer, only its first piece is
-        exchanged before that."""
+        """Start an all-gather. `output` is complete, and `tensor` may be changed, after `wait` on
+        the result or the group's next call. If `tensor` is larger than a buffer, only its first
+        piece is exchanged before that."""
         rest = self._gathering(output, tensor)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
@@ -243,7 +244,8 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace `tensor`, which has one size on all ranks, by rank `source`'s."""
+        """Replace `tensor`, which has the same size on all ranks, by the tensor of rank
+        `source`."""
         numbers = flat(tensor)
         if not 0 <= source < self.size:
             raise ValueError(f"source={source}; the ranks of this group are 0 to {self.size - 1}")
@@ -261,7 +263,7 @@ class SharedMemoryGroup(Closing):
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> None:
         """Send each rank a chunk of `tensor`, with `sizes` elements, and receive chunks of
-        `output_sizes` elements in `output`, in rank order. The tensors must not overlap."""
+        `output_sizes` elements into `output`, in rank order. The tensors must not overlap."""
         into, numbers = flat(output), flat(tensor)
         fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
         if not fits or tensor.dtype is not output.dtype:
@@ -292,7 +294,7 @@ class SharedMemoryGroup(Closing):
             start = stop
 
     def abort(self) -> None:
-        """Make collectives on every rank, this one included, raise `PeerStopped`. Any thread may
+        """Make collectives raise `PeerStopped` on every rank, including this one. Any thread may
         call it."""
         self._segment.stop()
         if self._failure is None:
@@ -301,7 +303,7 @@ class SharedMemoryGroup(Closing):
             )
 
     def close(self) -> None:
-        """Release the memory, without waiting for the others. May be called again."""
+        """Release the memory, without waiting for other ranks. May be called again."""
         self._segment.close()
         self._rounds.forget_views()
         self.pending = None
@@ -335,19 +337,19 @@ class SharedMemoryGroup(Closing):
             self._failure = functools.partial(PeerStopped, (self.rank,), text)
 
     def _reduce_directly(self, numbers: Tensor, views: BufferViews) -> None:
-        """All-reduce in which every rank adds everything."""
+        """An all-reduce in which every rank adds all elements."""
         whole = views.whole
         for index, piece in enumerate(split(numbers, whole[0][0].numel())):
             parts = [head(part, len(piece)) for part in whole[self._rounds.buffer]]
             parts[self.rank].copy_(piece)
             self._rounds.meet(first=index == 0)
             if self.rank < 2:
-                parts[self.rank] = piece  # the same values, in this processor's cache
+                parts[self.rank] = piece  # this rank's own values, still in the processor's cache
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """All-reduce in which every rank adds its slice of a piece, and shows the sum beside the
-        next piece."""
+        """An all-reduce in which every rank adds its slice of a piece, and shows the sum together
+        with the next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()
@@ -379,5 +381,5 @@ def _groups_now() -> "list[SharedMemoryGroup]":
     while True:
         try:
             return list(_groups)
-        except RuntimeError:  # another thread has made one meanwhile
+        except RuntimeError:  # another thread has added a group meanwhile
             continue

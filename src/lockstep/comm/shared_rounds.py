@@ -1,12 +1,12 @@
-"""The protocol below every collective in shared memory: rounds, in which each rank shows data to
-the others; and functions on the tensors it shows.
+"""The protocol of collectives in shared memory: rounds, in which each rank shows data to the
+others; and functions on these tensors.
 
-[Note: Rounds] Every collective is a number of rounds, the same on every rank. In round n a rank
-writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n, and
-reads the others' buffers n % 2. A rank at n has finished reading round n - 1. So once all have
-reached n, the buffers of round n - 1 are free for round n + 1. Nothing is reset, and a round has
-one wait. In the first round of a call each rank also writes its collective's name, and all compare:
-a mismatch is an error, not a wrong sum.
+[Note: Rounds] Every collective consists of a number of rounds, the same on every rank. In round n a
+rank writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n,
+and reads the others' buffers n % 2. A rank whose counter is n has finished reading round n - 1. So
+once all counters have reached n, the buffers of round n - 1 are free for round n + 1. Nothing is
+reset, and a round has one wait. In the first round of a call each rank also writes its collective's
+name, and all compare: a mismatch is an error, not a wrong sum.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class BufferViews:
 
     dtype_code: int
     elements_per_line: int
-    """Elements in a cache line: the slices of two ranks do not share one."""
+    """Number of elements in a cache line: the slices of two ranks are in different cache lines."""
     whole: list[list[Tensor]]
     """The data that a rank shows to all."""
     results: list[list[Tensor]]
-    """A rank's slice of a sum."""
+    """The sum of a rank's slice."""
     sent: list[list[Tensor]]
-    """This rank's cell for each rank; empty for itself."""
+    """This rank's cell for each other rank; empty for itself."""
     received: list[list[Tensor]]
-    """Each rank's cell for this one."""
+    """Each rank's cell for this rank."""
 
 
 class Rounds:
@@ -54,7 +54,7 @@ class Rounds:
         self.number = 0
         """The last round that this rank has announced."""
         self.signature = 0
-        """This rank's present or latest call; see `called`."""
+        """This rank's current or latest call; see `called`."""
         self._rank = segment.rank
         self._size = segment.size
         self._segment = segment
@@ -68,14 +68,15 @@ class Rounds:
 
     @property
     def buffer(self) -> int:
-        """The buffer of the coming round, 0 or 1; until it is announced, this rank alone uses its
-        own."""
+        """The buffer of the next round, 0 or 1. Until the round is announced, only this rank uses
+        its buffer."""
         return self.number & 1
 
     def start(
         self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
     ) -> BufferViews:
-        """Write this rank's collective for the others to compare. `sizes`: of an all_to_all."""
+        """Write this rank's collective, which the other ranks compare with theirs. `sizes`: the
+        sizes of an all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)
@@ -87,8 +88,8 @@ class Rounds:
         return views
 
     def meet(self, *, first: bool = False) -> None:
-        """[Note: Rounds] Announce this round and wait for all ranks. `first`: this is the first
-        round of a call, so compare the calls."""
+        """[Note: Rounds] Announce this round and wait for all ranks. `first`: True in the first
+        round of a call, to compare the calls of all ranks."""
         self.announce()
         self.wait(first=first)
 

@@ -1,4 +1,5 @@
-"""Contexts around torch's collectives: count the time they wait, hide them, or refuse them."""
+"""Contexts that count the time in torch's collectives, hide the process group, or refuse
+collectives."""
 
 from __future__ import annotations
 
@@ -52,9 +53,10 @@ class CollectiveCalled(Exception):
 
 @contextmanager
 def as_one_process(*, watched: bool = True) -> Iterator[None]:
-    """Make `torch.distributed.is_initialized()` False while the body runs, so that torchmetrics and
-    similar code synchronise nothing. For functions of the user that each rank calls separately.
-    `watched`: also refuse collectives, which would count twice or wait for ever."""
+    """Make `torch.distributed.is_initialized()` return False while the body runs, so that
+    torchmetrics and similar code do not synchronise. It is for functions of the user that each rank
+    calls separately. `watched`: also refuse collectives, which would count values twice or wait for
+    ever."""
     is_initialized = dist.is_initialized
     dist.is_initialized = lambda: False
     try:
@@ -65,7 +67,8 @@ def as_one_process(*, watched: bool = True) -> Iterator[None]:
 
 
 class CollectivesRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises `CollectiveCalled` for each collective called in the body. Slows each operation."""
+    """Raises `CollectiveCalled` for each collective that is called in the body. It slows down every
+    operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

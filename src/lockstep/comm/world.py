@@ -43,8 +43,8 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 BUCKET_NUMBERS = 2**22
 """Approximate numbers in a bucket of `sum_each`."""
 _HEAD_BYTES = 64
-"""Size of the head of a JSON text, sent first: the text's length, and the text if it fits, else its
-digest."""
+"""Size of the head of a JSON text, which is sent first. It contains the text's length, and the text
+if that fits, else its digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
 """With shared memory, and on accelerators, a tensor of at least this size is summed in place, not
@@ -53,7 +53,7 @@ in a bucket."""
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run or of a mesh axis. With one process every collective is the
+    """The processes of a run or of a mesh axis. With one process, every collective is the
     identity."""
 
     rank: int
@@ -62,10 +62,10 @@ class World:
     local_size: int
     device: torch.device
     owns_group: bool
-    """True if lockstep made the process group. It lives until the process ends: a later run uses it
-    too."""
+    """True if lockstep made the process group. The group exists until the process ends: a later run
+    uses it too."""
     group: Any = None
-    """Torch's process group of these processes; `rank` and `size` are in it. None: all
+    """Torch's process group of these processes; `rank` and `size` refer to it. None: all
     processes."""
     shared_memory: SharedMemoryGroup | None = None
     """Faster collectives for CPU tensors; None if the processes do not share memory."""
@@ -87,8 +87,8 @@ class World:
             dist.barrier()
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """All-gather rows in rank order: (sum(counts), ...). Every rank calls it with the `counts`
-        of all."""
+        """All-gather rows in rank order: (sum(counts), ...). Every rank calls it with the same
+        `counts`."""
         if self.size == 1:
             return rows
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
@@ -104,8 +104,8 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, contiguous and of one size on all ranks, by its sum. Every rank calls
-        it."""
+        """Replace `tensor`, which is contiguous and has the same size on all ranks, by its sum.
+        Every rank calls it."""
         if self.size == 1:
             return
         faster = self.shared_memory or self.hierarchy
@@ -124,7 +124,7 @@ class World:
                 together.append(tensor)
             elif tensor.is_cpu:
                 self.all_reduce(tensor)
-            else:  # the next one need not wait for it
+            else:  # the next tensor need not wait for this one
                 pending.append(dist.all_reduce(tensor, group=self.group, async_op=True))
         for bucket in _buckets(together):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
@@ -151,7 +151,7 @@ class World:
 
     def gather_values(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events.
-        Equal values may be one object. Values that are short, or equal on all ranks, take one
+        Equal values may be the same object. Values that are short, or equal on all ranks, take one
         collective; others take two."""
         if self.size == 1:
             return [value]
@@ -171,8 +171,7 @@ class World:
         return [values[each] for each in texts]
 
     def value_of(self, rank: int, value: Any) -> Any:
-        """Return the JSON value that rank `rank` gives. Every rank calls it; for set-up and rare
-        events."""
+        """Return the JSON value of rank `rank`. Every rank calls it; for set-up and rare events."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if rank == self.rank else b""
@@ -186,7 +185,8 @@ class World:
         return json.loads(bytes(full_text.numpy()))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace `tensor`, contiguous, by rank `source`'s. Every rank calls it."""
+        """Replace `tensor`, which is contiguous, by the tensor of rank `source`. Every rank calls
+        it."""
         if self.size == 1:
             return
         if self.shared_memory is not None and tensor.is_cpu:
@@ -228,10 +228,10 @@ def join(
 ) -> World:
     """Join the rendezvous and make the process group, or use the existing one. Every rank calls it.
     The device is this rank's GPU (NCCL, with Gloo for CPU tensors), or without GPUs the CPU (Gloo).
-    `backend`: another for its tensors. `store`: the meeting point, with unused keys; None:
-    MASTER_ADDR:MASTER_PORT. `share_devices`: several processes may compute on one GPU. Raises
-    `LaunchError` for fewer GPUs than processes without it, and for an unusable rendezvous address
-    or backend."""
+    `backend`: another backend for tensors on that device. `store`: the store for the rendezvous,
+    with unused keys; None: the one at MASTER_ADDR:MASTER_PORT. `share_devices`: several processes
+    may compute on one GPU. Raises `LaunchError` if there are fewer GPUs than processes and
+    `share_devices` is false, and for an unusable rendezvous address or backend."""
     global _made, _compared, _excepthooks
     if local_size > 1 and accelerator.is_for_one_process():
         device, mine = torch.device("cpu"), RankDevice(host="", type="cpu")
@@ -246,7 +246,7 @@ def join(
     try:
         chosen = chosen_backend(backend, device, rank, size, os.environ) if mine.type else ""
     except LaunchError as error:
-        if size == 1 or backend is not None:  # all ranks were given one --backend
+        if size == 1 or backend is not None:  # all ranks were given the same --backend
             raise
         # tell the other ranks, so that they do not wait for this one
         mine = replace(mine, refusal=str(error))
@@ -300,12 +300,12 @@ def join(
 
 def leave() -> None:
     """Destroy the process group that `join` made, if any: `join` can be called again. The group's
-    sockets and threads go with the last reference to it."""
+    sockets and threads end with the last reference to it."""
     global _made, _excepthooks
     if owns_group():
         dist.destroy_process_group()
     atexit.unregister(_at_exit)
-    # torch prepends another one at each `init_process_group`
+    # torch prepends another hook at each `init_process_group`
     if sys.excepthook is _excepthooks[1]:
         sys.excepthook = _excepthooks[0]
     _made, _excepthooks = None, (None, None)
@@ -325,7 +325,7 @@ def owns_group() -> bool:
 
 def _at_exit() -> None:
     """Destroy the group when the process ends. NCCL's shutdown waits for the other ranks of the
-    machine, which may wait in a collective for this one; so a failed process aborts instead."""
+    machine, and these may wait in a collective for this one; so a failed process aborts instead."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
     if owns_group() and not (has_failed and abort_accelerator_groups()):

@@ -1,4 +1,4 @@
-"""Measure collectives, links between ranks, and clocks.
+"""Measures collectives, links between ranks, and clocks.
 
 Algorithm bandwidth is bytes / seconds, with the bytes of the whole array. Bus bandwidth, comparable
 with the hardware's, multiplies it by 2 (n - 1) / n for all-reduce and (n - 1) / n for the
@@ -25,23 +25,23 @@ from lockstep.doctor.point_to_point import Pair, PairMeasurement, find_outliers,
 SIZES_BYTES = (2**10, 2**16, 2**20, 2**24, 2**28)
 LARGEST_BYTES_ON_CPU = 2**24
 SIZE_SECONDS = 0.06
-"""Seconds of repeats for each size of each collective, about."""
+"""Approximate seconds of repeats for each size of each collective."""
 MOST_REPEATS = 20
 LONGEST_SECONDS = 1.0
-"""A size that would take longer, judged by the size before, is left out."""
+"""A size that would take longer, estimated from the previous size, is left out."""
 PINGS = 20
 TRANSFER_SECONDS = 0.02
 TRANSFERS = 3
 FIRST_BYTES = 2**16
 MEASUREMENTS = 5
-"""An outlier is measured so often, and the best measurement counts: momentary noise is no slow
-link."""
+"""Number of measurements of an outlier; the best one counts, because momentary noise does not make
+a link slow."""
 
 _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return bytes per second."""
+    """Return the bus bandwidth in bytes per second."""
     factor = 1.0
     if collective == "all-reduce":
         factor = 2 * (ranks - 1) / ranks
@@ -51,8 +51,8 @@ def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) 
 
 
 def time_collectives(coordinator: ProbeCoordinator, group: RankGroup) -> list[dict[str, Any]]:
-    """Time every collective in float32. Every rank calls it. A row has the size as nccl-tests
-    counts it, and the median of the repeats on the slowest rank."""
+    """Time every collective in float32. Every rank calls it. A row has the size, defined as in
+    nccl-tests, and the median of the repeats on the slowest rank."""
     rows = []
     for collective in COLLECTIVES:
         seconds: float | None = None
@@ -195,8 +195,8 @@ def _transfer(group: RankGroup, peer: int, count: int) -> float:
 
 
 def _serve(group: RankGroup, peer: int) -> None:
-    """Receive and acknowledge as many bytes as the peer requests (1 is a ping), until it requests
-    0."""
+    """Receive and acknowledge the number of bytes that the peer announces (1 is a ping), until it
+    announces 0."""
     while count := int(_receive(group, peer, 8).view(torch.int64)[0]):
         content = torch.empty(count, dtype=torch.uint8, device=group.device)
         _acknowledge(group, peer)
@@ -224,7 +224,7 @@ def _receive(group: RankGroup, peer: int, count: int) -> torch.Tensor:
 def measure_clocks(
     coordinator: ProbeCoordinator, group: RankGroup, first_ranks: Sequence[int]
 ) -> list[tuple[float, float]]:
-    """Return, for each machine, by how many seconds its clock is ahead of the first machine's, and
+    """Return, for each machine, the seconds by which its clock is ahead of the first machine's, and
     the uncertainty. Every rank calls it. `first_ranks`: the lowest rank of each machine."""
     own = (0.0, 0.0)
     reference = first_ranks[0]

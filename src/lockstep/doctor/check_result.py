@@ -19,7 +19,7 @@ class CheckResult:
     section: Section
     check: str
     verdict: Verdict
-    """`skipped`: not available here, or not run; no fault by itself."""
+    """`skipped`: not available here, or not run; not a fault by itself."""
     found: str
     remedy: str = ""
     """Never empty unless the verdict is `ok`."""
@@ -48,8 +48,8 @@ def worst(checks: Iterable[CheckResult]) -> Verdict:
 
 
 def machine_names(machines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return unique names: the hosts', else the addresses, else numbered hosts. `machines`: each
-    with its `MachineInfo` as JSON in `info`."""
+    """Return unique names of the machines: host names, else addresses, else numbered host names.
+    `machines`: one dict each, with the `MachineInfo` as JSON in `info`."""
     hosts, addresses = (
         [str(each["info"][key]) for each in machines] for key in ("host", "address")
     )
@@ -79,6 +79,6 @@ def format_duration(seconds: float) -> str:
 def format_bandwidth(bytes_per_second: float) -> str:
     """Return a bandwidth such as 1.31 GB/s."""
     for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_second >= 0.9995 * factor:  # rounds up to 1.00 of this unit
+        if bytes_per_second >= 0.9995 * factor:  # this would round up to 1.00 of this unit
             return f"{bytes_per_second / factor:.3g} {unit}"
     return f"{bytes_per_second / 1e3:.3g} kB/s"

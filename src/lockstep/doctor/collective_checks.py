@@ -1,4 +1,4 @@
-"""Call every collective, and compare its output with the expected one."""
+"""Calls every collective, and compares its output with the expected output."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _OPERATIONS = {
     "avg": dist.ReduceOp.AVG,
 }
 _UNSUPPORTED_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
-"""Raised by backends for an unsupported data type or operation."""
+"""Exceptions that backends raise for an unsupported data type or operation."""
 _NOT_CALLED = {"nccl": ("int16",)}
-"""Data types that are not tried, by backend. In torch 2.11, send, receive and scatter of int16
-leave NCCL's group of calls open: no later collective runs, and none raises."""
+"""Data types that are not tested, by backend. In torch 2.11, send, receive and scatter of int16
+leave NCCL's group of calls open: later collectives then neither run nor raise."""
 _MOST_CONTRIBUTIONS = 85
-"""Most ranks that contribute to one position of an average in bfloat16."""
+"""Largest number of ranks that contribute to one position of an average in bfloat16."""
 _BARRIERS = 3
 _STAGGER_SECONDS = 0.01
 
@@ -50,7 +50,7 @@ class RankGroup:
     global_ranks: list[int]
     group_rank: int
     process_group: Any
-    """None: the default group, of all ranks."""
+    """Torch's process group. None: the default group, with all ranks."""
     device: torch.device
     backend: str
 
@@ -61,7 +61,7 @@ class RankGroup:
 
 def check(coordinator: ProbeCoordinator, group: RankGroup) -> Iterator[dict[str, Any]]:
     """Yield a row for each collective, data type and operation. Every rank of the group calls it.
-    `outcomes` names, by rank, what is `unsupported` or `wrong`."""
+    `outcomes` has the ranks on which it is `unsupported` or `wrong`."""
     for collective in COLLECTIVES:
         if collective == "barrier":
             outcomes = _check_barrier(coordinator, group)
@@ -127,7 +127,7 @@ def exchange(
             following = group.global_ranks[(group.group_rank + 1) % size]
             preceding = group.global_ranks[group.group_rank - 1]
             # Not batched: if NCCL rejects a data type, it leaves the batch open. Odd ranks receive
-            # first, or the ring would deadlock.
+            # first, because otherwise the ring would deadlock.
             if group.group_rank % 2:
                 dist.recv(received, preceding, group=process_group)
             dist.send(own, following, group=process_group)
@@ -195,7 +195,7 @@ def _difference(result: Tensor, expected: NDArray[Any], case: CollectiveCase, si
 
 
 def _check_barrier(coordinator: ProbeCoordinator, group: RankGroup) -> list[Any]:
-    """Let ranks enter one after another: none may leave before all have entered."""
+    """Make ranks enter the barrier one after another: none may leave before all have entered."""
     early, size = None, len(group.global_ranks)
     for number in range(_BARRIERS):
         with coordinator.probe(f"barrier{group.suffix}"):

@@ -2,8 +2,9 @@
 
 [Note: the deadline] A thread watches each probe. If the probe passes its deadline or raises, the
 launcher sends SIGTERM, or another rank gives up, the thread publishes this rank's status, collects
-the others', writes the results so far and ends the process. So neither a collective that hangs nor
-a rank that fails blocks the doctor. A rank without a status is stopped, dead, or out of reach.
+those of other ranks, writes the results so far and ends the process. So neither a collective that
+hangs nor a rank that fails blocks the doctor. A rank without a status is stopped, dead, or out of
+reach.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PREFIX = "lockstep-doctor"
 _ABORT_KEY = "abort"
 _POLL_SECONDS = 0.2
 _STATUS_WAIT_SECONDS = 2.0
-"""Less than the launcher waits after SIGTERM."""
+"""Shorter than the launcher's wait after SIGTERM."""
 _STORE_TIMEOUT_SECONDS = 3600
 """Longer than any deadline."""
 
@@ -44,8 +45,8 @@ class ProbeCoordinator:
         deadline_seconds: float,
         on_abort: Callable[[list[RankStatus]], None],
     ) -> None:
-        """`on_abort` runs in the watching thread with the statuses that were collected, and ends
-        the process."""
+        """`on_abort` is called in the watching thread with the collected statuses, and ends the
+        process."""
         self.rank = rank
         self.world_size = world_size
         self._deadline_seconds = deadline_seconds
@@ -78,11 +79,12 @@ class ProbeCoordinator:
         with self._lock:
             self._deadline = None
             is_over = self._aborting or self._failed.is_set()
-        if is_over:  # a result from now on may come from another rank's end, so it is not a finding
+        # a result from now on may be caused by another rank's end, so it is not reported
+        if is_over:
             time.sleep(_STORE_TIMEOUT_SECONDS)  # the watching thread ends the process
 
     def record_error(self, error: Exception) -> None:
-        """Note that this rank's part of the probe raised."""
+        """Record that this rank's part of the probe raised."""
         text = (str(error).splitlines() or [""])[0]
         with self._lock:
             self._status = replace(self._status, error=f"{type(error).__name__}: {text}")
@@ -102,7 +104,7 @@ class ProbeCoordinator:
         self.all_gather(None)
 
     def add_to_counter(self, name: str, amount: int) -> int:
-        """Add to a counter of all ranks. Returns its new value."""
+        """Add to a counter that all ranks share. Returns its new value."""
         return int(self._store.add(f"count/{name}", amount))
 
     def _watch(self, store: Any) -> None:
@@ -134,7 +136,7 @@ class ProbeCoordinator:
 
 def _connect() -> Any:
     """Connect to the launcher's store. A waiting call blocks its connection, so each thread has its
-    own."""
+    own connection."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return PrefixStore(
         _PREFIX,
@@ -150,7 +152,7 @@ def _has_key(store: Any, name: str) -> bool:
 
 
 def _location(frame: FrameType | None) -> str | None:
-    """Return a thread's innermost line; None if it is torch's or the doctor's."""
+    """Return the line that a thread executes; None if it belongs to torch or the doctor."""
     if frame is None:
         return None
     file = frame.f_code.co_filename

@@ -50,14 +50,14 @@ from lockstep.options import RunOptions
 
 DEADLINE_SECONDS = 20.0
 WORKER = ("-m", "lockstep.doctor")
-"""A test may give a script that plants a fault first."""
+"""The command of a rank. A test may pass a script that first plants a fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
     checks: list[CheckResult]
     results: Mapping[str, Any]
-    """See `lockstep.doctor.worker`."""
+    """Results of the ranks, see `lockstep.doctor.worker`."""
     ending: Ending
 
     @property
@@ -83,8 +83,8 @@ def diagnose(
     worker: Sequence[str] = WORKER,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> Diagnosis:
-    """Check this machine with `nproc` ranks, or several machines, each of which calls this.
-    `run_dir=None`: the working directory. Raises `LaunchError` if the machines cannot meet."""
+    """Check this machine with `nproc` ranks, or several machines, each of which makes this call.
+    `run_dir=None`: the working directory. Raises `LaunchError` if the machines cannot connect."""
     world_size = nproc * (machines.least if machines is not None else 1)
     info = read_machine_info(machines, environ)
     own = [

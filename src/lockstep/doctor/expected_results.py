@@ -1,8 +1,9 @@
 """The output that each collective must have on each rank. Pure.
 
-[Note: exact] Each data type holds every input, partial sum and product without rounding, so a
-result is right in any order of additions. In a sum over many ranks most contribute 0 at most
-positions: no position exceeds the type, and every rank contributes somewhere.
+[Note: exact] Each data type represents every input, partial sum and product without rounding, so
+the result does not depend on the order of additions. In a sum over many ranks, most ranks
+contribute 0 at most positions: no position exceeds the range of the type, and every rank
+contributes somewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 REDUCTIONS: tuple[Collective, ...] = ("reduce", "all-reduce", "reduce-scatter")
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _ONE_BLOCK_INPUTS = ("send/recv", "broadcast", "reduce", "all-reduce", "gather", "all-gather")
-"""Collectives whose input is one block; the others' is one block per rank."""
+"""Collectives whose input is one block; the input of the others is one block per rank."""
 
 BLOCK_SIZE = 13
 
@@ -44,11 +45,11 @@ BLOCK_SIZE = 13
 class DataType:
     name: str
     limit: int
-    """The type holds every integer from 0 to this."""
+    """The type represents every integer from 0 to this limit."""
     signed: bool = True
     real: bool = True
     integer: bool = False
-    """True if it holds integers alone, and so has no average."""
+    """True if the type has integers only, and so no average."""
 
 
 DATA_TYPES = (
@@ -81,7 +82,7 @@ class CollectiveCase:
 
 
 def cases(collective: Collective) -> list[CollectiveCase]:
-    """Return each data type with each operation defined for it. Not for the barrier."""
+    """Return each data type with each operation defined for it. Not defined for the barrier."""
     if collective not in REDUCTIONS:
         return [CollectiveCase(collective, None, data_type) for data_type in DATA_TYPES]
     pairs = [
@@ -100,7 +101,8 @@ def _is_defined(operation: Operation, data_type: DataType) -> bool:
 
 
 def root(global_ranks: Sequence[int]) -> int:
-    """Return the root's rank in the group: the last, because the first is every default."""
+    """Return the root's rank in the group: the last rank, because the first is the default
+    everywhere."""
     return len(global_ranks) - 1
 
 
@@ -151,7 +153,7 @@ def _values_of_rank(
 def _values(
     case: CollectiveCase, global_ranks: Sequence[int], group_ranks: Integers, positions: Integers
 ) -> Integers:
-    """Return the inputs of some ranks, (ranks, positions). See [Note: exact]."""
+    """Return the inputs of some ranks, shape (ranks, positions). See [Note: exact]."""
     limit, seeds = case.data_type.limit, np.array(global_ranks)[group_ranks]
     if case.operation in ("sum", "avg"):
         most = min(limit, 3)
@@ -178,7 +180,7 @@ def _is_contributor(
 
 
 def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers:
-    """Return a number in 0..below-1 for each seed and position."""
+    """Return a pseudo-random number in 0..below-1 for each seed and position."""
     mixed = seeds[:, None].astype(np.uint64) * np.uint64(GOLDEN) + positions.astype(
         np.uint64
     ) * np.uint64(MIX_FIRST)
@@ -188,7 +190,8 @@ def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers
 
 
 def subgroups(size: int) -> dict[str, list[list[int]]]:
-    """Return partitions of the ranks, whose groups run their collectives at the same time."""
+    """Return partitions of the ranks into groups; the groups of a partition run their collectives
+    at the same time."""
     if size < 4:
         return {"a second group": [list(range(size))]}
     return {

@@ -1,5 +1,5 @@
-"""Check the file system of a run directory: atomic renames, fsync, locks, clock. Uses real files in
-a temporary folder."""
+"""Checks the file system of a run directory: atomic renames, fsync, locks, clock. It uses real
+files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rename = Callable[[Path, Path], object]
 RENAMES = 40
 FILE_BYTES = 256 << 10
 FILES = 8
-"""Files in a renamed folder, which stands for a checkpoint."""
+"""Number of files in a renamed folder, which imitates a checkpoint."""
 SYNCS = 5
 SLOW_SYNC_SECONDS = 1.0
 """Slowest acceptable fsync of `FILE_BYTES`; a checkpoint waits for several."""
@@ -38,19 +38,19 @@ LEAST_FREE_BYTES = 1 << 30
 class FileSystemInfo:
     path: str
     kind: str
-    """Such as `ext4` or `nfs4`; empty if unknown."""
+    """Type of the file system, such as `ext4` or `nfs4`; empty if unknown."""
     free_bytes: int
     rename_fault: str
     """A fault that another thread saw during a rename; empty if renames are atomic."""
     sync_seconds: float | None
-    """Median of an fsync of a file and its folder; None if it failed."""
+    """Median duration of an fsync of a file and its folder; None if it failed."""
     sync_error: str
     lock_fault: str
-    """Why flock does not exclude a second holder; empty if it does."""
+    """The reason why flock does not exclude a second holder; empty if it does."""
     clock_offset_seconds: float
-    """Seconds by which its clock is ahead of this machine's."""
+    """Seconds by which the file system's clock is ahead of this machine's."""
     lost: str = ""
-    """Why the files are lost with this container; empty if they are not."""
+    """The reason why files are lost with this container; empty if they are not."""
 
 
 def existing(path: Path) -> Path:
@@ -87,7 +87,7 @@ def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
 
 
 def _check_file_renames(folder: Path, rename: Rename) -> str:
-    """Replace a file while a thread reads it: it must always read a complete one."""
+    """Replace a file while a thread reads it: the thread must always read a complete file."""
     target = folder / "target"
     contents = [bytes([65 + number]) * FILE_BYTES for number in range(2)]
     target.write_bytes(contents[0])
@@ -201,7 +201,7 @@ def _clock_offset(folder: Path) -> float:
 
 
 def file_system_checks(info: FileSystemInfo) -> Iterator[CheckResult]:
-    """Yield the results. Pure."""
+    """Yield the check results for a file system. Pure."""
     other = (
         "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints"
         " on object stores by their URL"

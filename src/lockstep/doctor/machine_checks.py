@@ -29,7 +29,8 @@ OPEN_FILES = 1024
 CONTAINER_BRIDGE = re.compile(
     r"docker\d+|br-[0-9a-f]{12}|podman\d+|cni-podman\d+|lxcbr\d+|lxdbr\d+|virbr\d+"
 )
-"""Bridges of Docker, Podman, LXC and libvirt. Every host's bridge may have the same address."""
+"""Network bridges of Docker, Podman, LXC and libvirt. The bridges of all hosts may have the same
+address."""
 OTHER_THREADS = 32
 """Threads of a process beside its compute threads."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
@@ -40,44 +41,44 @@ MAX_CLOCK_OFFSET_SECONDS = 0.5
 class MachineInfo:
     host: str
     address: str
-    """The address for other machines; empty if there are none."""
+    """The address at which other machines reach this one; empty if there are none."""
     interface: str | None
     interfaces: tuple[str, ...]
     interface_details: str
-    """Text to append; empty if unknown."""
+    """Text about the interface; empty if unknown."""
     versions: Mapping[str, str]
-    """They must be the same on all machines."""
+    """Versions that must be the same on all machines."""
     gpus: int
     gpu_names: tuple[str, ...]
-    """Those that the driver sees; empty without a driver."""
+    """Names of the GPUs that the driver sees; empty without a driver."""
     topology: Mapping[str, str]
-    """{"0-1": "NV18"}."""
+    """Links between GPUs: {"0-1": "NV18"}."""
     container: str | None
-    """The doctor's container engine; None: it is in no container."""
+    """The engine of the container that the doctor runs in; None: it runs in none."""
     process_ids: tuple[str | int, ...]
-    """From `process_id_space`."""
+    """Result of `process_id_space`."""
     cores: int
     cpu_quota: float | None
-    """In cores; None: no quota."""
+    """CPU quota in cores; None: no quota."""
     shared_memory_bytes: int | None
     available_memory_bytes: int
-    """The lesser of the machine's and the control group's."""
+    """Available memory, of the machine or the control group, whichever is less."""
     memory_limit_bytes: int | None
-    """The control group's; None if it is not below the machine's memory."""
+    """Memory limit of the control group; None if it is not below the machine's memory."""
     open_files_limit: int
     open_files_hard_limit: int
     locked_memory_bytes: int | None
-    """None: no limit."""
+    """Limit of locked memory; None: no limit."""
     infiniband: tuple[str, ...]
     free_tasks: int | None
-    """Processes and threads that may still start. None: no limit."""
+    """Number of processes and threads that may still start. None: no limit."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def machine_checks(
     info: MachineInfo, environ: Mapping[str, str], *, nproc: int, world_size: int
 ) -> list[CheckResult]:
-    """Return the results for one machine. `environ`: the launcher's."""
+    """Return the results for one machine. `environ`: the environment of the launcher."""
     versions = ", ".join(f"{name} {value}" for name, value in info.versions.items())
     return [
         _check("versions", "ok", versions),
@@ -91,7 +92,7 @@ def machine_checks(
 
 
 def _counted(count: int, noun: str) -> str:
-    """Return words such as "1 core" and "2 cores"."""
+    """Return text such as "1 core" or "2 cores"."""
     plural = "" if count == 1 else "es" if noun.endswith("ss") else "s"
     return f"{count} {noun}{plural}"
 
@@ -279,8 +280,8 @@ def clock_check(
 def shared_memory_differences(
     machines: Sequence[str], info: Sequence[Mapping[str, Any]]
 ) -> list[CheckResult]:
-    """Return a result if machines are containers of one host without common memory. `info`: each
-    `MachineInfo` as JSON."""
+    """Return a result if machines are containers of one host without common memory. `info`: the
+    `MachineInfo` of each machine as JSON."""
     by_host: dict[str, dict[int, str]] = {}
     for name, each in zip(machines, info, strict=True):
         host, space = each["process_ids"]
@@ -310,7 +311,7 @@ def version_differences(
 
 
 def difference(machines: Sequence[str], values: Sequence[str]) -> str:
-    """Return the first difference between machines in words; empty if there is none."""
+    """Return text about the first difference between machines; empty if there is none."""
     for machine, value in zip(machines, values, strict=True):
         if value != values[0]:
             return f"is {values[0]} on {machines[0]} and {value} on {machine}"
@@ -336,7 +337,7 @@ _DEBUGGING = "unset it, unless you are debugging"
 _BEST = "NCCL no longer chooses the best one for each size and topology"
 _BUSY = "waiting threads keep the cores of other processes busy"
 _COSTLY_VARIABLES: Sequence[tuple[str, Sequence[str], str, str]] = (
-    # name, harmful values in lower case (none: any), why, remedy
+    # name, harmful values in lower case (none: any value), reason, remedy
     (
         "CUDA_LAUNCH_BLOCKING",
         _ON,

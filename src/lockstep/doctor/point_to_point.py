@@ -1,9 +1,9 @@
-"""Find the links, ranks and machines that are slower than the others. Pure.
+"""Finds the links, ranks and machines that are slower than the others. Pure.
 
 [Note: outliers] Links of one kind should be alike. A node is a rank of its machine, or a machine. A
-node is slow if even its best link is several times worse than the other nodes' best; among the
-others, a link is slow if it is several times worse than the median. So a slow machine is named
-once, and not by each of its links.
+node is slow if even its best link is several times worse than the best links of other nodes. Among
+the other nodes, a link is slow if it is several times worse than the median. So a slow machine is
+named once, not once for each of its links.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from lockstep.doctor.check_result import CheckResult, format_bandwidth, format_duration
 
 SLOW_FACTOR = 3.0
-"""A link is slow if it is so many times worse than the median."""
+"""A link is slow if it is this many times worse than the median."""
 LATENCY_NOISE_SECONDS = 2e-4
 """Smaller differences of latency are noise."""
 MANY_RANKS = 64
@@ -36,26 +36,27 @@ class PairMeasurement:
     bytes_per_second: float
     """The best of a few transfers."""
     kind: str
-    """`machines` between machines; within one `NV18`, `PHB`, ..., or `local`."""
+    """Kind of the link: `machines` between machines; within a machine `NV18`, `PHB`, ..., or
+    `local`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
     metric: Metric
     nodes: tuple[str, ...]
-    """One name: that node's links in the `direction`. Two: the link from the first to the
+    """One name: the links of that node in `direction`. Two names: the link from the first to the
     second."""
     pairs: tuple[Pair, ...]
     value: float
-    """Bytes per second, or seconds."""
+    """Measured bytes per second, or seconds."""
     normal: float
     """Median of the other links."""
     direction: Literal["both", "from", "to"] = "both"
 
 
 def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
-    """Return every pair of ranks once, in rounds in which each machine takes part once: no two
-    pairs share a link. `machine_of_rank[r]`: rank r's machine."""
+    """Return every pair of ranks once, in rounds in which each machine takes part at most once, so
+    that no two pairs share a link. `machine_of_rank[r]`: machine of rank r."""
     size = len(machine_of_rank)
     local_ranks = [machine_of_rank[:rank].count(machine_of_rank[rank]) for rank in range(size)]
     rounds: list[list[Pair]] = []
@@ -76,7 +77,8 @@ def schedule_pairs(machine_of_rank: Sequence[int]) -> list[list[Pair]]:
 def find_outliers(
     measurements: Iterable[PairMeasurement], machines: Sequence[str]
 ) -> list[Outlier]:
-    """Return what is slower than others of its kind. `machines[r]`: name of rank r's machine."""
+    """Return the links and nodes that are slower than others of their kind. `machines[r]`: name of
+    the machine of rank r."""
     measurements = list(measurements)
     outliers: list[Outlier] = []
     for metric in get_args(Metric):
@@ -127,8 +129,8 @@ def _outliers(
 
 
 def _slow_nodes(cost: Mapping[tuple[str, str], float], end: int, noise: float) -> set[str]:
-    """Return the nodes whose best link is worse than the others' best. `end`: 0 senders, 1
-    receivers."""
+    """Return the nodes whose best link is much worse than the best links of the others. `end`: 0
+    for senders, 1 for receivers."""
     by_node: dict[str, list[float]] = {}
     for ends, value in cost.items():
         by_node.setdefault(ends[end], []).append(value)

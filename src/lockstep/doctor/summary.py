@@ -1,4 +1,4 @@
-"""Turn the results of all ranks into check results. Pure."""
+"""Turns the results of all ranks into check results. Pure."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lockstep.launch.failures import Ending
 _check = partial(check_result, "collectives")
 _processes = partial(check_result, "rendezvous", "processes")
 RENDEZVOUS_PROBES = 2
-"""Connecting to the store, and creating the process group."""
+"""Probes of the rendezvous: connecting to the store, and creating the process group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
     rank: int
     index: int
-    """All ranks run the same probes in the same order."""
+    """Number of the probe: all ranks run the same probes in the same order."""
     probe: str
     location: str | None = None
-    """A line of the user's or the system's code. None if the rank waits for others."""
+    """The executed line of the user's or the system's code. None if the rank waits for others."""
     error: str | None = None
 
 
@@ -95,7 +95,7 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
 
 
 def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResult:
-    """Say why the probes ended early. `statuses`: at least one."""
+    """Return the reason why the probes ended early. `statuses`: at least one."""
     last = max(statuses, key=lambda status: status.index)
     failed = [status for status in statuses if status.error is not None]
     silent = sorted(set(range(world_size)) - {status.rank for status in statuses})

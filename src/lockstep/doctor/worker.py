@@ -1,7 +1,7 @@
 """One rank of the doctor: `python -P -m lockstep.doctor FOLDER DEADLINE_SECONDS`.
 
-FOLDER holds `machine.json`, the launcher's checks of its machine. Each rank writes
-`results-RANK.json` there; all that reach the end agree.
+FOLDER contains `machine.json`, the launcher's checks of its machine. Each rank writes
+`results-RANK.json` there; the results of all ranks that reach the end are equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.launch import worker
 from lockstep.launch.environment import Environment
 
 RENDEZVOUS_SECONDS = 120.0
-"""In this time all ranks import torch and connect."""
+"""Time in which all ranks must import torch and connect."""
 
 
 def main(folder: Path, deadline_seconds: float) -> None:
@@ -83,7 +83,7 @@ def _run_probes(
             local_size=environment.local_world_size,
             backend=environment.backend,
             share_devices=environment.share_devices,
-            timeout=timedelta(seconds=RENDEZVOUS_SECONDS),  # the coordinator's deadline comes first
+            timeout=timedelta(seconds=RENDEZVOUS_SECONDS),  # the coordinator's deadline is earlier
         )
     values["backend"] = environment.backend or accelerator.process_group_backend(world.device)
     if len(names) > 1 and machine["path"] is not None:
@@ -96,7 +96,8 @@ def _run_probes(
     values["checked"] = []
     for group in groups:
         for row in collective_checks.check(coordinator, group):
-            values["checked"].append(row)  # one by one: an abort writes the rows so far
+            # appended one by one, so that an abort writes the rows so far
+            values["checked"].append(row)
     values["timed"] = benchmark.time_collectives(coordinator, groups[0])
     topology = values["machines"][machine_of_rank[environment.rank]]["info"]["topology"]
 
@@ -115,7 +116,7 @@ def _run_probes(
 
 
 def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[RankGroup]:
-    """Return the groups that this rank is in. Every rank creates every group."""
+    """Return the groups to which this rank belongs. Every rank creates every group."""
     everyone = list(range(world.size))
     groups = [RankGroup("all ranks", everyone, world.rank, None, world.device, backend)]
     for name, parts in subgroups(world.size).items():
@@ -129,7 +130,7 @@ def _groups(coordinator: ProbeCoordinator, world: World, backend: str) -> list[R
 
 
 def _ranks_that_share(coordinator: ProbeCoordinator, path: Path) -> list[int]:
-    """Return the ranks that see a file which rank 0 creates in that folder. Every rank calls it."""
+    """Return the ranks that can see a file that rank 0 creates in a folder. Every rank calls it."""
     if coordinator.rank == 0:
         with tempfile.NamedTemporaryFile(prefix=".lockstep-doctor-", dir=path) as file:
             coordinator.all_gather(Path(file.name).name)

@@ -1,4 +1,4 @@
-"""Noise of the size of rounding: what runs differ by that measure a model's rounding."""
+"""Noise of the size of rounding. Runs with such noise measure the effect of rounding on a model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 def add_noise(model: nn.Module, seed: int) -> None:
-    """Add noise of one unit in the last place to every parameter, and to every layer's output and
-    its gradient."""
-    # Products in a short dtype are rounded in layers' outputs; noise in parameters alone, which are
-    # in float32, is too small.
+    """Add noise of one unit in the last place to every parameter, and to the output of every layer
+    and the gradient of that output."""
+    # Products in a short dtype are rounded in the outputs of layers; noise in the parameters alone,
+    # which are in float32, would be too small.
     perturb_parameters(model, seed)
     for name, module in model.named_modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -67,8 +67,8 @@ def _random(name: str, seed: int, like: Tensor) -> Tensor:
 
 
 def _neighbours(value: Tensor, up: Tensor) -> Tensor:
-    """Return the next larger or smaller number of each element; for a dtype without nextafter, one
-    epsilon away."""
+    """Return the next larger or smaller number for each element; for a dtype without nextafter, the
+    number one epsilon away."""
     if value.dtype in (torch.float32, torch.float64):
         infinity = torch.full_like(value, torch.inf)
         return torch.nextafter(value, torch.where(up, infinity, -infinity))

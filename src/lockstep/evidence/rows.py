@@ -1,4 +1,5 @@
-"""The format of all traces: files of rows, one JSON object a line, each of a `kind`."""
+"""The format of all traces: files of rows. A row is one line with a JSON object, which has a
+`kind`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ Row = dict[str, Any]
 
 
 class RowFile:
-    """A file of rows, written line by line: a process that is ended loses at most its last row."""
+    """A file of rows, written line by line: a process that is killed loses at most its last row."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8", buffering=1)
@@ -19,12 +20,12 @@ class RowFile:
         self._file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the file. May be called again."""
         self._file.close()
 
 
 def read_row_file(path: Path) -> list[Row]:
-    """Return the rows of a file, up to one that was cut."""
+    """Return the rows of a file, up to a row that was cut off."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -1,9 +1,9 @@
 """Sketches of tensors: a few linear projections and the squared norm, in float64.
 
 A sketch is linear: the sketch of a sum is the sum of the sketches. So the factors with which a
-reduction adds the ranks' gradients are read from sketches alone, which are small enough to be
-written at every step. The sketches of shards add up to the whole tensor's, because the sign of an
-element depends on its position in the whole tensor.
+reduction adds the ranks' gradients can be computed from sketches alone, which are small enough to
+be written at every step. The sketches of shards add up to the whole tensor's, because the sign of
+an element depends on its position in the whole tensor.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SIGN = np.uint64(1 << 63)
 
 @torch.no_grad()
 def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
-    """Return the projections of a tensor, and its squared norm last.
+    """Return the projections of a tensor, followed by its squared norm.
 
-    `first`: the position of the tensor's first element in the whole one, in row-major order.
+    `first`: the position of the tensor's first element in the whole tensor, in row-major order.
     `name`: sketches of different names have independent signs.
     """
     flat = flattened(tensor)
@@ -34,7 +34,7 @@ def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") if name else 0
     for begin in range(0, len(flat), _CHUNK):
         values = flat[begin : begin + _CHUNK].to(torch.float64).numpy()
-        with np.errstate(invalid="ignore"):  # a gradient that overflowed
+        with np.errstate(invalid="ignore"):  # the gradient may have overflowed
             total[:-1] += project(values, seed, first + begin)
             total[-1] += np.dot(values, values)
     found: list[float] = total.tolist()
@@ -56,19 +56,21 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
     state *= np.uint64(MIX_SECOND)
     state ^= state >> np.uint64(31)
     raw = values.view(np.uint64)
-    # Row by row: numpy then adds in a tree. A matrix product has a hundred times the rounding, more
-    # than that of a float64 run.
+    # Row by row, because numpy then adds in a tree. A matrix product has a hundred times the
+    # rounding error, more than that of a float64 run.
     rows = (raw ^ (state << np.uint64(row) & _SIGN) for row in range(PROJECTIONS))
     return np.array([row.view(np.float64).sum() for row in rows])
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order on the CPU, complex ones as pairs; contiguous."""
+    """Return the elements as a contiguous tensor on the CPU, in row-major order; complex elements
+    as pairs."""
     real = tensor.detach()
     if real.layout != torch.strided:
         real = real.to_dense()
     real = real.resolve_conj().resolve_neg()
     if real.is_complex():
         real = torch.view_as_real(real)
-    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
+    # A tensor of one element may have any stride and still be contiguous; it could then not be
+    # viewed as bytes.
     return real.contiguous().cpu().as_strided((real.numel(),), (1,))

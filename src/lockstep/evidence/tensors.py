@@ -1,4 +1,5 @@
-"""Tensors in a trace: their distances, and the factors with which some add up to another. Pure.
+"""Tensors in a trace: their distances, and the factors with which tensors add up to another one.
+Pure.
 
 Projections are linear, so the projection of a sum is the sum of the projections.
 """
@@ -22,26 +23,26 @@ EPS = {
     "complex64": 2.0**-23,
     "complex128": 2.0**-52,
 }
-"""Machine epsilon by dtype. Any other dtype counts as float32."""
+"""Machine epsilon by dtype. Other dtypes are treated as float32."""
 EXACT = 1e-3
 """Relative residual below which a fit is exact. Rounding is far below it, a wrong explanation far
 above."""
 MOST_CONDITION = 1e5
-"""Condition from which tensors are too alike to be told apart."""
+"""Condition number from which tensors are too similar to be distinguished."""
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """A tensor in a trace: a sketch, and perhaps a hash, instead of its elements."""
+    """A tensor in a trace: a sketch, and optionally a hash, instead of its elements."""
 
     projection: Vector
     """Sums of the elements under fixed random signs."""
     norm: float
     """L2 norm. NaN if it is not finite."""
     sha256: str = ""
-    """Empty: not computed."""
+    """Hash of the tensor; empty if not computed."""
     elements: int = 1
     dtype: str = "float32"
 
@@ -52,7 +53,7 @@ class TensorSummary:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any] | None) -> TensorSummary | None:
-        """Return the summary that the trace has; None if there was no tensor."""
+        """Parse a summary in a trace; None if there was no tensor."""
         return None if row is None else cls.of(**row)
 
     @property
@@ -74,7 +75,7 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
         return 0.0
     if one.elements != other.elements:
         return math.inf
-    if math.isnan(one.norm) and math.isnan(other.norm):  # a step that overflowed and was skipped
+    if math.isnan(one.norm) and math.isnan(other.norm):  # an overflowed step was skipped
         return 0.0
     with np.errstate(invalid="ignore"):
         estimate = float(np.sqrt(np.mean((one.projection - other.projection) ** 2)))
@@ -114,7 +115,8 @@ class Fit:
 
 
 def fit(columns: Sequence[Vector], target: Vector) -> Fit | None:
-    """Fit the target with the columns. None if they are too alike, or all zero, or not finite."""
+    """Fit the target with the columns. None if the columns are too similar, all zero, or not
+    finite."""
     if not columns:
         return None
     matrix = np.stack(columns, axis=1)

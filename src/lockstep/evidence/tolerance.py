@@ -1,8 +1,9 @@
 """The tolerance of a comparison: `TOLERANCE` times the rounding of this model. Pure.
 
-Rounding is measured: the perturbed runs differ from the reference by noise of one unit in the last
-place. The rounding of a tensor at a step is the largest distance between any two of these runs. Two
-runs may coincide by chance in a small tensor or a scalar. So a tensor's rounding is never less than
+Rounding is measured with perturbed runs, which differ from the reference by noise of one unit in
+the last place. The rounding of a tensor at a step is the largest distance between any two of these
+runs. Two runs may coincide by chance in a small tensor or a scalar. So a tensor's rounding is at
+least
 
 - the relative rounding that is typical of the other tensors at that step,
 - its own rounding at an earlier step,
@@ -10,8 +11,8 @@ runs may coincide by chance in a small tensor or a scalar. So a tensor's roundin
 
 An optimizer that divides by the gradient's size (Adam) can turn rounding of an element near zero
 into a full update in either direction, more often in a short compute dtype. So a parameter's
-rounding is also never less than the relative difference between the updates of all tensors
-together, nor than a part of one element's update.
+rounding is also at least the relative difference between the updates of all tensors together, and
+at least a part of one element's update.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ SIGN_FLIP = 0.25
 """Smallest rounding of a parameter, in typical updates of an element: at a tolerance of 10 its sign
 may flip."""
 NOT_REPEATED = 1e-2
-"""Relative difference between perturbed runs above which a logged number follows from something
-else: the time, say."""
+"""Relative difference between perturbed runs above which a logged number depends on something else,
+such as the time."""
 NEGLIGIBLE = 1e-3
 """Smallest rounding of an element, in units in the last place of a typical element of all tensors
 together."""
@@ -45,7 +46,7 @@ class _Runs(NamedTuple):
     reference: Trace
     perturbed: Sequence[Trace]
     scale: float = 1.0
-    """Factor that their distances are multiplied by."""
+    """Factor by which the distances of the perturbed runs are multiplied."""
 
     @property
     def traces(self) -> list[Trace]:
@@ -53,8 +54,8 @@ class _Runs(NamedTuple):
 
 
 class MeasuredRounding:
-    """Rounding of a reference run, measured with its perturbed runs; without any, the smallest
-    values."""
+    """Rounding of a reference run, measured with its perturbed runs; if there are none, the
+    smallest values."""
 
     def __init__(
         self,
@@ -64,9 +65,9 @@ class MeasuredRounding:
         minimum: float = 0.0,
         sign_flip: float = SIGN_FLIP,
     ) -> None:
-        """`minimum`: smallest rounding, relative to the tensor's norm, or if that is larger, to the
-        norm that it would have with typical elements. `sign_flip`: 0 where numbers of elements are
-        unknown."""
+        """`minimum`: smallest rounding, relative to the tensor's norm or to the norm that it would
+        have with typical elements, whichever is larger. `sign_flip`: 0 if the numbers of elements
+        are unknown."""
         self.reference = reference
         self._groups = [_Runs(reference, perturbed)]
         self._minimum = minimum
@@ -78,8 +79,8 @@ class MeasuredRounding:
     def in_float64(
         self, reference: Trace, perturbed: Sequence[Trace], *, scale: float, margin: float
     ) -> MeasuredRounding:
-        """Return the rounding of a float64 `reference`: the larger of `margin` times its own and
-        `scale` times this one.
+        """Return the rounding of a float64 `reference`: the larger of `margin` times its measured
+        rounding and `scale` times the rounding of this object.
 
         `scale` is the ratio of the two dtypes' precisions, for operations inside the model that
         round to a shorter dtype than float64: such rounding can hide the noise of the float64 runs.
@@ -118,8 +119,8 @@ class MeasuredRounding:
         return self._of_number(largest, size)
 
     def of_logged(self, step: int, name: str) -> float:
-        """Return the rounding of a number that the script has logged; infinite if perturbed runs do
-        not repeat it."""
+        """Return the rounding of a number that the script has logged; infinite if the perturbed
+        runs do not reproduce it."""
         size = abs(self.reference.logged[step][name])
         largest = self._largest_of_numbers(
             step, lambda trace, at: trace.logged.get(at, {}).get(name)
@@ -127,7 +128,7 @@ class MeasuredRounding:
         return math.inf if largest > NOT_REPEATED * size else self._of_number(largest, size)
 
     def _largest_of_numbers(self, step: int, value: Callable[[Trace, int], float | None]) -> float:
-        """The largest difference of a number between two runs, up to a step."""
+        """The largest difference of a number between any two runs, in all steps up to `step`."""
         largest = 0.0
         for group in self._groups:
             for at in range(step + 1):
@@ -145,8 +146,8 @@ class MeasuredRounding:
         return any(group.perturbed for group in self._groups)
 
     def spread(self, step: int, kind: str) -> tuple[float, float]:
-        """Return the smallest and the largest relative distance between any two runs, all tensors
-        of `kind` pooled."""
+        """Return the smallest and the largest relative distance between any two runs, over all
+        tensors of `kind` together."""
         summaries = self.reference.rank_0.steps[step].tensors[kind]
         pairs = combinations(self._groups[0].traces, 2)
         found = [
@@ -179,8 +180,8 @@ class MeasuredRounding:
         return rounding
 
     def _rounding_of_updates(self, step: int, largest: dict[str, float]) -> dict[str, float]:
-        """Return each parameter's smallest rounding, from how far the steps so far have moved
-        it."""
+        """Return the smallest rounding of each parameter, which follows from the distance that the
+        steps so far have moved it."""
         rank = self.reference.rank_0
         states = [
             rank.initial["parameters"],

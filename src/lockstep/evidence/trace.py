@@ -18,7 +18,7 @@ from lockstep.evidence.tensors import Summaries, TensorSummary, Vector, distance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchTrace:
-    """One microbatch as one rank computed it."""
+    """One microbatch in the trace of one rank."""
 
     rank: int
     step: int
@@ -33,7 +33,7 @@ class MicrobatchTrace:
     rng_after: str | None
     """Digest of the same state after the forward."""
     gradients: Summaries | None
-    """Gradients of this microbatch alone. None: no rank holds full gradients."""
+    """Gradients of this microbatch alone. None: no rank has full gradients."""
 
     @property
     def drew_random_numbers(self) -> bool:
@@ -42,12 +42,12 @@ class MicrobatchTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """One step as one rank saw it."""
+    """One step in the trace of one rank."""
 
     loss: float
     weight: float | None
     norm: float | None
-    """Norm that the gradient was clipped by. None: no clipping."""
+    """Norm of the gradient by which it was clipped. None: no clipping."""
     lr: float | None
     gain: float
     """Factor that turned the sum over the microbatches into the step's gradient."""
@@ -79,7 +79,7 @@ class Trace:
     ranks: dict[int, RankTrace]
     microbatches: list[MicrobatchTrace]
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The script's numbers of each step, by name; of the first train module alone."""
+    """Step -> the numbers that the script has logged, by name; only for the first train module."""
 
     @property
     def rank_0(self) -> RankTrace:
@@ -91,8 +91,8 @@ class Trace:
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters from the loss to the input: those that the backward reached, then the
-        others."""
+        """All parameters in the order from the loss to the input: those that the backward reached,
+        then the others."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]
@@ -176,8 +176,8 @@ def _microbatch(rank: int, row: Mapping[str, Any]) -> MicrobatchTrace:
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:
-    """Merge ranks that each wrote a part of one model. Of a tensor of two (tied weights), the lower
-    rank's counts."""
+    """Merge the traces of ranks that each wrote a part of one model. If two ranks wrote a tensor
+    (tied weights), the lower rank's counts."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
         found: dict[str, Summaries] = {}

@@ -1,8 +1,8 @@
 """Writes the trace of a run: a summary of each tensor of each step, so that two runs can be
 compared step by step and name by name.
 
-A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl`, one JSON object a line,
-of one of these kinds:
+A trace is a folder. Each rank that writes has a file `rank-<rank>.jsonl` with one JSON object per
+line, of one of these kinds:
 
 - start: rank, world_size, plan, replicated; once
 - metadata: JSON values about the model and the recipe, for the search for causes
@@ -15,10 +15,10 @@ of one of these kinds:
   clipping; the parameters, buffers and optimizer states after the update
 
 A tensor's summary has a fixed random projection. Projections are linear, and the mean square of the
-differences of two is an unbiased estimate of the tensors' squared distance. The tensors of the
-first and the last requested step are also saved, in
-`step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors come one at a time, because a full model
-may not fit.
+differences of two projections is an unbiased estimate of the tensors' squared distance. The tensors
+of the first and the last requested step are also saved, in
+`step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors are passed one at a time, because a full
+model may not fit into memory.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ parameter."""
 class Tracer:
     """Writes one rank's part of a trace.
 
-    Every rank makes the same calls but for the microbatches: `start` for each train module; in each
-    step `before_forward` and `microbatch` for each of its microbatches, `gradients`, `step`;
-    `close`. Ranks that do not write also iterate over all tensors, because a full tensor may take a
-    collective.
+    Every rank makes the same calls, except for the microbatches: `start` for each train module; in
+    each step `before_forward` and `microbatch` for each of its own microbatches, then `gradients`
+    and `step`; finally `close`. Ranks that do not write also iterate over all tensors, because a
+    full tensor may take a collective.
     """
 
     def __init__(
