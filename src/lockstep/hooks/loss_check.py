@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LossError, PlanError, RecipeError
+from lockstep.base.nested import map_tensors
 from lockstep.base.torch_private import (
     MODULE_ATTRIBUTES,
     RECURRENT_CACHES,
@@ -25,7 +26,6 @@ from lockstep.base.torch_private import (
 )
 from lockstep.comm.mesh import to_local
 from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
-from lockstep.data.device import map_tensors
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
 from lockstep.hooks.replica_audit import checksum

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import BatchNormBase, tree_leaves, tree_map
+from lockstep.model.context.active import in_checkpointed_block
 from lockstep.plan import Checkpointing
 
 
@@ -45,13 +46,20 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
         used = {each.device for each in tensors if isinstance(each, Tensor)}
         generators = accelerator.generators_of(list(used))
 
-        def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            computation, recomputation = contexts()
-            return computation, _DrawnAgain(generators, recomputation)
+        with in_checkpointed_block() as sequence:
 
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=both, **kwargs
-        )
+            def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+                computation, recomputation = contexts()
+                return computation, _DrawnAgain(generators, [sequence, recomputation])
+
+            return checkpoint(
+                forward,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=both,
+                **kwargs,
+            )
 
     block.forward = wrapped
 
@@ -65,19 +73,21 @@ class _DrawnAgain:
     """
 
     def __init__(
-        self, generators: Sequence[torch.Generator], context: AbstractContextManager[Any]
+        self, generators: Sequence[torch.Generator], contexts: Sequence[AbstractContextManager[Any]]
     ) -> None:
-        self._generators, self._context = generators, context
+        self._generators, self._contexts = generators, contexts
         self._states = self._before = [each.get_state() for each in generators]
 
     def __enter__(self) -> None:
         self._before = [each.get_state() for each in self._generators]
         self._set(self._states)
-        self._context.__enter__()
+        for context in self._contexts:
+            context.__enter__()
 
-    def __exit__(self, *error: Any) -> bool | None:
+    def __exit__(self, *error: Any) -> None:
         try:
-            return self._context.__exit__(*error)
+            for context in reversed(self._contexts):
+                context.__exit__(*error)
         finally:
             self._set(self._before)
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import DataError, LossError
+from lockstep.base.nested import map_tensors
 from lockstep.comm.gather import samples_in_order
 from lockstep.comm.torch_collectives import CollectiveCalled, as_one_process
 from lockstep.comm.world import World
-from lockstep.data.device import map_tensors
 from lockstep.data.loader import Microbatch
 from lockstep.recipe.recipe import Gathered, Sum
 from lockstep.training.microbatches import Spans

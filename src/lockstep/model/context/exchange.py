@@ -123,16 +123,14 @@ def attend_by_keys(
     """Return `attend(query, all keys, all values)`, in the sequence's order. Every rank calls it.
     What the attention saves of keys and values is dropped, and gathered again in the backward,
     except where activations are checkpointed: then it is gathered again anyway."""
-    if layout.world.size == 1:
-        return attend(query, key, value)
-    own = torch.cat([key, value], -1)
-    features = [key.shape[-1], value.shape[-1]]
-    whole = gather_tokens(layout, own, 2)
-    keys, values = torch.split(whole, features, -1)
+    keys, values = key, value
+    if layout.world.size > 1:
+        whole = gather_tokens(layout, torch.cat([key, value], -1), 2)
+        keys, values = torch.split(whole, [key.shape[-1], value.shape[-1]], -1)
+        key, value = key.detach(), value.detach()
+        remade.add(whole, lambda: gather_tokens(layout, torch.cat([key, value], -1), 2))
     if not torch.is_grad_enabled() or checkpoints_saved_tensors():
         return attend(query, keys, values)
-    key, value = key.detach(), value.detach()
-    remade.add(whole, lambda: gather_tokens(layout, torch.cat([key, value], -1), 2))
     with remade:
         return attend(query, keys, values)
 

@@ -30,6 +30,10 @@ class Remade:
         # the source keeps the tensor, so that no other gets its address
         self._sources[storage_address(tensor.untyped_storage())] = _Source(make, tensor)
 
+    def drop(self, tensor: Tensor) -> None:
+        """Free an added tensor, if nothing else needs it in the forward."""
+        self._sources.pop(storage_address(tensor.untyped_storage())).release()
+
     def __enter__(self) -> None:
         outer = saved_tensor_hooks()
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import PlanError
+from lockstep.base.nested import map_tensors
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.data.device import map_tensors
 from lockstep.data.generators import PreservedGenerators
 from lockstep.hooks.out_of_memory import read_fallbacks
 from lockstep.launch.environment import Environment

@@ -1,0 +1,122 @@
+"""The cut sequence of the forward that is under way in this thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.model.context.documents import Documents
+from lockstep.model.context.exchange import TokenLayout
+
+
+@dataclass(slots=True)
+class ActiveSequence:
+    """A sequence whose tokens a forward computes on this rank."""
+
+    layout: TokenLayout
+    exchange: Literal["auto", "keys", "heads"]
+    documents: Documents | None
+    is_handled: bool = False
+    """True inside an attention that exchanges keys itself."""
+    checkpointed_blocks: int = 0
+    """Blocks under way whose recomputation enters the sequence again."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Calls of each kind since the forward began."""
+
+    def places(self) -> Tensor:
+        """Return the positions of this rank's tokens: (tokens,), or (samples, tokens) where rows
+        have other documents."""
+        own = self.layout.places
+        return own if self.documents is None else self.documents.places(own)
+
+
+class Forward(Protocol):
+    """A forward of a sequence: a context, entered while the model computes."""
+
+    sequence: ActiveSequence
+
+    def resumed(self, counts: dict[str, int]) -> AbstractContextManager[Any]:
+        """A forward that goes on after these calls, for a recomputation."""
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.forwards: list[Forward] = []
+
+
+_stack = _Stack()
+
+
+def active() -> ActiveSequence | None:
+    """Return the sequence of the forward under way in this thread, if it is cut or chunked."""
+    return _stack.forwards[-1].sequence if _stack.forwards else None
+
+
+def activate(forward: Forward) -> None:
+    _stack.forwards.append(forward)
+
+
+def deactivate() -> None:
+    _stack.forwards.pop()
+
+
+@contextmanager
+def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
+    """Around a block whose activations are checkpointed. Yields the context of its recomputation,
+    which can be entered several times."""
+    if not _stack.forwards:
+        yield nullcontext()
+        return
+    forward = _stack.forwards[-1]
+    forward.sequence.checkpointed_blocks += 1
+    try:
+        yield _Resumed(forward)
+    finally:
+        forward.sequence.checkpointed_blocks -= 1
+
+
+class _Resumed:
+    """Goes on with a forward as it was when this was made."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._counts = dict(forward.sequence.counts)
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._forward.resumed(self._counts)
+        self._entered.append(context)
+        context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Leave every call in the body as it is: for an attention that exchanges keys itself."""
+    sequence = active()
+    if sequence is None:
+        yield
+        return
+    before, sequence.is_handled = sequence.is_handled, True
+    try:
+        yield
+    finally:
+        sequence.is_handled = before
+
+
+def positions(tokens: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Return the positions of a sequence's tokens, for a model that computes them itself: 0 to
+    `tokens` - 1; under `context`, where a rank has `tokens` of a longer sequence, those of its own
+    tokens. With documents they restart at each: (samples, tokens) where rows differ."""
+    sequence = active()
+    if sequence is None or sequence.layout.local != tokens:
+        return torch.arange(tokens, device=device)
+    return sequence.places().to(device) if device is not None else sequence.places()

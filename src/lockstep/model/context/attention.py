@@ -1,0 +1,172 @@
+"""`F.scaled_dot_product_attention` over a sequence that is cut, packed, or draws by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from lockstep.base import accelerator
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.model.context.active import ActiveSequence
+from lockstep.model.context.documents import Documents
+from lockstep.model.context.draws import seeded_chunks
+from lockstep.model.context.exchange import (
+    TokenLayout,
+    attend_by_heads,
+    attend_by_keys,
+    chosen_exchange,
+)
+from lockstep.model.context.remade import Remade
+
+
+def attention(
+    sequence: ActiveSequence,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return this rank's tokens' attention to all tokens of their documents. Every rank calls it.
+    The arguments are those of torch's function, for this rank's tokens. Raises `RecipeError` and
+    `PlanError`."""
+    layout, documents = sequence.layout, sequence.documents
+    ranks = layout.world.size
+    attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
+    if ranks == 1 and documents is None and not dropout_p:
+        return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
+    if attn_mask is not None and ranks > 1:
+        raise RecipeError(
+            "the model gives scaled_dot_product_attention a mask of its own (attn_mask), which it"
+            f" made for the tokens of one rank of context={ranks}; write is_causal=True instead of"
+            " a causal mask; padding at the end needs no mask where attention is causal; for"
+            " documents give Recipe(sequence=ls.Sequence(documents=...))"
+        )
+    if query.dim() == 3:
+        query, key, value = (each.unsqueeze(1) for each in (query, key, value))
+        options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return attention(sequence, query, key, value, *options).squeeze(1)
+    chunked = ChunkedAttention(attend, layout, documents, attn_mask, dropout_p, is_causal)
+    exchange = _exchange(sequence, query.shape[1], key.shape[1], dropout_p)
+    if exchange == "heads":
+        return attend_by_heads(layout, query, key, value, chunked.of_all_tokens)
+    return attend_by_keys(layout, query, key, value, chunked.of_own_tokens, chunked.remade)
+
+
+def _exchange(
+    sequence: ActiveSequence, heads: int, key_heads: int, dropout: float
+) -> Literal["keys", "heads"]:
+    exchange, ranks = sequence.exchange, sequence.layout.world.size
+    if ranks == 1:
+        return "keys"
+    if exchange == "heads" and dropout:
+        raise PlanError(
+            f"exchange=heads, and attention with dropout_p={dropout}; a rank that has some of the"
+            " heads would draw other masks than one process; leave exchange out, or give"
+            " exchange=keys"
+        )
+    if exchange == "heads" and key_heads % ranks:
+        raise PlanError(
+            f"exchange=heads on context={ranks}, and attention with {key_heads} heads of keys; each"
+            " rank computes equally many of them; leave exchange out, give exchange=keys, or a"
+            " context that divides the heads"
+        )
+    if exchange == "auto" and dropout:
+        return "keys"
+    return chosen_exchange(exchange, heads=heads, key_heads=key_heads, ranks=ranks)
+
+
+class ChunkedAttention:
+    """The attention of a rank's chunks, or of all tokens, to the keys of all tokens."""
+
+    def __init__(
+        self,
+        attend: partial[Tensor],
+        layout: TokenLayout,
+        documents: Documents | None,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool,
+    ) -> None:
+        self._attend = attend
+        self._layout = layout
+        self._documents = documents
+        self._given_mask = mask
+        self._dropout = dropout
+        self._is_causal = is_causal
+        self.remade = Remade()
+        """What a backward makes again: keys, values, and masks."""
+
+    def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._documents is None:
+            return self._attend(query, key, value, is_causal=self._is_causal)
+        return self._masked(range(self._layout.tokens), query, key, value)
+
+    def of_own_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        layout = self._layout
+        if not (self._is_causal or self._dropout or self._documents is not None):
+            return self._attend(query, key, value)
+        parts = torch.split(query, layout.widths, 2)
+        places: Iterable[int] = range(len(parts))
+        if self._dropout:
+            places = seeded_chunks(layout.own_chunks, query.device)
+        spans = layout.own_spans
+        return torch.cat(
+            [self._chunk(spans[place], parts[place], key, value) for place in places], 2
+        )
+
+    def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The attention of one chunk, if causal to the keys before its end."""
+        if not len(span):
+            return query
+        if self._is_causal:
+            key, value = key[:, :, : span.stop], value[:, :, : span.stop]
+        if self._given_mask is not None or self._documents is not None:
+            return self._masked(span, query, key, value)
+        attend = partial(self._attend, query, key, value, dropout_p=self._dropout)
+        if not self._is_causal:
+            return attend()
+        if not span.start:
+            return attend(is_causal=True)
+        if accelerator.is_accelerator(query):
+            return attend(attn_mask=causal_lower_right(len(span), span.stop))
+        return self._masked(span, query, key, value)
+
+    def _masked(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = torch.arange(span.start, span.stop, device=query.device)
+        keys = torch.arange(key.shape[2], device=query.device)
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+
+        def make() -> Tensor:
+            allowed = rows[:, None] >= keys if self._is_causal else None
+            if self._documents is not None:
+                same = self._documents.allowed(rows, keys)
+                allowed = same if allowed is None else same & allowed
+            return zero if allowed is None else zero.where(allowed, -torch.inf)
+
+        attend = partial(self._attend, query, key, value, dropout_p=self._dropout)
+        mask = make()
+        if (given := self._given_mask) is not None:
+            if given.dtype is torch.bool:
+                given = zero.where(given, -torch.inf)
+            return attend(attn_mask=mask + _of(given, span, key.shape[2]))
+        self.remade.add(mask, make)
+        output = attend(attn_mask=mask)
+        self.remade.drop(mask)
+        return output
+
+
+def _of(mask: Tensor, rows: range, keys: int) -> Tensor:
+    """Return a mask's rows and keys, of which it may have one for all."""
+    if mask.shape[-2] > 1:
+        mask = mask[..., rows.start : rows.stop, :]
+    return mask[..., :keys] if mask.shape[-1] > 1 else mask

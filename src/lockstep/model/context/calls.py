@@ -1,0 +1,136 @@
+"""The calls of a model that a cut sequence changes, and the dim of each that is the tokens: found
+by two forwards of different lengths, so that a size that is equal by chance is not taken for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lockstep.model.context.active import active
+from lockstep.model.context.draws import OF_A_SHAPE, OF_A_TENSOR, draws, shape_of
+
+Kind = Literal["attention", "arange", "slice", "draw"]
+NOT_TOKENS: Final = -1
+"""The call is the same at every length."""
+OTHERWISE: Final = -2
+"""The call changes with the length, but no dim of it is as long as the sequence, or several are."""
+
+
+class Call(NamedTuple):
+    """A call, by the sizes in it."""
+
+    kind: Kind
+    sizes: tuple[int, ...]
+    """Of a slice: the tokens that it takes of each dim, or -1 for a dim that is not sliced."""
+    table: tuple[int, ...] = ()
+    """The shape of a sliced tensor."""
+
+
+Dims = Mapping[Kind, Sequence[int]]
+"""Kind -> the dim of the tokens in each call of a forward, `NOT_TOKENS` or `OTHERWISE`."""
+
+
+def call_of(function: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Call | None:
+    """Describe a call that a cut sequence may change; None for other functions. The answer does not
+    depend on the length."""
+    if function is torch.Tensor.__getitem__:
+        return _slice(*args)
+    if function is F.scaled_dot_product_attention:
+        query, key = (_given(args, keywords, *each) for each in ((0, "query"), (1, "key")))
+        return Call("attention", (query.shape[-2], key.shape[-2]))
+    if function is torch.arange:
+        span = arange_span(args, keywords)
+        return None if span is None else Call("arange", (len(span),))
+    if function in OF_A_TENSOR or function in OF_A_SHAPE:
+        keywords = dict(keywords)
+        if draws(function, args, keywords):
+            return Call("draw", tuple(shape_of(function, args, keywords)))
+    return None
+
+
+def _given(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else keywords[name]
+
+
+def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | None:
+    """Return the numbers of a call of `torch.arange`; None unless they are whole and 1 apart."""
+    if not args:
+        args = [keywords["start"]] if "start" in keywords else [0]
+        args = [*args, keywords["end"]]
+    elif len(args) == 1:
+        args = [args[0], keywords["end"]] if "end" in keywords else [0, args[0]]
+    step = args[2] if len(args) > 2 else keywords.get("step", 1)
+    start, end = args[:2]
+    is_whole = all(isinstance(each, int) for each in (start, end)) and step == 1
+    return range(start, end) if is_whole and "out" not in keywords else None
+
+
+def _slice(table: Tensor, index: Any) -> Call | None:
+    index = index if isinstance(index, tuple) else (index,)
+    if any(each is Ellipsis or each is None or isinstance(each, Tensor | list) for each in index):
+        return None
+    taken = [_extent(each) for each in index]
+    if all(each == -1 for each in taken):
+        return None
+    return Call("slice", tuple(taken), tuple(table.shape))
+
+
+def _extent(index: Any) -> int:
+    is_taken = isinstance(index, slice) and isinstance(index.stop, int) and index.step in (None, 1)
+    if not is_taken or index.stop < 0 or (index.start or 0) < 0:
+        return -1
+    return max(0, int(index.stop) - int(index.start or 0))
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Kind, list[Call]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        sequence = active()
+        if sequence is None or not sequence.is_handled:
+            call = call_of(func, args, keywords)
+            if call is not None:
+                self.calls.setdefault(call.kind, []).append(call)
+        return func(*args, **keywords)
+
+
+def find_dims(forward: Callable[[int], object], lengths: tuple[int, int]) -> Dims:
+    """Call `forward` with each length, and return the dim of the tokens in each call."""
+    recorded = []
+    for length in lengths:
+        with _Recorder() as recorder:
+            forward(length)
+        recorded.append(recorder.calls)
+    short, long = recorded
+    return {
+        kind: [
+            _dim(one, other, lengths)
+            for one, other in zip(short.get(kind, []), long.get(kind, []), strict=False)
+        ]
+        for kind in short | long
+    }
+
+
+def _dim(short: Call, long: Call, lengths: tuple[int, int]) -> int:
+    if short == long:
+        return NOT_TOKENS
+    if len(short.sizes) != len(long.sizes):
+        return OTHERWISE
+    if short.kind == "attention":
+        is_tokens = (short.sizes, long.sizes) == ((lengths[0],) * 2, (lengths[1],) * 2)
+        return 2 if is_tokens else OTHERWISE
+    sizes = zip(short.sizes, long.sizes, strict=True)
+    found = [dim for dim, pair in enumerate(sizes) if pair == lengths]
+    if short.kind == "slice":
+        # a slice of what has the tokens already takes some of them, and is no table of positions
+        found = [dim for dim in found if short.table[dim] == long.table[dim]]
+        return found[0] if len(found) == 1 else NOT_TOKENS
+    return found[0] if len(found) == 1 else OTHERWISE

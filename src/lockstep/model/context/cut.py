@@ -1,0 +1,236 @@
+"""A model that computes a rank's tokens of each sequence: what training sees of the axis
+`context`, and of a recipe's chunks and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base import accelerator
+from lockstep.base.errors import DataError, RecipeError
+from lockstep.base.nested import map_tensors, tensors_in
+from lockstep.comm.world import World
+from lockstep.model.context.active import ActiveSequence
+from lockstep.model.context.calls import Dims, find_dims
+from lockstep.model.context.documents import Documents
+from lockstep.model.context.exchange import TokenLayout, gather_tokens
+from lockstep.model.context.label_shift import (
+    LossFunction,
+    find_shift,
+    has_tokens,
+    loss_of_part,
+    map_tokens,
+)
+from lockstep.model.context.mode import SequenceMode
+from lockstep.recipe.sequence import Sequence
+
+LENGTHS = (17, 19)
+"""Tokens of the two forwards that show which calls grow with the sequence."""
+COMPARED_TOKENS_PER_CHUNK = 8
+WINDOWS = 8
+"""Windows of a long sequence in which the shift of a loss is looked for, before the whole."""
+MOST_LAYOUTS = 64
+"""Lengths whose layout is kept."""
+
+
+class SequenceCut:
+    """Calls a model with this rank's tokens of each sequence, and its loss. Every rank of the axis
+    makes one, and the same calls. With one rank nothing is cut; random numbers are drawn by chunk,
+    and documents are kept apart."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        sequence: Sequence | None,
+        exchange: Literal["auto", "keys", "heads"] = "auto",
+    ) -> None:
+        """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers."""
+        self._model = model
+        self._world = world
+        self._draws_by_chunk = sequence is not None or world.size == 1
+        self._sequence = Sequence() if sequence is None else sequence
+        self._exchange = exchange
+        self._layouts: dict[int, TokenLayout] = {}
+        self._dims: dict[bool, Dims] = {}
+        self._shifts: dict[LossFunction, int] = {}
+        self._layout: TokenLayout
+        """Of the last forward."""
+
+    def run(self, arguments: Any, batch: Any) -> Any:
+        """Return the model's output for this rank's tokens. `arguments`: what `Recipe.inputs`
+        returned for `batch`, of all tokens. Raises `RecipeError`, `DataError` and `PlanError`."""
+        tokens = self._size_of(arguments)[1]
+        if self._model.training not in self._dims:
+            self._dims[self._model.training] = self._find_dims(arguments)
+        documents = None
+        if self._sequence.documents is not None:
+            documents = Documents.of(self._sequence.documents(batch), self._world.device)
+        self._layout = self._layout_of(tokens)
+        return self.computed(arguments, self._layout, documents)
+
+    def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
+        """Return the loss of this rank's tokens, in the form in which `loss` returns it. Over the
+        axis these sum to the loss of all tokens. `output`: what `run` returned for this batch.
+        Raises `LossError`."""
+        if self._world.size == 1:
+            return loss(output, batch)
+        layout = self._layout
+        if (shift := self._shifts.get(loss)) is None:
+            shift = self._find_shift(loss, output, batch)
+        return loss_of_part(
+            loss, output, batch, layout, self._world.rank, self._sequence.dim, shift
+        )
+
+    def whole(self, output: Any) -> Any:
+        """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
+        calls it. `output`: what `run` returned last."""
+        if self._world.size == 1:
+            return output
+        layout, dim = self._layout, self._sequence.dim
+
+        def gathered(tensor: Tensor) -> Tensor:
+            return gather_tokens(layout, tensor.detach(), dim)
+
+        return map_tokens(output, dim, layout.local, gathered)
+
+    def computed(
+        self, arguments: Any, layout: TokenLayout, documents: Documents | None = None
+    ) -> Any:
+        """Return the model's output for this rank's tokens of the layout. `arguments`: of all
+        tokens."""
+        sequence = ActiveSequence(layout, self._exchange, documents)
+        mode = SequenceMode(
+            sequence,
+            self._dims[self._model.training],
+            only_draws=False,
+            draws_by_chunk=self._draws_by_chunk,
+        )
+        dim = self._sequence.dim
+        own = map_tokens(arguments, dim, layout.tokens, lambda tensor: layout.take(tensor, dim))
+        args, keywords = self.call_of(own, sequence.places())
+        with mode:
+            return self._model(*args, **keywords)
+
+    def call_of(
+        self, arguments: Any, places: Tensor | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the model is called with. `places`: of the tokens; None: they are all."""
+        keywords = dict(arguments) if isinstance(arguments, dict) else {}
+        name = self._sequence.positions
+        if name is not None and name not in keywords:
+            samples, tokens = self._size_of(arguments)
+            if places is None:
+                places = torch.arange(tokens, device=self._world.device)
+            keywords[name] = places.expand(samples, -1)
+        if isinstance(arguments, dict):
+            return (), keywords
+        return arguments if isinstance(arguments, tuple) else (arguments,), keywords
+
+    def _size_of(self, arguments: Any) -> tuple[int, int]:
+        """Return the samples and the tokens of a batch. Raises `RecipeError`."""
+        dim = self._sequence.dim
+        for leaf in tensors_in(arguments):
+            if leaf.dim() > dim:
+                return leaf.shape[0], leaf.shape[dim]
+        raise RecipeError(
+            f"Recipe.inputs returned no tensor with a dim {dim}, which is the tokens"
+            f" (Recipe.sequence, or 1); return token ids of shape (samples, tokens), or give"
+            " ls.Sequence(dim=...)"
+        )
+
+    def _layout_of(self, tokens: int) -> TokenLayout:
+        if (found := self._layouts.get(tokens)) is not None:
+            return found
+        layout = TokenLayout(tokens, self._sequence.chunks, self._world)
+        if not all(layout.counts):
+            raise DataError(
+                f"a sequence of {tokens} tokens, in {layout.chunks} chunks on"
+                f" context={self._world.size}: rank {layout.counts.index(0)} of the axis would have"
+                f" none; give sequences of at least {layout.chunks} tokens, fewer chunks"
+                " (ls.Sequence(chunks=...)), or a smaller context"
+            )
+        if len(self._layouts) >= MOST_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[tokens] = layout
+        return layout
+
+    def sample(self, value: Any, size: tuple[int, int], start: int, tokens: int) -> Any:
+        """Return the first sample of a batch, or of what the model is called with, from the token
+        `start` on. `size`: samples and tokens."""
+        dim = self._sequence.dim
+
+        def first(tensor: Tensor) -> Tensor:
+            if has_tokens(tensor, dim, size[1]):
+                tensor = tensor.narrow(dim, start, tokens)
+            return tensor[:1] if tensor.shape[:1] == size[:1] else tensor
+
+        return map_tensors(value, first)
+
+    def _find_dims(self, arguments: Any) -> Dims:
+        size = self._size_of(arguments)
+        if size[1] < 2:
+            raise DataError(
+                f"a sequence of {size[1]} token; what depends on its length is found by two"
+                " lengths; give sequences of several tokens"
+            )
+        lengths = min(LENGTHS[0], size[1] - 1), min(LENGTHS[1], size[1])
+        calls = {
+            tokens: self.call_of(self.sample(arguments, size, 0, tokens)) for tokens in lengths
+        }
+
+        def forward(tokens: int) -> None:
+            args, keywords = calls[tokens]
+            try:
+                self._model(*args, **keywords)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise RecipeError(
+                    f"the model cannot compute the first {tokens} of {size[1]} tokens:"
+                    f" {error}; a model of sequences takes any length: slice its tables, such as"
+                    " self.positions[:, :tokens]"
+                ) from error
+
+        with unchanged(self._model, self._world.device):
+            return find_dims(forward, lengths)
+
+    def _find_shift(self, loss: LossFunction, output: Any, batch: Any) -> int:
+        """Find the shift of a loss and remember it. If nothing in the batch shows it, both are
+        right for this batch."""
+        layout, dim = self._layout, self._sequence.dim
+        samples, tokens = self._size_of(batch)
+        most = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
+        step = max(1, (tokens - most) // WINDOWS)
+        for start in [*range(0, tokens - most + 1, step), None]:
+            length = tokens if start is None else most
+            part = batch if start is None else self.sample(batch, (samples, tokens), start, most)
+            rows = samples if start is None else 1
+            zeros = partial(_zeros, dim, rows, length)
+            template = map_tokens(output, dim, layout.local, zeros)
+            shift = find_shift(loss, template, part, self._layout_of(length), dim)
+            if shift is not None:
+                self._shifts[loss] = shift
+                return shift
+        return 0
+
+
+def _zeros(dim: int, samples: int, tokens: int, like: Tensor) -> Tensor:
+    return like.new_zeros(samples, *like.shape[1:dim], tokens, *like.shape[dim + 1 :])
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context for forwards that belong to no microbatch: without gradients; generators and
+    buffers are restored."""
+    buffers = {each: each.clone() for each in model.buffers()}
+    try:
+        with torch.no_grad(), accelerator.preserved_generators(device):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)

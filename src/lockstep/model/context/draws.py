@@ -1,0 +1,124 @@
+"""Random numbers of a sequence, drawn chunk by chunk: they do not depend on which rank has which
+chunks.
+
+A call takes one number from the default generator, which all ranks of the axis `context` have in
+one state. Each chunk's numbers come from generators seeded with that number and the chunk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.base import accelerator
+from lockstep.base.torch_private import disable_current_modes
+from lockstep.keys import key
+
+DROPOUTS: dict[Any, bool] = {
+    F.dropout: True,
+    torch.dropout: True,
+    F.dropout1d: True,
+    F.dropout2d: True,
+    F.dropout3d: True,
+    F.alpha_dropout: False,
+    F.feature_alpha_dropout: False,
+    F.rrelu: False,
+}
+"""Functions that draw in training only -> the default of their argument `training`."""
+OF_A_TENSOR = frozenset(
+    [
+        *DROPOUTS,
+        F.gumbel_softmax,
+        torch.rand_like,
+        torch.randn_like,
+        torch.bernoulli,
+        torch.poisson,
+        Tensor.bernoulli,
+        Tensor.bernoulli_,
+        Tensor.normal_,
+        Tensor.uniform_,
+        Tensor.exponential_,
+    ]
+)
+"""Functions whose random numbers have the shape of their first argument."""
+OF_A_SHAPE = frozenset([torch.rand, torch.randn])
+"""Functions that take a shape."""
+
+
+def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
+    """True if this call of one of the functions above draws from a default generator."""
+    if keywords.get("generator") is not None:
+        return False
+    if function not in DROPOUTS:
+        return True
+    # (input, p, training), but (input, lower, upper, training)
+    place = 3 if function is F.rrelu else 2
+    named = keywords.get("training", keywords.get("train", DROPOUTS[function]))
+    training = args[place] if len(args) > place else named
+    rate = 1.0 if function is F.rrelu else args[1] if len(args) > 1 else keywords.get("p", 0.5)
+    return bool(training) and rate != 0
+
+
+def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> torch.Size:
+    """Return the shape of what a call of one of the functions above returns."""
+    if function in OF_A_SHAPE:
+        return torch.Size(sizes_of(args, keywords))
+    given = args[0] if args else keywords["input"]
+    return given.shape  # type: ignore[no-any-return]
+
+
+def sizes_of(args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
+    """Return the sizes in a call of `torch.rand` or its like."""
+    is_one = bool(args) and isinstance(args[0], list | tuple)
+    sizes = keywords["size"] if "size" in keywords else args[0] if is_one else args
+    return [int(size) for size in sizes]
+
+
+def seeded_chunks(chunks: Sequence[int], device: torch.device) -> Iterator[int]:
+    """Yield the place of each chunk, with the default generators, also of `device`, seeded for it.
+    Afterwards they are as if one number had been drawn. Exhaust it."""
+    with disable_current_modes():
+        number = int(torch.empty((), dtype=torch.int64).random_())
+    generators = accelerator.generators_of([device])
+    with accelerator.preserved_generators(device):
+        for place, chunk in enumerate(chunks):
+            for generator in generators:
+                generator.manual_seed(key(number, chunk))
+            yield place
+
+
+def draw_by_chunk(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    keywords: dict[str, Any],
+    dim: int,
+    chunks: Sequence[int],
+    widths: Sequence[int],
+) -> Any:
+    """Call a function above chunk by chunk. `dim`: of the tokens. `chunks`, `widths`: the numbers
+    and the tokens of this rank's chunks."""
+    if function in OF_A_SHAPE:
+        sizes = sizes_of(args, keywords)
+        others = {name: value for name, value in keywords.items() if name != "size"}
+        device = torch.device(others.get("device") or torch.get_default_device())
+        return torch.cat(
+            [
+                function([*sizes[:dim], widths[place], *sizes[dim + 1 :]], **others)
+                for place in seeded_chunks(chunks, device)
+            ],
+            dim,
+        )
+    others = dict(keywords)
+    given, *more = args or [others.pop("input")]
+    starts = [0, *accumulate(widths)]
+    drawn = [
+        function(given.narrow(dim, starts[place], widths[place]), *more, **others)
+        for place in seeded_chunks(chunks, given.device)
+    ]
+    in_place = others.get("inplace") or getattr(function, "__name__", "").endswith("_")
+    return given if in_place else torch.cat(drawn, dim)

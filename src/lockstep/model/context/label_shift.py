@@ -1,0 +1,171 @@
+"""Losses on the tokens of one rank: whether a loss shifts its labels, and its value at the cuts.
+
+A loss is called on a rank's tokens alone. If it compares the output of each token with the label of
+the next one (`output[:, :-1]`, `labels[:, 1:]`), the pairs at the ends of chunks are no neighbours
+on the rank: it is then given labels that are shifted already. Which of both a loss does is found by
+a test: the sum over ranks must be the loss of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import LossError
+from lockstep.base.nested import map_tensors
+from lockstep.model.context.exchange import TokenLayout
+from lockstep.recipe.recipe import Loss, Sum
+
+LossFunction = Callable[[Any, Any], Any]
+TOLERANCE = 1e-4
+"""Relative, in float32: sums of losses in another order differ by less."""
+
+
+def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
+    """True if `dim` of the tensor is as long as the sequence."""
+    return tensor.dim() > dim and tensor.shape[dim] == tokens
+
+
+def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same containers with each tensor that has the tokens along `dim` replaced."""
+    return map_tensors(
+        value, lambda tensor: function(tensor) if has_tokens(tensor, dim, tokens) else tensor
+    )
+
+
+def parts_of(
+    output: Any, batch: Any, layout: TokenLayout, rank: int, dim: int, shift: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of outputs and batches whose losses sum to the loss of a rank's tokens. `output`:
+    of the rank's tokens. `batch`: of all tokens."""
+    places = layout.places_of(rank)
+    own_tokens, tokens = layout.counts[rank], layout.tokens
+    select = partial(map_tokens, batch, dim, tokens)
+    rows = partial(map_tokens, output, dim, own_tokens)
+    if not shift:
+        yield output, select(lambda tensor: tensor.index_select(dim, places))
+        return
+    following = (places + 1).clamp(max=tokens - 1)
+
+    def shifted(start: int, stop: int) -> Any:
+        labels = torch.cat([places[start : start + 1], following[start : stop - 1]])
+        return select(lambda tensor: tensor.index_select(dim, labels))
+
+    # the last token of the sequence has no label; a loss drops the last row of what it is given
+    end = [span.stop for span in layout.spans_of(rank)]
+    widths = [len(span) for span in layout.spans_of(rank)]
+    cut = sum(widths[: end.index(tokens) + 1]) if tokens in end else 0
+    for start, stop in ((0, cut), (cut, own_tokens)):
+        if stop - start > 1:
+            yield rows(partial(_narrowed, dim, start, stop)), shifted(start, stop)
+    if cut == own_tokens:
+        if own_tokens == 1:  # without a label: only that the loss has a gradient
+            yield output, shifted(0, 1)
+        return
+    # the label of the last row: two rows, of which the loss drops one
+    last = own_tokens - 1
+    labels = torch.cat([places[last:], following[last:]])
+    yield (
+        rows(lambda tensor: torch.cat([tensor.narrow(dim, last, 1)] * 2, dim)),
+        select(lambda tensor: tensor.index_select(dim, labels)),
+    )
+
+
+def loss_of_part(
+    loss: LossFunction,
+    output: Any,
+    batch: Any,
+    layout: TokenLayout,
+    rank: int,
+    dim: int,
+    shift: int,
+) -> Any:
+    """Return the loss of a rank's tokens, in the form in which `loss` returns it."""
+    first, *others = [loss(*part) for part in parts_of(output, batch, layout, rank, dim, shift)]
+    for other in others:
+        first = _added(first, other)
+    return first
+
+
+def find_shift(
+    loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int
+) -> int | None:
+    """Return how far a loss shifts its labels, 0 or 1; None if this output and batch do not show
+    it. Raises `LossError` if the loss is no sum over tokens. `output`, `batch`: of all tokens."""
+    tokens = layout.tokens
+    generator = torch.Generator().manual_seed(17)
+
+    def random(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+
+    output = map_tokens(map_tensors(output, Tensor.detach), dim, tokens, random)
+    with torch.no_grad():
+        whole = _numbers(loss(output, batch))
+        sums = [_summed(loss, output, batch, layout, dim, shift) for shift in (0, 1)]
+    is_right = [_are_close(found, whole) for found in sums]
+    if all(is_right):
+        return None
+    if not any(is_right):
+        found = [", ".join(f"{number:.6g}" for number in each) for each in (whole, *sums)]
+        raise LossError(
+            f"the loss is no sum over tokens: of {tokens} tokens it is {found[0]}, and the losses"
+            f" of their parts sum to {found[1]}, or {found[2]} if it shifts labels by one; under"
+            " context each rank computes the loss of its own tokens, and these are summed; return"
+            " ls.Sum(total), the sum over the tokens with a label, and give Recipe.weight = batch"
+            " -> their number, instead of a mean over tokens, a loss of the last token, or one of"
+            " their mean"
+        )
+    return is_right.index(True)
+
+
+def _summed(
+    loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int, shift: int
+) -> list[float]:
+    total: list[float] = []
+    for rank in range(layout.world.size):
+        places = layout.places_of(rank)
+        part = map_tokens(output, dim, layout.tokens, partial(_selected, dim, places))
+        found = _numbers(loss_of_part(loss, part, batch, layout, rank, dim, shift))
+        total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+    return total
+
+
+def _narrowed(dim: int, start: int, stop: int, tensor: Tensor) -> Tensor:
+    return tensor.narrow(dim, start, stop - start)
+
+
+def _selected(dim: int, places: Tensor, tensor: Tensor) -> Tensor:
+    return tensor.index_select(dim, places)
+
+
+def _are_close(found: list[float], whole: list[float]) -> bool:
+    return all(
+        abs(one - other) <= TOLERANCE * abs(other) for one, other in zip(found, whole, strict=True)
+    )
+
+
+def _added(one: Any, other: Any) -> Any:
+    """Return the sum of two results of a loss."""
+    if isinstance(one, dict):
+        return {name: _added(term, other[name]) for name, term in one.items()}
+    if isinstance(one, Sum):
+        return Sum(one.total + other.total)
+    if isinstance(one, Loss):
+        return Loss(one.total + other.total, one.weight + other.weight)
+    return one + other
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for name in sorted(value) for number in _numbers(value[name])]
+    if isinstance(value, Sum):
+        return [float(value.total)]
+    if isinstance(value, Loss):
+        return [float(value.total), float(value.weight)]
+    return [float(value)]

@@ -1,0 +1,173 @@
+"""The mode in which a model's forward computes a rank's tokens of a sequence. It changes the calls
+whose meaning depends on all tokens: attention, positions, random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.torch_private import checkpoints_saved_tensors
+from lockstep.model.context.active import ActiveSequence, activate, deactivate
+from lockstep.model.context.attention import attention
+from lockstep.model.context.calls import NOT_TOKENS, OTHERWISE, Call, Dims, arange_span, call_of
+from lockstep.model.context.draws import DROPOUTS, draw_by_chunk
+
+
+class SequenceMode(TorchFunctionMode):
+    """Computes a cut sequence: enter it around a forward, with `sequence` active. `dims`: from
+    `find_dims`. `only_draws`: for a model whose attention is registered with transformers, which
+    takes positions as an argument. `draws_by_chunk`: False refuses random numbers."""
+
+    def __init__(
+        self, sequence: ActiveSequence, dims: Dims, *, only_draws: bool, draws_by_chunk: bool
+    ) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self._dims = dims
+        self._only_draws = only_draws
+        self._draws_by_chunk = draws_by_chunk
+        self._has_gradients = torch.is_grad_enabled()
+
+    def __enter__(self) -> SequenceMode:
+        activate(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        deactivate()
+
+    def resumed(self, counts: dict[str, int]) -> SequenceMode:
+        """Return the mode of a recomputation after these calls."""
+        sequence = replace(
+            self.sequence, counts=dict(counts), is_handled=False, checkpointed_blocks=1
+        )
+        return SequenceMode(
+            sequence,
+            self._dims,
+            only_draws=self._only_draws,
+            draws_by_chunk=self._draws_by_chunk,
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        call = None if self.sequence.is_handled else call_of(func, args, keywords)
+        if call is None:
+            return func(*args, **keywords)
+        dim = self._dim_of(call)
+        if dim == NOT_TOKENS or (self._only_draws and call.kind != "draw"):
+            return func(*args, **keywords)
+        return self._changed(call, dim, func, args, keywords)
+
+    def _dim_of(self, call: Call) -> int:
+        """Return the dim of the tokens in the forward's next call of this kind."""
+        counts = self.sequence.counts
+        place = counts.get(call.kind, 0)
+        counts[call.kind] = place + 1
+        known = self._dims.get(call.kind, [])
+        if place < len(known):
+            return known[place]
+        raise RecipeError(
+            f"the model's forward calls {_NAMES[call.kind]} {place + 1} times or more, and called "
+            f"it {len(known)} times before, on another length; a sequence is cut where each forward"
+            " makes the same calls; leave out layers that are skipped at random"
+        )
+
+    def _changed(
+        self, call: Call, dim: int, function: Any, args: Any, keywords: dict[str, Any]
+    ) -> Any:
+        layout, documents = self.sequence.layout, self.sequence.documents
+        whole = layout.world.size == 1
+        if call.kind == "draw":
+            return self._draw(call, dim, function, args, keywords)
+        if dim == OTHERWISE:  # what it then computes is compared with the uncut forward
+            return function(*args, **keywords)
+        if call.kind == "attention":
+            dropout = args[4] if len(args) > 4 else keywords.get("dropout_p", 0.0)
+            if dropout and not self._draws_by_chunk:
+                raise _undeclared(function, layout.world.size)
+            self._check_recomputation(without_gradients=True)
+            return attention(self.sequence, *args, **keywords)
+        if whole and documents is None:
+            return function(*args, **keywords)
+        if call.kind == "arange":
+            span, made = arange_span(args, keywords), function(*args, **keywords)
+            assert span is not None
+            return (self.sequence.places() + span.start).to(made)
+        table, index = args
+        index = index if isinstance(index, tuple) else (index,)
+        places = self.sequence.places() + (index[dim].start or 0)
+        return _rows(table, index, dim, places)
+
+    def _draw(
+        self, call: Call, dim: int, function: Any, args: Any, keywords: dict[str, Any]
+    ) -> Any:
+        layout = self.sequence.layout
+        if not self._draws_by_chunk:
+            raise _undeclared(function, layout.world.size)
+        if dim == OTHERWISE or call.sizes[dim] != layout.local:
+            raise RecipeError(
+                f"the model draws random numbers by {function.__name__} for a tensor of shape"
+                f" {call.sizes}, in which no single dim is the tokens of the sequence (here"
+                f" {layout.local}); its numbers would depend on the plan; draw for a tensor of"
+                " (samples, tokens, features)"
+            )
+        self._check_recomputation(without_gradients=function in DROPOUTS)
+        return draw_by_chunk(function, args, keywords, dim, layout.own_chunks, layout.widths)
+
+    def _check_recomputation(self, *, without_gradients: bool) -> None:
+        """Raise `RecipeError` if the model's own checkpointing would compute this call again
+        outside of the mode. `without_gradients`: it is checkpointing too if gradients are off."""
+        if self.sequence.checkpointed_blocks:
+            return
+        is_off = without_gradients and self._has_gradients and not torch.is_grad_enabled()
+        if checkpoints_saved_tensors() or is_off:
+            raise RecipeError(
+                "the model computes attention or dropout in its own torch.utils.checkpoint, or in"
+                " torch.no_grad(), and the recipe or the plan cuts sequences"
+                f" (context={self.sequence.layout.world.size}); what is computed again in the"
+                " backward would not know the sequence; leave the model's checkpointing out, and"
+                " give the plan checkpointing=full; freeze parameters by requires_grad_(False)"
+            )
+
+
+def _undeclared(function: Any, ranks: int) -> PlanError:
+    return PlanError(
+        f"context={ranks}, and the model draws random numbers by {function.__name__}; each rank"
+        " would draw others than one process; give Recipe(sequence=ls.Sequence()): random numbers"
+        " are then drawn by chunk, the same under every plan"
+    )
+
+
+_NAMES = {
+    "attention": "scaled_dot_product_attention",
+    "arange": "torch.arange",
+    "slice": "a slice of a table",
+    "draw": "random functions",
+}
+
+
+def _rows(table: Tensor, index: tuple[Any, ...], dim: int, places: Tensor) -> Tensor:
+    """Return the rows at `places` of a table, instead of the slice `index[dim]`."""
+    # dims before that are indexed by a number are gone from the result
+    gone = sum(isinstance(each, int) for each in index[:dim])
+    others = tuple(slice(None) if place == dim else each for place, each in enumerate(index))
+    rows = table[others]
+    dim -= gone
+    found = rows.index_select(dim, places.reshape(-1))
+    if places.dim() == 1:
+        return found
+    if dim == 0:
+        return found.reshape(*places.shape, *rows.shape[1:])
+    if rows.shape[:dim].numel() != 1:
+        raise RecipeError(
+            f"the model slices a table of shape {tuple(table.shape)} for its positions, and rows of"
+            " the batch have other documents; write table[positions] with ls.positions(tokens), or"
+            " give Recipe.microbatch=1"
+        )
+    return found.reshape(*places.shape, *rows.shape[dim + 1 :])

@@ -1,0 +1,91 @@
+"""A model whose sequences are cut computes what it computes on one process: loss and gradients,
+with dropout, under both exchanges, checkpointing and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model.context.models import GPT, alone, axis, shifted_before, shifting, text
+from model.tensor.models import mesh_of
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from lockstep.comm.mesh import Mesh, full_tensor
+from lockstep.comm.world import World
+from lockstep.model.block_wrappers import checkpoint_activations
+from lockstep.model.context.cut import SequenceCut
+from lockstep.recipe.sequence import Sequence
+from lockstep.testing.pool import WorkerPool
+
+Case = tuple[dict[str, Any], str, str, int]
+"""The model, the exchange, what it is wrapped in, and the tokens."""
+CASES: dict[str, Case] = {
+    "arange": ({}, "keys", "", 37),
+    "a slice": ({"positions": "slice"}, "heads", "", 37),
+    "a buffer": ({"positions": "buffer"}, "auto", "", 24),
+    # as many tokens on each of two or three ranks as features, or heads
+    "sizes equal by chance": ({}, "heads", "", 48),
+    "noise": ({"extra": "noise"}, "auto", "", 37),
+    "not causal": ({"causal": False}, "keys", "", 37),
+    "attention dropout": ({"attention_dropout": 0.1}, "auto", "", 37),
+    "attention dropout, not causal": ({"attention_dropout": 0.1, "causal": False}, "auto", "", 37),
+    "checkpointing": ({"positions": "slice", "extra": "noise"}, "keys", "full", 37),
+    "selective checkpointing": ({"attention_dropout": 0.1}, "auto", "selective", 37),
+    "checkpointing by heads": ({}, "heads", "full", 37),
+    "shards": ({}, "auto", "shard", 37),
+    "shards and checkpointing": ({}, "keys", "shard,full", 37),
+}
+
+
+def step(
+    world: World, case: Case, loss: Callable[[Tensor, Any], Tensor], chunks: int, mesh: Mesh
+) -> tuple[float, list[Tensor]]:
+    """The loss and the gradients of one microbatch, summed over the axis."""
+    options, exchange, wrapped, tokens = case
+    torch.manual_seed(0)
+    model, batch = GPT(**options).double(), text(2, tokens)
+    if world.size > 1 or "shard" not in wrapped:
+        for block in model.blocks:
+            for mode in ("full", "selective"):
+                if mode in wrapped:
+                    checkpoint_activations(block, mode)  # type: ignore[arg-type]
+    if world.size > 1 and "shard" in wrapped:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh.torch_mesh).set_gradient_divide_factor(1.0)
+    cut = SequenceCut(model, world, Sequence(chunks=chunks), exchange)  # type: ignore[arg-type]
+    total = torch.zeros((), dtype=torch.float64)
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        value = cut.loss(loss, cut.run((batch["words"],), batch), batch)
+        value.backward()
+        total += value.detach()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if world.size > 1:
+        dist.all_reduce(total)
+        if "shard" not in wrapped:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+    return total.item(), [full_tensor(gradient) for gradient in gradients]
+
+
+def far_off(chunks: int) -> dict[str, float]:
+    found, mesh = {}, mesh_of(shard=dist.get_world_size())
+    for number, (name, case) in enumerate(CASES.items()):
+        loss = (shifting, shifted_before)[number % 2]
+        total, gradients = step(axis(), case, loss, chunks, mesh)
+        truth, expected = step(alone(), case, loss, chunks, mesh)
+        off = [
+            ((one - other).norm() / other.norm()).item()
+            for one, other in zip(gradients, expected, strict=True)
+        ]
+        found[name] = max(abs(total - truth) / truth, *off)
+    return {name: off for name, off in found.items() if not off <= 1e-14}
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 8), (3, 7)])
+def test_the_gradients_of_one_process(pool: WorkerPool, ranks: int, chunks: int) -> None:
+    assert pool.run(ranks, far_off, chunks) == [{}] * ranks
