@@ -19,6 +19,7 @@ from lockstep.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from lockstep.cli.export import export_pretrained as export_pretrained, load as load
     from lockstep.data import samplers as samplers
+    from lockstep.data.packing import pack as pack
     from lockstep.evaluation import evaluate as evaluate
     from lockstep.hooks.early_stopping import EarlyStopping as EarlyStopping
     from lockstep.hooks.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
@@ -74,6 +75,7 @@ _HOME = {
     "fingerprint": "lockstep.logging.fingerprint",
     "load": "lockstep.cli.export",
     "once": "lockstep.ranks",
+    "pack": "lockstep.data.packing",
     "param": "lockstep.recipe.parameters",
     "rank": "lockstep.ranks",
     "spawn": "lockstep.launch.spawn",

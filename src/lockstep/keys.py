@@ -39,6 +39,9 @@ class RandomStream(IntEnum):
     GRADIENT_HOOK = 10
     """The calls of the hooks on the gradients of a model: (seed, GRADIENT_HOOK, steps done, number
     of the model)."""
+    MIXTURE = 11
+    """The stream of a mixture from which a sample comes: (seed, MIXTURE, shard, block of
+    positions); and the seed of one of its streams: (seed, MIXTURE, hash of its name)."""
 
 
 def mix(state: int) -> int:

@@ -10,8 +10,8 @@ from torch.utils.data import default_collate
 
 import lockstep as ls
 from lockstep.base.errors import DataError
-from lockstep.data.fetch import ShardPosition
 from lockstep.data.loader import Span, StreamLoader
+from lockstep.data.positions import ShardPosition
 from lockstep.data.streams import shard_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
@@ -38,7 +38,7 @@ def numbered(shard, epoch, start):
 def read(count, *, window, open=numbered, shard=0, seed=0, epoch=0, position=0):
     stream = ls.Stream(open, shards=shard + 1, window=window)
     return list(
-        islice(shard_samples(stream, shard, seed=seed, epoch=epoch, position=position), count)
+        islice(shard_samples(stream, shard, seed=seed, begin=ShardPosition(epoch, position)), count)
     )
 
 
@@ -51,26 +51,24 @@ def test_every_epoch_of_a_shard_has_each_of_its_samples_once_each_window_its_own
     while found:
         length = length_of(shard, epoch)
         seen, found = found[:length], found[length:]
-        assert [(sample.epoch, sample.position) for sample in seen] == [
-            (epoch, place) for place in range(len(seen))
+        assert [sample.after for sample in seen] == [
+            (epoch, place) for place in range(1, len(seen) + 1)
         ]
-        assert all(sample.value == (shard, epoch, sample.number) for sample in seen)
+        assert all(sample.value == (shard, epoch, sample.name.number) for sample in seen)
         if found:
             for first in range(0, length, window):
-                assert sorted(sample.number for sample in seen[first : first + window]) == list(
-                    range(first, min(first + window, length))
-                )
+                assert sorted(
+                    sample.name.number for sample in seen[first : first + window]
+                ) == list(range(first, min(first + window, length)))
         epoch += 1
 
 
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(0, 50))
 def test_a_shard_read_from_a_position_on_goes_on_as_if_it_had_been_read_to_it(shard, window, count):
     whole = read(60, window=window, shard=shard)
-    last = whole[count]
-    for epoch, position in (
-        (last.epoch, last.position),
-        *([(whole[count - 1].epoch, whole[count - 1].position + 1)] if count else []),
-    ):
+    epoch, position = whole[count].after
+    places = [(epoch, position - 1), *([whole[count - 1].after] if count else [])]
+    for epoch, position in places:
         assert (
             read(60 - count, window=window, shard=shard, epoch=epoch, position=position)
             == whole[count:]
@@ -80,7 +78,7 @@ def test_a_shard_read_from_a_position_on_goes_on_as_if_it_had_been_read_to_it(sh
 def test_a_window_of_one_is_no_shuffle_and_larger_ones_are_shuffled_each_otherwise():
     def orders(**options):
         return [
-            sample.number
+            sample.name.number
             for sample in read(
                 40, open=lambda shard, epoch, start: iter(range(start, 40)), **options
             )
@@ -97,7 +95,7 @@ def test_a_window_of_one_is_no_shuffle_and_larger_ones_are_shuffled_each_otherwi
 
 
 def test_the_order_of_a_window_never_changes_between_versions():
-    assert [sample.number for sample in read(14, window=8, seed=7, shard=2)] == [
+    assert [sample.name.number for sample in read(14, window=8, seed=7, shard=2)] == [
         7,
         3,
         6,
@@ -133,7 +131,7 @@ def test_no_more_samples_are_in_memory_than_one_window_and_the_one_at_hand():
             del sample
 
     stream = ls.Stream(heavy, shards=1, window=8)
-    for sample in islice(shard_samples(stream, 0, seed=0, epoch=0, position=0), 50):
+    for sample in islice(shard_samples(stream, 0, seed=0, begin=ShardPosition()), 50):
         most = max(most, len(alive))
         del sample
     assert most <= 8 + 2
@@ -149,7 +147,7 @@ def test_a_resumed_shard_reads_at_most_one_window_again():
 
     whole = read(500, window=16, open=noted)
     asked.clear()
-    assert read(1, window=16, open=noted, position=499)[0].number == whole[499].number
+    assert read(1, window=16, open=noted, position=499)[0].name == whole[499].name
     assert asked == list(range(496 - 496 % 16, 512))
 
 
@@ -324,10 +322,7 @@ def test_a_microbatch_says_which_samples_it_has_and_where_its_shard_goes_on(load
     for each in load(numbered, collate=list, workers=workers):
         shard = each.index + 3 * (each.step % 2)
         assert each.origin.shard == shard
-        assert each.batch == [
-            (shard, epoch, number)
-            for epoch, number in zip(each.origin.epochs, each.origin.numbers, strict=True)
-        ]
+        assert each.batch == [(shard, name.epoch, name.number) for name in each.origin.samples]
     found = load(
         lambda shard, epoch, start: iter(range(start, 6)), spans(steps=3), window=1, shards=3
     )

@@ -19,7 +19,7 @@ from lockstep.base.errors import CheckpointError, DataError
 from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.comm.world import World
 from lockstep.data.digests import check_unchanged
-from lockstep.data.fetch import ShardPosition
+from lockstep.data.positions import MixturePosition, PackedPosition, ShardPosition, beginning
 from lockstep.training.microbatches import positions_in
 from lockstep.training.state import damage_in, restore, state_of
 from lockstep.training.training import LoopState
@@ -88,10 +88,13 @@ def test_any_values_are_restored_or_damage(tmp_path: Path) -> None:
 
 def test_any_position_in_the_data_is_taken_up_or_damage() -> None:
     digests = {"sample 0": {"[0]": "1f", "[1]": "2e"}}
+    plain = ls.Stream(iter, shards=2)
+    stream = ls.Stream.mix({"a": plain, "b": ls.pack(plain, 8)}, weights={"a": 1, "b": 2})
+    mixed = MixturePosition(7, {"a": ShardPosition(1, 2), "b": PackedPosition(ShardPosition(), 5)})
     saved = LoopState(
         loops=2,
         steps_before=3,
-        shards={"0": ShardPosition(1, 5), "1": ShardPosition(0, 2)},
+        shards={"0": beginning(stream), "1": mixed},
         data={"2": digests},
     )
     text, chance, counts = json.dumps(saved.values()), random.Random(0), Counter[str]()
@@ -104,7 +107,7 @@ def test_any_position_in_the_data_is_taken_up_or_damage() -> None:
                 LoopState.check(values, 7)
             state = LoopState(loops=1, resumed={**values, "step": 7})
             assert state.begin_loop(3) >= 0
-            positions_in(values, 2)
+            positions_in(values, stream)
             check_unchanged("data", values["data"].get("2", {}), digests)
         except (DamagedError, CheckpointError, DataError):
             counts["refused"] += 1

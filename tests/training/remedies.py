@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, TensorDataset
 from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, sgd, squared_error
 
 import lockstep as ls
@@ -1759,6 +1759,144 @@ PARTS = [
     ),
 ]
 
+
+class Successors(nn.Module):
+    """A language model that sees one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.words(tokens))
+        return logits
+
+
+DOCUMENTS = [torch.arange(1 + index % 7) for index in range(96)]
+COUNTED = [1 + index % 7 for index in range(96)]
+CLASSES = [{"input_ids": document, "labels": document} for document in DOCUMENTS]
+
+
+def successors(data: Callable[[], Any], **changes: Any) -> Training:
+    """Trains on packed documents."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch["input_ids"])[:, :-1].flatten(0, 1)
+        return ls.Sum(F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum"))
+
+    return trains(
+        late=lambda: {"data": data()},
+        **{
+            "model": Successors,
+            "loss": loss,
+            "weight": lambda batch: (batch["labels"][:, 1:] != -100).sum(),
+            **changes,
+        },
+    )
+
+
+def packs(given: Any, length: int = 8, **options: Any) -> Training:
+    return successors(lambda: ls.pack(given, length, **options))
+
+
+def mixes(streams: Any, **weights: Any) -> Training:
+    return trains(late=lambda: {"data": ls.Stream.mix(streams, weights=weights)})
+
+
+def texts(shard: int, epoch: int, start: int) -> Any:
+    return iter(DOCUMENTS[start:])
+
+
+def empty_texts(shard: int, epoch: int, start: int) -> Any:
+    return (document[:0] for document in DOCUMENTS[start:])
+
+
+MIXED, MIXED_ROWS = {"all": stream(), "few": ls.Stream(opened, shards=4)}, rows(48)
+
+PACKING = [
+    Remedy(
+        trains(
+            late=lambda: {
+                "data": list(ls.Stream.mix(MIXED, weights={"all": 1, "few": 1}).open(0, 0, 0))
+            }
+        ),
+        "open the streams that it was made of",
+        trains(data=list(MIXED["few"].open(0, 0, 0))),
+    ),
+    Remedy(mixes(list(MIXED)), "give a dict of them, such as", mixes(MIXED, all=1, few=2)),
+    Remedy(
+        trains(late=lambda: {"data": ls.Stream.mix({1: stream()}, weights={1: 1})}),
+        "a name is a str; name it",
+        mixes({"1": stream()}, **{"1": 1}),
+    ),
+    Remedy(
+        mixes({"all": MIXED_ROWS, "few": MIXED_ROWS}, all=1, few=1),
+        "or mix datasets by ls.samplers.mixture",
+        trains(
+            data=ConcatDataset([MIXED_ROWS, MIXED_ROWS]),
+            sampler=ls.samplers.mixture([48, 48], [1, 1], samples=96),
+        ),
+    ),
+    Remedy(
+        mixes(MIXED, all=1, other=1),
+        "each stream has one weight, under its name; give weights=",
+        mixes(MIXED, all=1, few=1),
+    ),
+    Remedy(
+        mixes(MIXED, all=1, few=0),
+        "leave out a stream that is not to be read",
+        mixes({"all": MIXED["all"]}, all=1),
+    ),
+    Remedy(
+        mixes({"all": stream(shards=8), "few": MIXED["few"]}, all=1, few=1),
+        "so all have equally many; give each shards=",
+        mixes({"all": stream(shards=8), "few": ls.Stream(opened, shards=8)}, all=1, few=1),
+    ),
+    Remedy(packs(DOCUMENTS, 1), "give at least 2", packs(DOCUMENTS, 2)),
+    Remedy(packs(ls.pack(DOCUMENTS, 8), 16), "pack the documents themselves", packs(DOCUMENTS, 16)),
+    Remedy(
+        packs([{"text": "a"}]), "tokenize it", packs([{"input_ids": each} for each in DOCUMENTS])
+    ),
+    Remedy(packs(["a", "b"]), "tokenize it before it is packed", packs(DOCUMENTS)),
+    Remedy(
+        packs([{**each, "attention_mask": 0 * each["input_ids"]} for each in CLASSES]),
+        "tokenize without padding",
+        packs(CLASSES),
+    ),
+    Remedy(
+        packs([{**each, "labels": each["labels"][1:]} for each in CLASSES]),
+        "where it is not to be predicted; correct them",
+        packs(CLASSES),
+    ),
+    Remedy(
+        packs(DOCUMENTS, lengths=[2] * 96),
+        "correct lengths, and leave out what changes the number of tokens",
+        packs(DOCUMENTS, lengths=COUNTED),
+        by_one_rank=True,
+    ),
+    Remedy(
+        packs(DOCUMENTS, lengths=COUNTED[1:]),
+        "it has the number of tokens of each document",
+        packs(DOCUMENTS, lengths=COUNTED),
+    ),
+    Remedy(
+        packs([document[:0] for document in DOCUMENTS]),
+        "documents without a token; a row has at least one; check what tokenizes them",
+        packs(DOCUMENTS),
+    ),
+    Remedy(
+        packs(ls.Stream(texts, shards=4), lengths=COUNTED),
+        "which is read in any case; leave them out",
+        packs(ls.Stream(texts, shards=4)),
+    ),
+    Remedy(
+        packs(ls.Stream(empty_texts, shards=4)),
+        "a row has at least one; check what tokenizes them",
+        packs(ls.Stream(texts, shards=4)),
+        by_one_rank=True,
+    ),
+]
+
 SECTIONS = {
     "losses": LOSSES,
     "data": DATA,
@@ -1767,6 +1905,7 @@ SECTIONS = {
     "layers and gradients": LAYERS,
     "loops": LOOPS,
     "parts of models": PARTS,
+    "mixtures and packing": PACKING,
 }
 
 PLACES = (
@@ -1774,6 +1913,7 @@ PLACES = (
     "plan.py",
     "data/fetch.py",
     "data/loader.py",
+    "data/packing.py",
     "data/streams.py",
     "hooks/loss_check.py",
     "model/*.py",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from training.test_source import CPU, laid_out
 import lockstep as ls
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import CheckpointError, DataError, LossError, RecipeError
-from lockstep.data.fetch import ShardPosition
 from lockstep.data.loader import StreamLoader
+from lockstep.data.positions import MixturePosition, Position
 from lockstep.evidence.trace import read_traces
+from lockstep.recipe.data import Mixture
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.microbatches import Batching, from_stream, positions_in
 from lockstep.verify.jobs import TraceRequest
@@ -41,8 +43,19 @@ def numbered(shard: int, epoch: int, start: int) -> Iterator[tuple[int, int, int
 
 def named_by(sample: Any) -> str:
     """Its name, which it says itself: in a tensor, where it can be trained on."""
-    shard, epoch, number = sample if isinstance(sample[0], int) else sample[0].tolist()
-    return f"{number} of shard {shard} in epoch {epoch}"
+    shard, epoch, number, *names = sample if isinstance(sample[0], int) else sample[0].tolist()
+    of = f" of {names[0]!r}" if names else ""
+    return f"{number} of shard {shard}{of} in epoch {epoch}"
+
+
+@dataclass(frozen=True)
+class Called:
+    """`numbered`, whose samples say the name of their stream, too."""
+
+    name: str
+
+    def __call__(self, shard: int, epoch: int, start: int) -> Iterator[tuple[int, int, int, str]]:
+        return ((*sample, self.name) for sample in numbered(shard, epoch, start))
 
 
 class Segment:
@@ -55,13 +68,13 @@ class Segment:
         stream: ls.Stream,
         first: int,
         stop: int,
-        positions: dict[int, ShardPosition],
+        positions: dict[int, Position],
     ) -> None:
         self.batches: dict[tuple[int, int], list[Any]] = {}
         """(step, microbatch) -> its samples."""
         self.readers: dict[int, set[int]] = {}
         """Shard -> the ranks that say where it goes on."""
-        self.positions: dict[int, ShardPosition] = {}
+        self.positions: dict[int, Position] = {}
         """After the last step, of all ranks."""
         self.computed: list[list[tuple[int, int, bool]]] = []
         """Of each rank, what it computes."""
@@ -103,11 +116,16 @@ def runs(
     it)."""
     global_batch = draw(st.integers(1, 12))
     microbatch = draw(st.integers(1, global_batch))
-    stream = ls.Stream(
-        numbered,
-        shards=-(-global_batch // microbatch) * draw(st.integers(1, 3)),
-        window=draw(st.integers(1, 9)),
-    )
+    shards, windows = -(-global_batch // microbatch) * draw(st.integers(1, 3)), st.integers(1, 9)
+    stream = ls.Stream(numbered, shards=shards, window=draw(windows))
+    if weights := draw(st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 9))):
+        stream = ls.Stream.mix(
+            {
+                name: ls.Stream(Called(name), shards=shards, window=draw(windows))
+                for name in weights
+            },
+            weights=weights,
+        )
     assignments = st.builds(MicrobatchAssignment, st.integers(1, 5), round_robin=st.booleans())
     stops = sorted(draw(st.sets(st.integers(1, 25), min_size=1, max_size=4)))
     return (global_batch, microbatch), stream, [(draw(assignments), stop) for stop in stops]
@@ -120,7 +138,7 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
 ) -> None:
     batches, stream, segments = run
     found: dict[tuple[int, int], list[Any]] = {}
-    first, positions = 0, dict[int, ShardPosition]()
+    first, positions = 0, dict[int, Position]()
     for assigned, stop in segments:
         segment = Segment(assigned, batches, stream, first, stop, positions)
         assert all(len(ranks) == 1 for ranks in segment.readers.values())
@@ -130,15 +148,24 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
         found |= segment.batches
         first, positions = (
             stop,
-            positions_in(json.loads(json.dumps({"shards": segment.positions})), stream.shards),
+            positions_in(json.loads(json.dumps({"shards": segment.positions})), stream),
         )
     alone = Segment(MicrobatchAssignment(1), batches, stream, 0, first, {})
     assert found == alone.batches
     assert positions == alone.positions
     assert len(found) == first * -(-batches[0] // batches[1])
     assert sum(map(len, found.values())) == first * batches[0]
-    for shard in range(stream.shards):
-        seen = [sample for at in sorted(found) for sample in found[at] if sample[0] == shard]
+    for (shard, position), *name in (
+        (at, *name) for at in positions.items() for name in names_in(stream)
+    ):
+        if isinstance(position, MixturePosition):
+            position = position.streams[name[0]]
+        seen = [
+            sample[:3]
+            for at in sorted(found)
+            for sample in found[at]
+            if (sample[0], *sample[3:]) == (shard, *name)
+        ]
         epoch = 0
         while seen:
             length = length_of(shard, epoch)
@@ -148,8 +175,13 @@ def test_each_sample_is_seen_exactly_once_an_epoch_over_any_world_sizes_and_resu
             else:
                 assert len(set(some)) == len(some)
                 assert {(shard, epoch)} == {(each[0], each[1]) for each in some}
-                assert positions[shard] == (epoch, len(some))
+                assert position == (epoch, len(some))
             epoch += 1
+
+
+def names_in(stream: ls.Stream) -> list[tuple[str, ...]]:
+    """The name of each stream of a mixture; none for the only one."""
+    return [(name,) for name in stream.open.streams] if isinstance(stream.open, Mixture) else [()]
 
 
 @pytest.mark.parametrize("round_robin", [False, True])
@@ -318,7 +350,12 @@ def texts(shard: int, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
         yield {**text, "input_ids": text["input_ids"] * (torch.rand(len(text["input_ids"])) < 0.9)}
 
 
-STREAMED = {"data": ls.Stream(texts, shards=14, window=3)}
+STREAMED = {
+    "data": ls.Stream.mix(
+        {"all": ls.Stream(texts, shards=14, window=3), "more": ls.Stream(texts, shards=14)},
+        weights={"all": 2, "more": 1},
+    )
+}
 
 
 @pytest.fixture(scope="module")
@@ -377,10 +414,12 @@ def test_a_run_goes_on_bit_for_bit_where_several_processes_read_a_shard(
         assert ended == whole
 
 
-def train_some(run_dir: str, shards: int | None, *, fails: bool) -> None:
+def train_some(run_dir: str, shards: int | None, *names: str, fails: bool) -> None:
     """A loop of the user's own, of which no recipe says what it trains on. What was done is saved
-    where it fails."""
+    where it fails. `names`: of the streams of a mixture."""
     data = rows(40) if shards is None else ls.Stream(rows_of, shards=shards)
+    if isinstance(data, ls.Stream) and names:
+        data = ls.Stream.mix(dict.fromkeys(names, data), weights=dict.fromkeys(names, 1))
     with suppress(ZeroDivisionError), ls.Session(run_dir=run_dir) as session:
         model, optimizer = session.prepare(dropping, adamw)
         for step in session.steps(data, global_batch=8, microbatch=4, steps=5):
@@ -401,6 +440,13 @@ def test_a_run_that_goes_on_with_other_data_is_refused(tmp_path: Path) -> None:
             == f"the checkpoint has positions for {shards or 0} shards of a stream, and this run's"
             " ls.Stream has shards=6; resume with the data that it was saved with"
         )
+    kinds = ((), ("a",)), (("a",), ()), (("a", "b"), ("a", "c"))
+    for number, (saved, changed) in enumerate(kinds):
+        folder = str(tmp_path / f"mixture-{number}")
+        train_some(folder, 6, *saved, fails=True)
+        with pytest.raises(CheckpointError, match="has positions in the shards of another kind"):
+            train_some(folder, 6, *changed, fails=False)
+        train_some(folder, 6, *saved, fails=False)
 
 
 def train_till_it_fails(run_dir: str, at: int) -> str:

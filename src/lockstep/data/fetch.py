@@ -18,6 +18,7 @@ from lockstep.base.errors import DataError
 from lockstep.base.torch_private import collate as collate_with, default_collate_fn_map
 from lockstep.data.digests import COLLATED, DigestRequest, Digests, spread
 from lockstep.data.generators import seed_generators
+from lockstep.data.positions import Position
 from lockstep.keys import RandomStream, key
 
 CPU = torch.device("cpu")
@@ -45,14 +46,6 @@ class SampleRequest(NamedTuple):
         return f"after step {self.step}, microbatch {self.microbatch}"
 
 
-class ShardPosition(NamedTuple):
-    """The position where reading a shard continues."""
-
-    epoch: int = 0
-    seen: int = 0
-    """Number of samples of the shard that were read in that epoch."""
-
-
 class ShardRequest(NamedTuple):
     """A request for the next `size` samples of a shard."""
 
@@ -62,7 +55,7 @@ class ShardRequest(NamedTuple):
     """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
     shard: int
     size: int
-    begin: ShardPosition | None
+    begin: Position | None
     """The position at which to open the shard; None: it is open already."""
 
     def __str__(self) -> str:

@@ -18,8 +18,9 @@ from lockstep.base import accelerator
 from lockstep.base.errors import DataError
 from lockstep.data.device import pin
 from lockstep.data.digests import DigestRequest, Digests
-from lockstep.data.fetch import Fetcher, SampleRequest, ShardPosition, ShardRequest
+from lockstep.data.fetch import Fetcher, SampleRequest, ShardRequest
 from lockstep.data.generators import PreservedGenerators
+from lockstep.data.positions import Position, beginning
 from lockstep.data.sampled_order import SampleOrder
 from lockstep.data.streams import Origin, StreamFetcher
 from lockstep.data.workers import LoaderWorkers
@@ -182,13 +183,13 @@ class StreamLoader(_BatchLoader):
         prefetch: int = 2,
         device: torch.device,
     ) -> None:
-        self.shards = stream.shards
+        self.shards, self.beginning = stream.shards, beginning(stream)
         self._fetcher = StreamFetcher(stream, collate, seed)
         self._count = max(workers, 1)
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
 
     def fetch(
-        self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, ShardPosition]
+        self, spans: Iterable[Span], *, microbatches: int, positions: Mapping[int, Position]
     ) -> Iterator[Microbatch]:
         """Yield the microbatches of `spans`, in order. Only the lengths of spans matter;
         consecutive spans of one microbatch are read once. `microbatches`: number of microbatches in
@@ -211,7 +212,7 @@ class StreamLoader(_BatchLoader):
         self._fetcher.close()
 
     def _requests(
-        self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, ShardPosition]
+        self, spans: Iterable[Span], microbatches: int, positions: Mapping[int, Position]
     ) -> Iterator[ShardRequest]:
         begun: set[int] = set()
         for (step, index), several in groupby(spans, key=lambda span: (span.step, span.index)):
@@ -220,7 +221,7 @@ class StreamLoader(_BatchLoader):
             shard = assignment.stream_shard(
                 step, index, microbatches=microbatches, shards=self.shards
             )
-            begin = None if shard in begun else positions.get(shard, ShardPosition())
+            begin = None if shard in begun else positions.get(shard, self.beginning)
             begun.add(shard)
             yield ShardRequest(step, index, are_dummies, shard, span.stop - span.start, begin)
 

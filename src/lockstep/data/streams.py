@@ -1,57 +1,80 @@
-"""Streams: a shard's samples in the run's order, and microbatches of them. With windows of W
-samples, position p of an epoch is in window p // W, and each window has its own keyed permutation.
-So (epoch, position) is the whole state of a shard, and a resumed run reads only one window again.
+"""Streams: a shard's samples in the run's order, and microbatches of them.
+
+With windows of W samples, position p of an epoch is in window p // W, and each window has its own
+keyed permutation. So (epoch, position) is the whole state of a shard, and a resumed run reads only
+one window again. A shard of a mixture has the state of each of its streams; a shard of packed
+documents has the state before the documents that are packed together, and the rows given of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import chain, count, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
-from lockstep import keys
 from lockstep.base.errors import DataError
 from lockstep.data.digests import COLLATED, DigestRequest, Digests
-from lockstep.data.fetch import CPU, ShardPosition, ShardRequest, batch_of, some
+from lockstep.data.fetch import CPU, ShardRequest, batch_of, some
 from lockstep.data.generators import seed_generators
-from lockstep.keys import key
-from lockstep.order import Order
-from lockstep.recipe.data import Stream
+from lockstep.data.packing import TOGETHER, document_of, packed_rows, row_of
+from lockstep.data.positions import (
+    MixturePosition,
+    PackedPosition,
+    Position,
+    ShardPosition,
+)
+from lockstep.keys import RandomStream, key
+from lockstep.order import Order, hashed
+from lockstep.recipe.data import Mixture, PackedStream, Stream
+
+BLOCK = 1024
+"""Positions of a mixture among which each stream has its share."""
+
+
+class SampleName(NamedTuple):
+    """The place of a sample in the data; of a row, that of its first document."""
+
+    number: int
+    """In the shard."""
+    place: str
+    """The shard, and in a mixture the stream."""
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.number} of {self.place} in epoch {self.epoch}"
 
 
 class Sample(NamedTuple):
-    epoch: int
-    position: int
-    """Position in the order of the run."""
-    number: int
-    """Number of the sample in the shard."""
+    name: SampleName
     value: Any
+    after: Position
+    """The shard's position after it."""
 
 
 class Origin(NamedTuple):
     """The samples of a microbatch from a stream."""
 
     shard: int
-    epochs: list[int]
-    numbers: list[int]
-    after: ShardPosition
+    samples: list[SampleName]
+    after: Position
     """The shard's position after the microbatch."""
 
     def __str__(self) -> str:
-        pairs = zip(self.epochs, self.numbers, strict=True)
         parts = [
-            f"{some([number for _, number in several])} of shard {self.shard} in epoch {epoch}"
-            for epoch, several in groupby(pairs, key=lambda pair: pair[0])
+            f"{some([name.number for name in several])} of {place} in epoch {epoch}"
+            for (place, epoch), several in groupby(
+                self.samples, key=lambda name: (name.place, name.epoch)
+            )
         ]
         return "samples " + " and ".join(parts)
 
     def names(self) -> list[str]:
-        return [
-            f"{number} of shard {self.shard} in epoch {epoch}"
-            for epoch, number in zip(self.epochs, self.numbers, strict=True)
-        ]
+        return list(map(str, self.samples))
 
 
 class StreamFetcher:
@@ -78,32 +101,41 @@ class StreamFetcher:
             return self._digests(again=request.again)
         shard = request.shard
         if request.begin is not None:
-            epoch, position = request.begin
             self._open[shard] = shard_samples(
-                self._stream, shard, seed=self._seed, epoch=epoch, position=position
+                self._stream, shard, seed=self._seed, begin=request.begin
             )
-        taken = list(islice(self._open[shard], request.size))
-        after = ShardPosition(taken[-1].epoch, taken[-1].position + 1)
-        epochs, _, numbers, values = map(list, zip(*taken, strict=True))
-        origin = Origin(shard, epochs, numbers, after)
-        return batch_of(values, self._collate, self._seed, request, lambda: str(origin)), origin
+        names, values, positions = zip(*islice(self._open[shard], request.size), strict=True)
+        origin = Origin(shard, list(names), positions[-1])
+        return batch_of(
+            list(values), self._collate, self._seed, request, lambda: str(origin)
+        ), origin
 
     def _digests(self, *, again: bool) -> Digests:
         """Return digests of the first sample of shard 0. Only one machine may have that shard."""
-        name = "the first sample of shard 0"
+        first = {"the first sample of shard 0": (self._stream, self._seed)}
+        if isinstance(mixture := self._stream.open, Mixture):
+            first = {
+                f"the first sample of shard 0 of {name!r}": (
+                    stream,
+                    _seed_of_stream(self._seed, name),
+                )
+                for name, stream in mixture.streams.items()
+            }
+        opened = list(first.values())
         try:
             return Digests.of(
-                [name],
-                lambda _: next(_opened(self._stream, 0, self._seed, 0, 0)),
+                first,
+                lambda place: next(_unordered(opened[place][0], 0, opened[place][1])),
                 None if self._collate is None else self._collated,
                 again=again,
             )
         except Exception as error:
+            name = next(iter(first))
             return Digests([], None, unread=f"{name} ({type(error).__name__}: {error})")
 
     def _collated(self) -> Any:
         """Return a batch of the first samples of shard 0."""
-        taken = list(islice(_opened(self._stream, 0, self._seed, 0, 0), COLLATED))
+        taken = list(islice(_unordered(self._stream, 0, self._seed), COLLATED))
         request = ShardRequest(0, 0, (False,), 0, len(taken), None)
         return batch_of(
             taken,
@@ -118,33 +150,153 @@ class StreamFetcher:
 
 
 def shard_samples(
-    stream: Stream, shard: int, *, seed: int, epoch: int, position: int
+    stream: Stream, shard: int, *, seed: int, begin: Position, called: str = ""
 ) -> Iterator[Sample]:
-    """Yield a shard's samples from a position on, epoch after epoch, with one window in memory.
-    Raises `DataError` if an epoch has no sample, or ends before samples that were read earlier, and
-    any error of the stream."""
+    """Yield a shard's samples from a position on, without an end. `called`: the name of the stream
+    in a mixture, after a space. Raises `DataError` if an epoch has no sample, or ends before
+    samples that were read earlier, and any error of the stream."""
+    match stream.open, begin:
+        case Mixture() as mixture, MixturePosition():
+            return _mixed(mixture, shard, seed, begin, called)
+        case PackedStream() as packed, PackedPosition():
+            return _packed(packed, shard, seed, begin, called)
+        case _, ShardPosition():
+            return _in_windows(stream, shard, seed, begin, called)
+    raise AssertionError(f"{begin} in a shard of {stream}")
+
+
+def _in_windows(
+    stream: Stream, shard: int, seed: int, begin: ShardPosition, called: str
+) -> Iterator[Sample]:
+    """Yield epoch after epoch, with one window in memory."""
+    epoch, position = begin
+    place = _place(shard, called)
     while True:
         first = position - position % stream.window
-        opened = _opened(stream, shard, seed, epoch, first)
+        opened = _opened(stream, shard, seed, epoch, first, called)
         while window := list(islice(opened, stream.window)):
-            own = key(seed, keys.RandomStream.WINDOW, shard, epoch, first // stream.window)
-            for place in _order(len(window), own)[position - first :]:
-                value, window[place] = window[place], None
-                yield Sample(epoch, position, first + place, value)
+            own = key(seed, RandomStream.WINDOW, shard, epoch, first // stream.window)
+            for number in _order(len(window), own)[position - first :]:
+                value, window[number] = window[number], None
                 position += 1
+                name = SampleName(first + number, place, epoch)
+                yield Sample(name, value, ShardPosition(epoch, position))
             first += len(window)
         if first < position:
             raise DataError(
-                f"shard {shard} of the stream ends before sample {position} of epoch {epoch}, where"
-                " it stood; what a shard gives must follow from shard and epoch alone; give the"
-                " shards that the run began with"
+                f"shard {shard} of the stream{called} ends before sample {position} of epoch"
+                f" {epoch}, where it stood; what a shard gives must follow from shard and epoch"
+                " alone; give the shards that the run began with"
             )
         if first == 0:
             raise DataError(
-                f"shard {shard} of the stream has no sample in epoch {epoch}; each shard has at"
-                f" least one; check what open({shard}, {epoch}, 0) reads, or give fewer shards"
+                f"shard {shard} of the stream{called} has no sample in epoch {epoch}; each shard"
+                f" has at least one; check what open({shard}, {epoch}, 0) reads, or give fewer"
+                " shards"
             )
         epoch, position = epoch + 1, 0
+
+
+def _mixed(
+    mixture: Mixture, shard: int, seed: int, begin: MixturePosition, called: str
+) -> Iterator[Sample]:
+    """Yield samples of the streams in turn. An empty one is found at once."""
+    positions = dict(begin.streams)
+    names = list(mixture.streams)
+    opened: list[Iterator[Sample]] = []
+    for name, stream in mixture.streams.items():
+        samples = shard_samples(
+            stream,
+            shard,
+            seed=_seed_of_stream(seed, name),
+            begin=positions[name],
+            called=f"{called} {name!r}",
+        )
+        opened.append(chain([next(samples)], samples))
+    weights = np.array(list(mixture.weights.values()))
+    for block in count(begin.seen // BLOCK):
+        chosen = chosen_streams(weights, key(seed, RandomStream.MIXTURE, shard, block))
+        for seen in range(max(begin.seen, block * BLOCK), (block + 1) * BLOCK):
+            which = chosen[seen % BLOCK]
+            sample = next(opened[which])
+            positions[names[which]] = sample.after
+            yield sample._replace(after=MixturePosition(seen + 1, dict(positions)))
+
+
+def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
+    """Return the stream of each position of a block: in a keyed order, each as often as its share
+    of the block, rounded up or down."""
+    places = Order(BLOCK, seed).samples(np.arange(BLOCK))[1]
+    offset = (hashed(np.zeros(1, np.int64), seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bounds = np.cumsum(weights / weights.sum())[:-1]
+    chosen: list[int] = np.searchsorted(bounds, (places + offset) / BLOCK, side="right").tolist()
+    return chosen
+
+
+def _packed(
+    packed: PackedStream, shard: int, seed: int, begin: PackedPosition, called: str
+) -> Iterator[Sample]:
+    """Yield rows, with the documents that are packed together in memory."""
+    position, given = begin
+    samples = shard_samples(packed.stream, shard, seed=seed, begin=position, called=called)
+    while True:
+        taken = list(islice(samples, TOGETHER))
+        names, values, positions = zip(*taken, strict=True)
+        rows = _rows_of(values, packed.length, [f"document {name}" for name in names])
+        if not rows:
+            raise DataError(
+                f"{TOGETHER} documents without a token, from document {names[0]} on; a row has at"
+                " least one; check what tokenizes them"
+            )
+        for number, (first, row) in list(enumerate(rows, start=1))[given:]:
+            after = (
+                PackedPosition(position, number)
+                if number < len(rows)
+                else PackedPosition(positions[-1], 0)
+            )
+            name = names[first]
+            yield Sample(name._replace(place=f"packed {name.place}"), row, after)
+        position, given = positions[-1], 0
+
+
+def _rows_of(
+    values: Sequence[Any], length: int, names: Sequence[str]
+) -> list[tuple[int, dict[str, Tensor]]]:
+    """Pack documents among themselves. Returns each row after its first document's place."""
+    documents = list(map(document_of, values, names))
+    rows = packed_rows([len(document.tokens) for document in documents], length)
+    return [
+        (
+            pieces[0].document,
+            row_of([documents[each.document].cut(each) for each in pieces], length),
+        )
+        for pieces in rows
+    ]
+
+
+def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
+    """Yield values from the beginning of a shard in an order that needs few of them; for
+    digests."""
+    match stream.open:
+        case Mixture(streams=streams):
+            opened = [
+                _unordered(each, shard, _seed_of_stream(seed, name))
+                for name, each in streams.items()
+            ]
+            yield from chain.from_iterable(zip(*opened, strict=False))
+        case PackedStream(stream=documents, length=length):
+            values = _unordered(documents, shard, seed)
+            while few := list(islice(values, COLLATED)):
+                names = [f"a document of shard {shard}"] * len(few)
+                yield from (row for _, row in _rows_of(few, length, names))
+        case _:
+            yield from _opened(stream, shard, seed, 0, 0)
+
+
+def _seed_of_stream(seed: int, name: str) -> int:
+    """Return the seed of a mixture's stream, which the others do not change."""
+    hashed_name = blake2b(name.encode(), digest_size=8).digest()
+    return key(seed, RandomStream.MIXTURE, int.from_bytes(hashed_name, "big"))
 
 
 def _order(count: int, seed: int) -> list[int]:
@@ -154,9 +306,15 @@ def _order(count: int, seed: int) -> list[int]:
     return order
 
 
-def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> Iterator[Any]:
+def _place(shard: int, called: str) -> str:
+    return f"shard {shard} of{called}" if called else f"shard {shard}"
+
+
+def _opened(
+    stream: Stream, shard: int, seed: int, epoch: int, start: int, called: str = ""
+) -> Iterator[Any]:
     """Yield one epoch of samples in the shard's order, with generators seeded for each sample."""
-    seed_generators(key(seed, keys.RandomStream.SAMPLE, epoch, shard), CPU)
+    seed_generators(key(seed, RandomStream.SAMPLE, epoch, shard), CPU)
     number = start
     try:
         given = stream.open(shard, epoch, start)
@@ -168,7 +326,7 @@ def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> It
             )
         iterator = iter(given)
         while True:
-            seed_generators(key(seed, keys.RandomStream.SAMPLE, epoch, shard, number), CPU)
+            seed_generators(key(seed, RandomStream.SAMPLE, epoch, shard, number), CPU)
             try:
                 value = next(iterator)
             except StopIteration:
@@ -177,7 +335,7 @@ def _opened(stream: Stream, shard: int, seed: int, epoch: int, start: int) -> It
             number += 1
     except Exception as error:
         error.add_note(
-            f"raised by sample {number} of shard {shard} in epoch {epoch}, from"
+            f"raised by sample {number} of {_place(shard, called)} in epoch {epoch}, from"
             f" Stream.open({shard}, {epoch}, {start})"
         )
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, Literal
@@ -62,6 +63,37 @@ class EveryNth:
         if set_epoch is not None:
             set_epoch(epoch)
         return islice(iter(self.data), shard + start * self.shards, None, self.shards)
+
+
+class StreamOfStreams:
+    """A stream made of other streams, which the run reads: their order follows from its seed."""
+
+    __slots__ = ()
+
+    def __call__(self, shard: int, epoch: int, start: int) -> Iterator[Any]:
+        raise DataError(
+            f"open({shard}, {epoch}, {start}) of a {type(self).__name__}; the order of its samples"
+            " follows from a run's seed, so it has none of its own; open the streams that it was"
+            " made of"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture(StreamOfStreams):
+    """Streams with equally many shards, of which shard k has a sample from shard k of one stream at
+    each position. A stream goes on with its next epoch where it ends."""
+
+    streams: Mapping[str, Stream]
+    """In the order of names."""
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStream(StreamOfStreams):
+    """The documents of a stream, packed into rows of `length` tokens."""
+
+    stream: Stream
+    length: int
 
 
 @with_field_docs
@@ -155,6 +187,69 @@ class Stream:
                 " dataset"
             )
         return cls(EveryNth(data, shards), shards=shards, window=window)
+
+    @classmethod
+    def mix(cls, streams: Mapping[str, Stream], *, weights: Mapping[str, float]) -> Stream:
+        """A mixture of streams by name, such as `{"web": web, "code": code}`: each sample is from a
+        stream in proportion to its weight.
+
+        The stream that has a sample follows from seed, shard and position alone. Of every 1,024
+        samples of a shard, each stream has its share, to the next or the previous whole number. A
+        stream is read as it is without the others, in its own windows; where its shard ends, it
+        goes on with its next epoch, so that the proportions stay. Raises `RecipeError` and
+        `DataError`.
+        """
+        check_mixture(streams, weights)
+        names = sorted(streams)
+        mixture = Mixture(
+            {name: streams[name] for name in names},
+            {name: float(weights[name]) for name in names},
+        )
+        return cls(mixture, shards=streams[names[0]].shards)
+
+
+def check_mixture(streams: Any, weights: Any) -> None:
+    """Raise `DataError` unless these are streams of equally many shards, and `RecipeError` unless
+    each has a weight."""
+    if not isinstance(streams, Mapping) or not streams:
+        raise RecipeError(
+            f"Stream.mix({streams!r}); it mixes streams by name; give a dict of them, such as"
+            " {'web': web, 'code': code}"
+        )
+    for name, stream in streams.items():
+        if not isinstance(name, str):
+            raise RecipeError(
+                f"Stream.mix with a stream named {name!r}; a name is a str; name it {str(name)!r}"
+            )
+        if not isinstance(stream, Stream):
+            raise DataError(
+                f"Stream.mix, and {name!r} is a {type(stream).__name__}; it mixes streams; give"
+                " ls.Stream.of(...) or ls.Stream.files(...), or mix datasets by"
+                " ls.samplers.mixture"
+            )
+    if not isinstance(weights, Mapping) or weights.keys() != streams.keys():
+        raise RecipeError(
+            f"Stream.mix of the streams {sorted(streams)} with weights={weights!r}; each stream has"
+            " one weight, under its name; give weights={"
+            + ", ".join(f"{name!r}: ..." for name in sorted(streams))
+            + "}"
+        )
+    for name, weight in weights.items():
+        if (
+            not isinstance(weight, int | float)
+            or isinstance(weight, bool)
+            or not 0 < weight < math.inf
+        ):
+            raise RecipeError(
+                f"Stream.mix with the weight {weight!r} of {name!r}; a weight is a number above 0,"
+                " and only the proportions count; leave out a stream that is not to be read"
+            )
+    shards = {name: stream.shards for name, stream in streams.items()}
+    if len(set(shards.values())) > 1:
+        raise RecipeError(
+            f"Stream.mix of streams with {shards} shards; shard k of the mixture reads shard k of"
+            f" each stream, so all have equally many; give each shards={max(shards.values())}"
+        )
 
 
 def check_data(

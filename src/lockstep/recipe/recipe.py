@@ -29,7 +29,13 @@ from lockstep.recipe.checks import (
     check_seed,
     in_words,
 )
-from lockstep.recipe.data import Stream, check_data, check_dataset, check_samplers
+from lockstep.recipe.data import (
+    Stream,
+    StreamOfStreams,
+    check_data,
+    check_dataset,
+    check_samplers,
+)
 from lockstep.recipe.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -451,7 +457,7 @@ class Recipe:
 def _describe(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    if isinstance(value, Evaluation | Gathered | Sequence | Stream | Weights):
+    if isinstance(value, Evaluation | Gathered | Sequence | Stream | StreamOfStreams | Weights):
         return {name: _describe(getattr(value, name)) for name in value.__slots__}
     if isinstance(value, Mapping):
         return {str(key): _describe(item) for key, item in value.items()}

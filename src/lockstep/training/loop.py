@@ -313,7 +313,7 @@ def sources(
         close(streamed.close)
         compare_data(training, "data", streamed.digests(), is_trained_on=True)
         positions = (
-            positions_in(training.loop.resumed, data.shards)
+            positions_in(training.loop.resumed, data)
             if training.loop.resumed is not None and first
             else {}
         )

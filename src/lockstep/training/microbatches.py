@@ -21,13 +21,14 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
-from lockstep.data.fetch import ShardPosition
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
+from lockstep.data.positions import Position, fits, position_in
 from lockstep.data.sampled_order import BatchOrder, SampleOrder
 from lockstep.data.streams import Origin
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
+from lockstep.recipe.data import Stream
 from lockstep.training.loss import Weights, weights_of
 
 Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch
@@ -320,7 +321,7 @@ class Microbatches:
         *,
         seed: int,
         order: Order | SampleOrder | None,
-        positions: Mapping[int, ShardPosition] | None = None,
+        positions: Mapping[int, Position] | None = None,
     ) -> None:
         """`positions`: positions of the stream's shards before the step."""
         start, stop = batching.span(step)
@@ -452,7 +453,7 @@ def from_stream(
     *,
     seed: int,
     first: int = 0,
-    positions: Mapping[int, ShardPosition] | None = None,
+    positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
     """Yields the steps of a stream from step `first` on. `positions`: of all shards before step
     `first`; default: at the beginning."""
@@ -467,8 +468,8 @@ def from_stream(
         for turn in turns
         for index in own
     ]
-    at: Mapping[int, ShardPosition] = {
-        shard: begin.get(shard, ShardPosition()) for shard in sorted(read)
+    at: Mapping[int, Position] = {
+        shard: begin.get(shard, loader.beginning) for shard in sorted(read)
     }
     for step in range(first, batching.steps):
         source = Microbatches(step, batching, fetched, seed=seed, order=None, positions=at)
@@ -476,13 +477,19 @@ def from_stream(
         at = source.positions or {}
 
 
-def positions_in(values: Mapping[str, Any], shards: int) -> dict[int, ShardPosition]:
-    """Read the position of each stream shard from a checkpoint's values. Raises `CheckpointError`
-    if they belong to another stream."""
-    saved = {int(shard): ShardPosition(*position) for shard, position in values["shards"].items()}
-    if saved.keys() != set(range(shards)):
+def positions_in(values: Mapping[str, Any], stream: Stream) -> dict[int, Position]:
+    """Read the position of each shard from a checkpoint's values. Raises `CheckpointError` if they
+    belong to another stream."""
+    saved = {int(shard): position_in(position) for shard, position in values["shards"].items()}
+    if saved.keys() != set(range(stream.shards)):
         raise CheckpointError(
             f"the checkpoint has positions for {len(saved)} shards of a stream, and this run's"
-            f" ls.Stream has shards={shards}; resume with the data that it was saved with"
+            f" ls.Stream has shards={stream.shards}; resume with the data that it was saved with"
+        )
+    if not all(fits(position, stream) for position in saved.values()):
+        raise CheckpointError(
+            "the checkpoint has positions in the shards of another kind of stream: a mixture has"
+            " one for each of its streams by name, packed documents one in the documents; resume"
+            " with the data that it was saved with"
         )
     return saved

@@ -16,8 +16,8 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
 from lockstep.data.digests import Digests
-from lockstep.data.fetch import ShardPosition
 from lockstep.data.generators import seed_generators
+from lockstep.data.positions import Position, position_in
 from lockstep.keys import RandomStream, key
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics
@@ -41,7 +41,7 @@ class LoopState:
     loops: int = 0
     steps_before: int = 0  # optimizer steps done in earlier loops
     # each stream shard that this rank reads
-    shards: dict[str, ShardPosition] = field(default_factory=dict)
+    shards: dict[str, Position] = field(default_factory=dict)
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     """Loop number -> sample name -> digests of the parts of that sample, for some samples."""
     digest: Callable[[], Digests] | None = None
@@ -70,14 +70,10 @@ class LoopState:
     def check(values: Mapping[str, Any], step: int) -> None:
         """Raise `ValueError`, `LookupError`, `TypeError` or `AttributeError` unless `values` have
         the form that a run saves after `step` steps."""
-        positions = {
-            int(shard): ShardPosition(*position) for shard, position in values["shards"].items()
-        }
-        numbers = [
-            values["loop"],
-            values["steps_before"],
-            *(each for position in positions.values() for each in position),
-        ]
+        for shard, position in values["shards"].items():
+            int(shard)
+            position_in(position)
+        numbers = [values["loop"], values["steps_before"]]
         if (
             not all(type(each) is int and each >= 0 for each in numbers)
             or values["steps_before"] > step

@@ -1,0 +1,262 @@
+"""Packing: documents of different lengths in rows of one length.
+
+The documents are taken in their order, `TOGETHER` at a time, and these are packed among themselves:
+the longest first, each into the row with the least room that it fits in (best-fit decreasing). A
+row has its documents in their order, and rows are in the order of their first documents. So rows
+follow from the lengths of documents alone.
+
+A document longer than a row is cut into pieces, each a document of its own to the model. A piece
+begins with the last token of the piece before it, so that each token but the document's first is
+predicted exactly once.
+
+The rows are a contract: a run that is resumed, or repeated years later, must see the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.base.errors import DataError, RecipeError
+from lockstep.recipe.checks import check_count
+from lockstep.recipe.data import PackedStream, Stream, check_dataset
+
+TOGETHER = 256
+"""Documents that are packed among themselves."""
+IGNORED_LABEL = -100
+"""The label of a token that nothing predicts: the first of a document, and the rest of a row."""
+NO_DOCUMENT = -1
+"""The document of the rest of a row."""
+Integers = NDArray[np.int64]
+PLAIN = (
+    "a document is a list, an array or a tensor of token ids, or a dict with them as input_ids, and"
+    " perhaps labels, one for each of them"
+)
+
+
+class Piece(NamedTuple):
+    """A document, or the part [start, stop) of one that is longer than a row."""
+
+    document: int
+    start: int
+    stop: int
+
+
+class Document(NamedTuple):
+    tokens: Integers
+    labels: Integers
+
+    def cut(self, piece: Piece) -> Document:
+        return Document(*(each[piece.start : piece.stop] for each in self))
+
+
+def pieces_of(document: int, tokens: int, length: int) -> list[Piece]:
+    """Cut a document into pieces of at most `length` tokens; none if it is empty."""
+    starts = range(0, max(tokens - 1, min(tokens, 1)), length - 1)
+    return [Piece(document, start, min(start + length, tokens)) for start in starts]
+
+
+def packed_rows(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+    """Pack documents of these `lengths` among themselves."""
+    pieces = [
+        piece
+        for document, tokens in enumerate(lengths)
+        for piece in pieces_of(document, tokens, length)
+    ]
+    rows: list[list[Piece]] = []
+    room: list[tuple[int, int]] = []  # sorted: (tokens left, row)
+    for piece in sorted(pieces, key=lambda piece: piece.start - piece.stop):
+        tokens = piece.stop - piece.start
+        place = bisect_left(room, (tokens, 0))
+        left, row = room.pop(place) if place < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
+        insort(room, (left - tokens, row))
+    return sorted(map(sorted, rows))
+
+
+def row_of(documents: Sequence[Document], length: int) -> dict[str, Tensor]:
+    """Make a row of `length` tokens."""
+    row = {
+        "input_ids": np.zeros(length, np.int64),
+        "labels": np.full(length, IGNORED_LABEL, np.int64),
+        "document_ids": np.full(length, NO_DOCUMENT, np.int64),
+        "position_ids": np.arange(length),
+    }
+    start = 0
+    for number, (tokens, labels) in enumerate(documents):
+        stop = start + len(tokens)
+        row["input_ids"][start:stop] = tokens
+        row["labels"][start + 1 : stop] = labels[1:]
+        row["document_ids"][start:stop] = number
+        row["position_ids"][start:] = np.arange(length - start)
+        start = stop
+    row["position_ids"][start:] = np.arange(length - start)
+    return {name: torch.from_numpy(values) for name, values in row.items()}
+
+
+def document_of(value: Any, name: str) -> Document:
+    """Read a document. Raises `DataError`."""
+    labels = None
+    tokens = value
+    if isinstance(value, Mapping):
+        if "document_ids" in value:
+            raise DataError(f"{name} has document_ids: it is packed; pack the documents themselves")
+        if "input_ids" not in value:
+            raise DataError(f"{name} has {list(value)}, and no input_ids; {PLAIN}; tokenize it")
+        tokens, labels = value["input_ids"], value.get("labels")
+        mask = value.get("attention_mask")
+        if mask is not None and not np.asarray(mask).all():
+            raise DataError(
+                f"{name} has an attention_mask with 0: it is padded; rows are filled after packing;"
+                " tokenize without padding"
+            )
+    ids = _integers(tokens, name)
+    if labels is None:
+        return Document(ids, ids)
+    targets = _integers(labels, f"labels of {name}")
+    if len(targets) != len(ids):
+        raise DataError(
+            f"{name} has {len(ids)} input_ids and {len(targets)} labels; each token has one, -100"
+            " where it is not to be predicted; correct them"
+        )
+    return Document(ids, targets)
+
+
+def _integers(value: Any, name: str) -> Integers:
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        found = np.empty(1, dtype=object)
+    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or not found.size):
+        shape = f" of shape {found.shape}" if found.ndim != 1 else ""
+        raise DataError(
+            f"{name} is a {type(value).__name__}{shape}; {PLAIN}; tokenize it before it is packed"
+        )
+    return found.astype(np.int64)
+
+
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """The documents of a map-style dataset, in rows."""
+
+    def __init__(self, data: Any, length: int, lengths: Any) -> None:
+        """`lengths`: tokens of each document. Raises `DataError`."""
+        self._data, self._length = data, length
+        self._lengths = self._checked(lengths)
+        self._rows_together = lru_cache(maxsize=8)(self._packed)
+        counts = [len(self._packed(group)) for group in range(-(-len(data) // TOGETHER))]
+        self._bounds = np.cumsum([0, *counts])
+        """The first row of each group of documents that are packed together."""
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        group = int(np.searchsorted(self._bounds, row, side="right")) - 1
+        pieces = self._rows_together(group)[row - int(self._bounds[group])]
+        documents: dict[int, Document] = {}
+        return row_of(list(self._cut(pieces, group * TOGETHER, documents)), self._length)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._data, "set_epoch"):
+            self._data.set_epoch(epoch)
+
+    def _cut(
+        self, pieces: list[Piece], first: int, documents: dict[int, Document]
+    ) -> Iterator[Document]:
+        for piece in pieces:
+            number = first + piece.document
+            if number not in documents:
+                documents[number] = self._document(number)
+            yield documents[number].cut(piece)
+
+    def _document(self, number: int) -> Document:
+        document = document_of(self._data[number], f"document {number}")
+        if len(document.tokens) != self._lengths[number]:
+            raise DataError(
+                f"document {number} has {len(document.tokens)} tokens, and {self._lengths[number]}"
+                " when it was packed; rows follow from the lengths, so each stays the same; correct"
+                " lengths, and leave out what changes the number of tokens at random"
+            )
+        return document
+
+    def _packed(self, group: int) -> list[list[Piece]]:
+        start = group * TOGETHER
+        return packed_rows(self._lengths[start : start + TOGETHER].tolist(), self._length)
+
+    def _checked(self, lengths: Any) -> Integers:
+        if lengths is None and hasattr(self._data, "lengths"):
+            lengths = self._data.lengths()
+        if lengths is None:
+            lengths = [
+                len(document_of(self._data[number], f"document {number}").tokens)
+                for number in range(len(self._data))
+            ]
+        found = np.asarray(lengths)
+        if (
+            found.shape != (len(self._data),)
+            or not np.issubdtype(found.dtype, np.integer)
+            or found.min() < 0
+        ):
+            raise DataError(
+                f"pack(lengths) with shape {found.shape} and dtype {found.dtype} for"
+                f" {len(self._data)} documents; it has the number of tokens of each document, a"
+                " whole number of at least 0; correct them"
+            )
+        if not found.any():
+            raise DataError(
+                f"pack of {len(self._data)} documents without a token; a row has at least one;"
+                " check what tokenizes them"
+            )
+        return found.astype(np.int64)
+
+
+@overload
+def pack(data: Stream, length: int) -> Stream: ...
+
+
+@overload
+def pack(data: Any, length: int, *, lengths: Any = None) -> PackedDataset: ...
+
+
+def pack(data: Any, length: int, *, lengths: Any = None) -> Stream | PackedDataset:
+    """Pack documents into rows of `length` tokens: a dataset whose samples are rows, or for a
+    `Stream` a stream of rows.
+
+    A document is a list, an array or a tensor of token ids, or a dict with `input_ids` and perhaps
+    `labels`. Every 256 documents, in the order of `data`, are packed among themselves: longest
+    first, each into the row with the least room that it fits in. Each document is in exactly one
+    row; one that is longer than a row is cut into pieces, each of which begins with the last token
+    of the piece before. A row is a dict of tensors with `length` elements: `input_ids`; `labels`,
+    not shifted, -100 at the first token of each document; `document_ids`, which count from 0;
+    `position_ids`, which restart with each document. The rest of a row has the id 0, the label
+    -100 and the document -1.
+
+    `lengths`: tokens of each document of a dataset. None: the dataset's method `lengths()`; without
+    one, every process reads all documents once. Raises `RecipeError` and `DataError`.
+    """
+    check_count("pack(length)", length, "tokens")
+    if length < 2:
+        raise RecipeError(
+            f"pack(length={length}); a row has a token and the one that it predicts; give at least"
+            " 2"
+        )
+    if not isinstance(data, Stream):
+        check_dataset("pack(data)", data)
+        return PackedDataset(data, length, lengths)
+    if lengths is not None:
+        raise RecipeError(
+            "pack(lengths) with an ls.Stream, which is read in any case; leave them out"
+        )
+    return Stream(PackedStream(data, length), shards=data.shards)

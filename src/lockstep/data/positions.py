@@ -1,0 +1,80 @@
+"""The position at which reading a shard of a stream continues, by the kind of the stream."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from lockstep.recipe.data import Mixture, PackedStream, Stream
+
+
+class ShardPosition(NamedTuple):
+    """The position in a shard that `Stream.open` reads."""
+
+    epoch: int = 0
+    seen: int = 0
+    """Samples of the shard read in that epoch."""
+
+
+class MixturePosition(NamedTuple):
+    """The position in a shard of a mixture."""
+
+    seen: int
+    """Samples of the mixture read."""
+    streams: dict[str, Position]
+    """The position in each of its streams, by name."""
+
+
+class PackedPosition(NamedTuple):
+    """The position in a shard of packed documents."""
+
+    documents: Position
+    """The beginning of the documents that are packed together."""
+    rows: int
+    """Rows of these documents that were read."""
+
+
+Position = ShardPosition | MixturePosition | PackedPosition
+
+
+def beginning(stream: Stream) -> Position:
+    """Return the position at the beginning of any shard."""
+    match stream.open:
+        case Mixture(streams=streams):
+            return MixturePosition(0, {name: beginning(each) for name, each in streams.items()})
+        case PackedStream(stream=documents):
+            return PackedPosition(beginning(documents), 0)
+        case _:
+            return ShardPosition()
+
+
+def position_in(value: Any) -> Position:
+    """Read a position from JSON. Raises `ValueError` or `TypeError`."""
+    first, second = value
+    if isinstance(second, dict):
+        return MixturePosition(
+            _count(first), {name: position_in(each) for name, each in second.items()}
+        )
+    if isinstance(first, list | tuple):
+        return PackedPosition(position_in(first), _count(second))
+    return ShardPosition(_count(first), _count(second))
+
+
+def fits(position: Position, stream: Stream) -> bool:
+    """True if the position is one in a shard of such a stream."""
+    match stream.open, position:
+        case Mixture(streams=streams), MixturePosition(streams=positions):
+            return streams.keys() == positions.keys() and all(
+                fits(positions[name], each) for name, each in streams.items()
+            )
+        case PackedStream(stream=documents), PackedPosition(documents=begin):
+            return fits(begin, documents)
+        case Mixture() | PackedStream(), _:
+            return False
+        case _:
+            return isinstance(position, ShardPosition)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} does not count samples")
+    return value
