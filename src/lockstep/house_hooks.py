@@ -1,5 +1,5 @@
-"""lockstep's own hooks, in the one order in which they are called, with the reason for each
-place."""
+"""lockstep's own hooks, in the order in which they are called, with the reason for the position of
+each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.training.run import Run
 
 
 class HouseHooks:
-    """The hooks of one run on one rank: lockstep's own, and the user's among them."""
+    """The hooks of one run on one rank: lockstep's own hooks, and the user's between them."""
 
     def __init__(
         self,
@@ -41,13 +41,14 @@ class HouseHooks:
         evaluations: Mapping[str, Evaluation],
         recovery: Recovery | None = None,
     ) -> None:
-        """`hooks`: the user's."""
+        """`hooks`: the hooks of the user."""
         environment, request, bare = (
             opened.environment,
             opened.request,
             opened.context.overrides.bare,
         )
-        user_hooks = [*opened.hooks, *hooks]  # a probe sees what no hook of the user has changed
+        # a probe sees the state before hooks of the user change it
+        user_hooks = [*opened.hooks, *hooks]
         setting = check_out_of_memory(
             environment.out_of_memory or "retry", "LOCKSTEP_OUT_OF_MEMORY"
         )
@@ -87,33 +88,33 @@ class HouseHooks:
             ]
             return
         self.in_order = [
-            # Tries the loss on the first microbatch before any hook has seen the step.
+            # Tries the loss on the first microbatch, before any other hook is called for the step.
             self.loss_check,
-            # Watches forwards where the loss cannot be tried.
+            # Watches forwards if the loss cannot be tried.
             CarriedState(),
-            # Ends torch's filling of new tensors.
+            # Stops torch from filling new tensors.
             *fills,
-            # Begins a trace before any other hook of the step, and ends it before lockstep's own
+            # Starts a trace before any other hook of the step, and ends it before lockstep's own
             # work between steps.
             *([] if steps is None else [Profiler(steps)]),
-            # The user's hooks see the step as the script left it.
+            # The user's hooks see the state that the script has left.
             *user_hooks,
-            # Measures what the user's hooks have made of the model, and before a save, which keeps
-            # the metrics.
+            # Evaluates after the user's hooks may have changed the model, and before a save, which
+            # stores the metrics.
             *evaluating,
             # Adds its numbers to the line that `Metrics` writes.
             Stragglers(),
-            # Finds a loss that is not finite before the step is compared or saved.
+            # Detects a loss that is not finite before the step is compared or saved.
             self.metrics,
-            # Finds a replica that differs before a save.
+            # Detects a replica that differs before a save.
             audit,
             # Writes the next plan first: the emergency save that follows may take long, or fail.
             self.out_of_memory,
-            # Saves what all hooks before it have left.
+            # Saves the state that all hooks before it have left.
             self.checkpointing,
-            # Holds the same as a checkpoint.
+            # Copies the same state as a checkpoint.
             MemoryImages(recovery),
-            # Ends the run, once it is saved.
+            # Ends the run once it is saved.
             Preemption(termination, stop_at=environment.stop_at),
         ]
 

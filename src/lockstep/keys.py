@@ -16,7 +16,7 @@ class RandomStream(IntEnum):
     share a stream."""
 
     MODEL = 1
-    """Initial weights."""
+    """The initial weights."""
     ORDER = 2
     """The permutation of samples: (seed, ORDER), then the epoch."""
     SAMPLE = 3
@@ -25,16 +25,16 @@ class RandomStream(IntEnum):
     COLLATE = 4
     """Collating a microbatch: (seed, COLLATE, step, microbatch)."""
     FORWARD = 5
-    """One microbatch's forward, for dropout and the like: (seed, FORWARD, step, microbatch)."""
+    """One microbatch's forward (dropout and similar): (seed, FORWARD, step, microbatch)."""
     EVALUATION = 6
     """One microbatch's forward in an evaluation: (seed, EVALUATION, steps done, microbatch)."""
     WINDOW = 7
     """The permutation of one window of a stream: (seed, WINDOW, shard, epoch, window)."""
     SAMPLER = 8
-    """A sampler's call: (seed, SAMPLER, epoch); of `ls.samplers`: (seed, SAMPLER, epoch or number
-    of a part)."""
+    """A call of a sampler: (seed, SAMPLER, epoch); in `ls.samplers`: (seed, SAMPLER, epoch or
+    number of a part)."""
     HOOK = 9
-    """A call of a user's hook: (seed, HOOK, steps done, place among the hooks, number of the
+    """A call of a user's hook: (seed, HOOK, steps done, index of the hook, number of the
     method)."""
     GRADIENT_HOOK = 10
     """The calls of the hooks on the gradients of a model: (seed, GRADIENT_HOOK, steps done, number

@@ -67,8 +67,8 @@ class Tracer:
         replicated: bool,
         writes: bool,
     ) -> None:
-        """`steps`: the number after which the run ends; None: not known. `replicated`: every rank
-        holds the full model, and writes summaries. `writes`: this rank writes."""
+        """`steps`: number of steps after which the run ends; None: not known. `replicated`: True if
+        every rank has the full model, and writes summaries. `writes`: True if this rank writes."""
         self._folder = folder
         self._steps = steps
         self._rank = rank
@@ -94,7 +94,7 @@ class Tracer:
         self._rows.write("metadata", metadata=metadata)
 
     def start(self, module: int, parameters: NamedTensors, buffers: NamedTensors) -> None:
-        """Write a train module as it is before its first step."""
+        """Write the tensors of a train module before its first step."""
         row = {"parameters": self._summaries(parameters), "buffers": self._summaries(buffers)}
         if self._writes_summaries:
             self._rows.write("initial", module=module, **row)
@@ -121,7 +121,8 @@ class Tracer:
         gradients: NamedTensors | None,
     ) -> None:
         """Write a microbatch after its forward. `batch`: digests of its parts, by their paths;
-        empty for a slice. `gradients`: its terms of the sum; None: no rank has full ones."""
+        empty for a slice. `gradients`: the microbatch's terms of the sum; None: no rank has full
+        gradients."""
         row = {} if gradients is None else {"gradients": self._summaries(gradients)}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
         self._rows.write(
@@ -156,7 +157,7 @@ class Tracer:
         states: NamedTensors,
         **scalars: float | None,
     ) -> bool:
-        """Write a step after its update. Returns True after the last one that was requested.
+        """Write a step after its update. Returns True after the last requested step.
 
         `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr,
         and the norm used for clipping.
@@ -178,7 +179,7 @@ class Tracer:
             self._rows.write("logged", module=0, step=step, values=dict(values))
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the trace. May be called again."""
         self._rows.close()
 
     def _rng_state(self) -> str:
@@ -189,8 +190,8 @@ class Tracer:
         return self._steps is not None and step + 1 >= self._steps
 
     def _saved(self, module: int, step: int, kind: str, tensors: NamedTensors) -> dict[str, Any]:
-        """Return the summaries of the tensors, which are saved too in the first and the last
-        step."""
+        """Return the summaries of the tensors. In the first and the last step, the tensors are
+        saved too."""
         if not (self._writes_tensors and (step == 0 or self._is_last(step))):
             return self._summaries(tensors)
         name = f"step-{step:05d}-{kind}-{module}-{self._rank}.safetensors"

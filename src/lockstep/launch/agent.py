@@ -1,9 +1,9 @@
-"""Start, watch, end and restart the workers of this machine, with torch's elastic agent.
+"""Starts, watches, ends and restarts the workers of this machine, with torch's elastic agent.
 
-[Note: restarts] Torch's loop asks `_monitor_workers`. After a failure with restarts left, or if
-another machine waits to join, it stops the workers, meets the other machines and starts new
-workers. Each start has a new store and port, a new folder for the workers' files, and new
-`WorkerProcesses`.
+[Note: restarts] Torch's loop calls `_monitor_workers`. After a failure with restarts left, or if
+another machine waits to join, it stops the workers, holds a rendezvous with the other machines, and
+starts new workers. Each start has a new store and port, a new folder for the workers' files, and
+new `WorkerProcesses`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from lockstep.options import Restart, RunOptions, variable
 
 _REGROUPS = "lockstep/regroups"
 Count = Literal["done", "known"]
-"""Machines whose workers are done; machines that know that all are."""
+"""`done`: machines whose workers are done. `known`: machines that know that all are done."""
 
 
 class StartStore:
@@ -75,7 +75,7 @@ class StartStore:
         return [json.loads(self._store.get(f"lockstep/agent-{each}")) for each in range(machines)]
 
     def count(self, what: Count) -> int:
-        """Return the number of machines that have called this with `what`, this one included."""
+        """Return the number of machines, including this one, that have called this with `what`."""
         is_first = what not in self._counted
         self._counted.add(what)
         return int(self._store.add(f"lockstep/{what}", int(is_first)))
@@ -85,21 +85,22 @@ class StartStore:
         self._store.set(_REGROUPS, "")
 
     def regroups(self) -> bool:
-        """True if a machine has announced that."""
+        """True if a machine has called `announce_regroup`."""
         try:
             return bool(self._store.check([_REGROUPS]))
         except DistError:
-            return False  # the machine that keeps the store has ended
+            return False  # the machine that hosts the store has ended
 
 
 FAILED, LOST_A_PEER, JOINED = range(3)
-"""Why a machine restarts its workers. If machines differ, the first reason in this order counts."""
+"""Kinds of reasons why a machine restarts its workers. If machines have different reasons, the
+first kind in this order counts."""
 
 
 def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | None:
-    """The reason for a restart; None at the first start. `everyone`: each machine's restarts, the
-    former machines' addresses, and its reason's kind and words. `machines`: the present machines'
-    addresses.
+    """The reason for a restart; None at the first start. `everyone`: for each machine, its number
+    of restarts, the addresses of the machines before the restart, and the kind and text of its
+    reason. `machines`: addresses of the current machines.
     """
     reasons = [why for _, _, why in everyone if why is not None]
     if not reasons:
@@ -115,21 +116,21 @@ def restart_reason(everyone: Sequence[Any], machines: Sequence[str]) -> str | No
 def restart_variables(
     everyone: Sequence[Any], machines: Sequence[str], *, in_place: bool
 ) -> dict[str, str]:
-    """The variables that tell workers why they start again; none at the first start. `everyone`:
-    each machine's values: first `restart_reason`'s arguments, last but one why it is not
-    `in_place`."""
+    """The environment variables that tell workers why they are started again; none at the first
+    start. `everyone`: the values of each machine: first those for `restart_reason`; the last but
+    one is the reason why it is not `in_place`."""
     why = restart_reason([each[:3] for each in everyone], machines)
     if why is None:
         return {}
     not_in_place = next((reason for *_, reason, _ in everyone if reason), None)
     restart = Restart(why, in_place, not_in_place)
-    # Whatever --resume was given: by now the run directory may hold an unfinished run.
+    # "auto" whatever --resume was: by now the run directory may contain an unfinished run.
     return RunOptions(restarted=restart, resume="auto").to_environment()
 
 
 def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[int, str]:
-    """The kind and the words of a machine's reason. `first`: the causing failure of its workers.
-    `lost`: the addresses of lost machines."""
+    """The kind and text of a machine's reason. `first`: the failure that caused the others. `lost`:
+    the addresses of lost machines."""
     if first is not None:
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
     silent = (
@@ -140,7 +141,7 @@ def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[in
 
 
 def rendezvous_error(error: Exception, machines: Machines) -> str:
-    """Why a rendezvous failed, in words."""
+    """Return text with the reason why a rendezvous failed."""
     if isinstance(error, RendezvousClosedError):
         return (
             f"the run at {machines.endpoint} was ended by another machine, whose own output"
@@ -159,11 +160,11 @@ def rendezvous_error(error: Exception, machines: Machines) -> str:
 
 
 LOST, JOINS = "lost", "joins"
-"""Why the workers of all machines leave their collectives for a recovery in place."""
+"""Reasons for which the workers of all machines leave their collectives for a recovery in place."""
 
 
 class Agent(SimpleElasticAgent):
-    """torch's agent with our own worker processes. See [Note: restarts]."""
+    """Torch's agent with lockstep's worker processes. See [Note: restarts]."""
 
     def __init__(
         self,
@@ -175,17 +176,18 @@ class Agent(SimpleElasticAgent):
         in_place: InPlace,
         never_in_place: str | None,
     ) -> None:
-        """`never_in_place`: why workers cannot recover in place; empty if not requested; None: they
-        may."""
+        """`never_in_place`: the reason why workers cannot recover in place; empty if it was not
+        requested; None: they can."""
         super().__init__(spec)
         self.in_place = in_place
         self._never_in_place = never_in_place
         self._not_in_place: str | None = None
         self.is_joining = False
-        """True until the machine has met the machines of the run that it joins."""
-        self._is_able = False  # to recover in place: all workers train
+        """True until the machine has completed the rendezvous with the machines of the run that it
+        joins."""
+        self._is_able = False  # True if recovery in place is possible: all workers train
         self._count_asked = spec.local_world_size
-        self._goes_on = False  # with the remaining processes
+        self._goes_on = False  # True if the run continues with the remaining processes
         rendezvous = spec.rdzv_handler
         self._elastic = rendezvous if isinstance(rendezvous, ElasticRendezvous) else None
         self._start = start
@@ -201,8 +203,8 @@ class Agent(SimpleElasticAgent):
         self._workers = WorkerProcesses(folder, self._signals)
 
     def close(self) -> None:
-        """Close the connections to the workers, and end the spare process and processes that
-        workers left running."""
+        """Close the connections to the workers, and end the spare process and any processes that
+        workers have left running."""
         self._close_workers()
         self.in_place.close()
 
@@ -233,15 +235,15 @@ class Agent(SimpleElasticAgent):
         tell(INTERRUPTED if self._workers.ending().options_read else at_once)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines, and agree on the number of restarts, the reason of this one, and
-        recovery in place, which needs all machines."""
+        """Hold a rendezvous, and agree with the other machines on the number of restarts, the
+        reason of this restart, and on recovery in place, which needs all machines."""
         try:
             super()._rendezvous(worker_group)
             everyone = self._exchange(worker_group)
         except DistStoreError:
             if self._elastic is None or not self._elastic.lost_machines():
                 raise
-            self._rendezvous(worker_group)  # without the machine that was lost in it
+            self._rendezvous(worker_group)  # repeat it without the machine that was lost in it
             return
         machines = worker_group.spec.rdzv_handler.addresses  # type: ignore[attr-defined]
         self._remaining_restarts = max(
@@ -253,7 +255,7 @@ class Agent(SimpleElasticAgent):
         self._machines, self._why, self.is_joining = machines, None, False
 
     def _exchange(self, worker_group: WorkerGroup) -> list[list[Any]]:
-        group: Any = worker_group  # torch types its fields as None
+        group: Any = worker_group  # torch declares its fields as None
         self._shared = StartStore(group.store)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         mine = [restarts, self._machines, self._why, self._goes_on, self._not_in_place]
@@ -298,7 +300,7 @@ class Agent(SimpleElasticAgent):
                 self._elastic.announce(json.dumps([ranks, record]))
         if self._workers.have_failed() or (self._workers.running and self._lost_a_machine()):
             return self._failed()
-        # LOST, JOINS, or JSON: the ranks that hang on another machine, and the record of it.
+        # LOST, JOINS, or JSON: the hanging ranks on another machine, and the record of the hang.
         why = None
         if self._elastic is not None and self._never_in_place is None:
             why = self._elastic.announced()
@@ -309,7 +311,7 @@ class Agent(SimpleElasticAgent):
         if self._workers.running and (
             why == JOINS or (self._is_able and self.in_place.newcomers_are_ready())
         ):
-            self._remaining_restarts += 1  # torch's loop subtracts it
+            self._remaining_restarts += 1  # torch's loop subtracts one
             return RunResult(state=WorkerState.FAILED)
         if self._workers.running:
             continues = True
@@ -328,7 +330,7 @@ class Agent(SimpleElasticAgent):
         )
 
     def _prepare_to_recover(self) -> None:
-        """Keep a spare process, and tell the other machines, once all workers train."""
+        """Once all workers train, start a spare process and tell the other machines."""
         workers = self._workers
         if self._never_in_place is not None:
             return
@@ -349,7 +351,8 @@ class Agent(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _leave(self, why: str) -> str | None:
-        """Have the remaining workers wait for new ranks. Returns None, or why they cannot."""
+        """Make the remaining workers wait for new ranks. Returns None, or the reason why they
+        cannot."""
         if not self._goes_on:
             self.in_place.lost_at = time.time()
         self._not_in_place = self._why_not_in_place(why)
@@ -361,8 +364,8 @@ class Agent(SimpleElasticAgent):
         return self._not_in_place
 
     def _why_not_in_place(self, why: str) -> str | None:
-        """Why the remaining workers cannot go on in their processes; None if they can. `why`: LOST
-        or JOINS."""
+        """The reason why the remaining workers cannot continue in their processes; None if they
+        can. `why`: LOST or JOINS."""
         if (
             (why == LOST and not self._remaining_restarts)
             or self._workers.restart_request()
@@ -376,8 +379,8 @@ class Agent(SimpleElasticAgent):
         return self._workers.connections.why_not(healthy, others)
 
     def _count_failure(self) -> None:
-        """Announce a restart, or set the remaining restarts to 0 if these failures must not cause
-        one."""
+        """Announce a restart, or set the remaining restarts to 0 if these failures must not cause a
+        restart."""
         ending = self._workers.ending()
         first, waiting = ending.first, self._goes_on
         by_mistake = first is not None and first.record is not None and first.record.user_error
@@ -389,7 +392,8 @@ class Agent(SimpleElasticAgent):
         if stopped or by_mistake or again:
             self._remaining_restarts = 0
         elif reason := self._workers.restart_request():
-            self._remaining_restarts += 1  # torch's loop subtracts it: this restart does not count
+            # torch's loop subtracts one, but this restart does not count
+            self._remaining_restarts += 1
             self._why = (FAILED, reason)
             self._signals.go_on()
             say(f"lockstep: {reason}; starts again")
@@ -405,8 +409,8 @@ class Agent(SimpleElasticAgent):
             self._elsewhere = line
 
     def _lost_a_machine(self) -> bool:
-        """True if another machine has left, and workers here that were not asked to save may wait
-        minutes for it."""
+        """True if another machine has left. Workers here that were not asked to save may then wait
+        for it for minutes."""
         self._lost = () if self._elastic is None else self._elastic.lost_machines()
         return bool(self._lost) and (self._is_able or not self._shared.regroups())
 
@@ -423,7 +427,7 @@ class Agent(SimpleElasticAgent):
                 break
             self._failed()
             if not self._remaining_restarts or not self._goes_on:
-                return  # the next look at the workers finds the failure
+                return  # the next check of the workers detects the failure
             self._remaining_restarts -= 1
         if self._elastic is not None:
             self._elastic.wait_for_all()
@@ -435,7 +439,7 @@ class Agent(SimpleElasticAgent):
                 self._variables(worker_group), lost_at=self.in_place.lost_at
             )
             self._is_able = False
-        else:  # on another machine, the workers cannot go on in their processes
+        else:  # on another machine, the workers cannot continue in their processes
             self._workers.end_after_loss()
             self._start_workers(worker_group)
         self._goes_on = False
@@ -470,7 +474,7 @@ class Agent(SimpleElasticAgent):
             super()._restart_workers(worker_group)
 
     def _takes_in(self) -> bool:
-        """Have the workers wait in their processes for a joining machine. Returns False if they
+        """Make the workers wait in their processes for a joining machine. Returns False if they
         cannot."""
         if self._never_in_place is not None or self._leave(JOINS) is not None:
             return False
@@ -480,8 +484,8 @@ class Agent(SimpleElasticAgent):
         return True
 
     def _regroup(self, worker_group: WorkerGroup) -> None:
-        """Have the workers of all machines save and end, to start again with the machine that
-        waits."""
+        """Make the workers of all machines save and end, in order to start again with the waiting
+        machine."""
         say("lockstep: another machine waits to join: the workers save, and start again with it")
         self._why = (JOINED, "another machine joined")
         self._shared.announce_regroup()
@@ -499,8 +503,8 @@ class Agent(SimpleElasticAgent):
             self._workers.end_after_loss()
 
     def _exit_barrier(self) -> None:
-        """On the machine that hosts the store, wait briefly until the others know that all are
-        done. Torch's barrier waits five minutes for a machine whose workers have failed, and
+        """On the machine that hosts the store, wait briefly until the other machines know that all
+        are done. Torch's barrier waits five minutes for a machine whose workers have failed, and
         ignores signals.
         """
         rendezvous = self._elastic
@@ -515,20 +519,19 @@ class Agent(SimpleElasticAgent):
             time.sleep(POLL_SECONDS)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        # torch's version asks the name service for this host's name each time, for an event that
-        # nobody reads.
+        # torch's version looks up this host's name each time, for an event that nobody reads
         return Event(f"torchelastic.worker.status.{state}", source)
 
 
 def _new_run_dir(given: Mapping[str, str]) -> str:
-    """The run directory that the launcher chose and the run wrote to, else empty. `given`:
-    variables of workers."""
+    """The run directory, if the launcher chose it and the run has written to it; else empty.
+    `given`: environment variables of the workers."""
     path = given.get(variable("default_run_dir"), "")
     return path if path and variable("run_dir") not in given and os.path.isdir(path) else ""
 
 
 def _after(size: int, count: int) -> list[Worker]:
-    """Workers numbered after `size` others, until they have ranks."""
+    """`count` new workers, numbered from `size` on until they get ranks."""
     ranks = range(size, size + count)
     return [Worker(rank - size, rank, rank, ranks.stop, ranks.stop) for rank in ranks]
 

@@ -1,4 +1,4 @@
-"""The rank of this process and the options of its run, as the launcher gives them in environment
+"""The rank of this process and the options of its run, which the launcher passes in environment
 variables; and the number of processes to start."""
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ class Environment(RunOptions):
     """Rank among the processes of this machine, from 0; also the index of its GPU, if it sees all
     GPUs."""
     world_size: int
-    """Processes in the run."""
+    """Number of processes in the run."""
     local_world_size: int
-    """Processes on this machine."""
+    """Number of processes on this machine."""
     launcher: Launcher
     """`python`: no launcher. `torchrun`: any other launcher that sets RANK and WORLD_SIZE. `srun`:
     a process per Slurm task."""
     threads: int
-    """Intra-op threads: OMP_NUM_THREADS if it was set on purpose (torchrun sets 1 unasked), else
-    CPUs ÷ processes."""
+    """Number of intra-op threads: OMP_NUM_THREADS if the user set it (torchrun sets 1 by default),
+    else CPUs ÷ processes."""
     restarts: int = 0
-    """Restarts of the workers after failures."""
+    """Number of restarts of the workers after failures."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:
         """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER and the variables
         of `RunOptions`.
 
-        Without the first four this is rank 0 of 1. Without the local two, all processes count as on
-        this machine. Raises `LaunchError` if the values contradict each other.
+        Without the first four variables, this is rank 0 of 1. Without the two local ones, all
+        processes are assumed to be on this machine. Raises `LaunchError` if the values contradict
+        each other.
         """
         _not_by_mpirun(environ)
         _both_or_neither(environ, "RANK", "WORLD_SIZE")
@@ -97,8 +98,8 @@ def _threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 
 def threads_per_process(count: int) -> int:
-    """Intra-op threads for each of `count` processes on this machine: usable CPUs ÷ processes, at
-    least 1."""
+    """The number of intra-op threads for each of `count` processes on this machine: usable CPUs ÷
+    processes, at least 1."""
     return max(1, usable_cpus() // count)
 
 

@@ -27,8 +27,8 @@ from lockstep.launch.termination import (
     PREEMPTING,
 )
 
-# Errors of a healthy process after another one ended or failed. They are never the cause if another
-# rank has another kind of error.
+# Errors that a healthy process gets after another one ended or failed. They are never the cause if
+# another rank has another kind of error.
 _PEER_ERRORS = {
     "CollectivesAborted",
     "DistBackendError",
@@ -69,18 +69,18 @@ _SIGNALS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRecord:
-    """A failure seen by the worker, which writes it as JSON for the launcher."""
+    """A failure as recorded by the worker, which writes it as JSON for the launcher."""
 
     time: float
     """Seconds since the epoch."""
     status: int
-    """The worker's coming exit status."""
+    """The exit status that the worker will have."""
     kind: str
     """The class of the exception, as `module:qualified name`."""
     message: str
-    """str() of the exception."""
+    """Text of the exception: str(error)."""
     traceback: str
-    """Python's full text, without lockstep's launch frames."""
+    """The full traceback, without lockstep's launch frames."""
     user_error: bool
     """True for a `lockstep.base.errors.UserError`: only its message is shown."""
     peer_lost: bool
@@ -109,13 +109,14 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailure:
-    """A failure seen by the launcher."""
+    """A failure as observed by the launcher."""
 
     rank: int
     time: float
-    """Seconds since the epoch: from the record, or else when the launcher saw the process end."""
+    """Seconds since the epoch: from the record, or the time at which the launcher noticed the end
+    of the process."""
     returncode: int
-    """The exit status, or minus the signal's number, as in `subprocess`."""
+    """The exit status, or the negated signal number, as in `subprocess`."""
     record: FailureRecord | None = None
     crash: str = ""
     """The Python stack at a fatal signal. Empty if there was none."""
@@ -129,7 +130,7 @@ class WorkerFailure:
 
     @property
     def end(self) -> str:
-        """A predicate for the end of the process: "failed (exit status 1)"."""
+        """Text for the end of the process, such as "failed (exit status 1)"."""
         if self.record is not None or self.returncode >= 0:
             return f"failed (exit status {self.status})"
         name = _signal_name(-self.returncode)
@@ -140,7 +141,7 @@ class WorkerFailure:
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if the failure follows from the end of another process."""
+        """True if the failure was caused by the end of another process."""
         return self.record is not None and self.record.peer_lost
 
     @property
@@ -164,29 +165,31 @@ class Ending:
     preempted: Sequence[int] = ()
     """Ranks that saved and ended on request."""
     unkillable: Sequence[int] = ()
-    """Ranks that did not end in time even after SIGKILL: the kernel holds them."""
+    """Ranks that did not end in time even after SIGKILL, because the kernel blocks them."""
     signal: int | None = None
-    """The signal that the launcher passed on; later failures are its consequences. None: no
+    """The signal that the launcher passed on; later failures are consequences of it. None: no
     signal."""
     elsewhere: str = ""
-    """The cause outside of this machine that ended the run; empty if none."""
+    """The cause outside of this machine that ended the run; empty if there is none."""
     has_saved: bool = False
-    """True if a worker that an error or a signal ended confirmed that the last step is saved."""
+    """True if a worker that was ended by an error or a signal has confirmed that the last step is
+    saved."""
     options_read: bool = False
     """True if a worker has read the options of the run: the script uses lockstep."""
     new_run_dir: str = ""
-    """The run directory that the launcher chose; the same command would choose another. Empty if
-    the user named one."""
+    """The run directory that the launcher chose; the same command would choose another one. Empty
+    if the user named one."""
 
     @property
     def first(self) -> WorkerFailure | None:
-        """The causing failure: the earliest that is no loss of a peer, or else the earliest."""
+        """The failure that caused the others: the earliest that is not the loss of a peer; if there
+        is none, the earliest."""
         return min(self.failures, key=lambda f: (f.lost_a_peer, f.time, f.rank), default=None)
 
     @property
     def was_preempted(self) -> bool:
-        """True if all running workers have saved and ended; or if a signal came during a recovery,
-        and one worker has saved all steps."""
+        """True if all running workers have saved and ended on request; or if a signal came during a
+        recovery, and one worker has saved all steps."""
         if self.unkillable:
             return False
         if self.signal in PREEMPTING and self.has_saved:
@@ -205,7 +208,7 @@ class Ending:
         return self.first.status
 
     def report(self) -> str:
-        """The report for the user, the first failure on top. Empty if all went well."""
+        """The report for the user, with the first failure at the top. Empty if nothing failed."""
         if self.elsewhere and (self.first is None or self.first.lost_a_peer):
             return self.elsewhere
         return "\n".join(filter(None, (self.elsewhere, self._report())))
@@ -270,7 +273,7 @@ class Ending:
 def failure_record(
     error: BaseException, frames: TracebackType | None, status: int
 ) -> FailureRecord:
-    """The record of an exception. `frames`: its traceback from the user's first frame on."""
+    """The record of an exception. `frames`: the traceback from the user's first frame on."""
     kind = type(error)
     return FailureRecord(
         time=time.time(),
@@ -284,8 +287,8 @@ def failure_record(
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """Fields of the event `run-failed`: `error`, and after the loss of a peer torch's text as
-    `detail`."""
+    """Fields of the event `run-failed`: `error`; after the loss of a peer also `detail`, with
+    torch's text."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):
         return {
@@ -315,7 +318,7 @@ def exit_status(error: BaseException) -> int:
 
 def read_crash(path: Path) -> str:
     """The Python stack that faulthandler wrote at a fatal signal, without lockstep's frames; empty
-    without a stack."""
+    if there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -329,7 +332,8 @@ def read_crash(path: Path) -> str:
 
 
 def read_torch_record(path: Path, returncode: int) -> FailureRecord | None:
-    """The record of torch's `@record`, for a script that ended without ours; None without one."""
+    """The failure that torch's `@record` wrote, for a script that ended without lockstep's record;
+    None if there is none."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -379,7 +383,7 @@ def _signal_name(number: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0-2, 5"."""
+    """Format ranks as text: "rank 3", "ranks 0-2, 5"."""
     parts: list[str] = []
     for _, group in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in group]

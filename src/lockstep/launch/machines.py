@@ -24,8 +24,8 @@ class Machines:
     host: str
     port: int
     node_rank: int | None = None
-    """The given number of this machine, from 0. None: the machines agree on numbers when they
-    meet."""
+    """The number of this machine that the user gave, from 0. None: the machines agree on numbers in
+    the rendezvous."""
     interface: str | None = None
     """The requested network interface. None: the one that routes to the host."""
     source: str = "--rdzv"
@@ -33,17 +33,17 @@ class Machines:
 
     @property
     def endpoint(self) -> str:
-        """HOST:PORT."""
+        """The endpoint as HOST:PORT."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def option(self) -> str:
-        """The endpoint, and the option that gave it."""
+        """Text with the endpoint and the option that gave it."""
         return f"{self.source} {self.endpoint}"
 
     @property
     def count(self) -> str:
-        """The number of machines in words: "2", or "2 to 4"."""
+        """The number of machines as text: "2", or "2 to 4"."""
         return f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
 
     @classmethod
@@ -142,12 +142,12 @@ def address_towards(address: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address; None without one."""
+    """The network interface with this IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(ImportError):
         import fcntl
 
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no such address
+            with suppress(OSError):  # this interface has no IPv4 address
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name

@@ -1,9 +1,9 @@
-"""The rendezvous of a run: on one machine, or torch's rendezvous of several. [Note: listening] On
-one machine everything listens on loopback alone: the store on a socket bound here, Gloo and NCCL by
-their interface variables. On several machines, the stores listen on the one address by which
-machines reach each other, and Gloo and NCCL on its interface. A store authenticates nobody: whoever
-can connect may read and write it. Torch's rendezvous keeps pickles in its store: whoever can
-connect to it can run code on the machines.
+"""The rendezvous of a run: on one machine, or torch's rendezvous of several machines. [Note:
+listening] On one machine, everything listens on loopback only: the store on a socket that is bound
+here, Gloo and NCCL because of their interface variables. On several machines, the stores listen on
+the address by which the machines reach each other, and Gloo and NCCL on its interface. A store has
+no authentication: anyone who can connect may read and write it. Torch's rendezvous keeps pickles in
+its store, so anyone who can connect to it can run code on the machines.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ from lockstep.base.torch_private import refresh_rendezvous_state_after, rendezvo
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 JOIN_SECONDS = 600
-"""Seconds that a machine waits for the others."""
+"""Seconds that a machine waits for the other machines."""
 NOTICE_SECONDS = 5
-"""Seconds without an answer after which it prints that it is still trying."""
+"""Seconds without an answer after which a machine prints that it is still trying."""
 STORE_SILENCE_SECONDS = 10
-"""Seconds without an answer of the rendezvous' machine after which it is lost for this one."""
+"""Seconds without an answer from the machine that hosts the rendezvous after which it counts as
+lost."""
 STORE_SECONDS = 10
 """Timeout of one store request: the machine that should write the key may be lost."""
 
@@ -74,8 +75,8 @@ def store_on(listener: socket.socket) -> TCPStore:
 
 
 def host_store(machines: Machines, address: str) -> TCPStore | None:
-    """A store in this process; None if the address is not this machine's, or another process hosts
-    the store."""
+    """A store in this process; None if the address belongs to another machine, or another process
+    hosts the store."""
     try:
         return store_on(socket.create_server((address, machines.port), family=family(address)))
     except OSError as error:
@@ -125,8 +126,8 @@ def connect_store(machines: Machines, address: str, own: str) -> TCPStore:
 
 
 def set_tcp_timeouts(address: str, port: int) -> None:
-    """Have the kernel close this process's connections to a silent host after
-    STORE_SILENCE_SECONDS. Otherwise torch waits as long as the kernel tries, a quarter of an hour,
+    """Make the kernel close this process's connections to a silent host after
+    STORE_SILENCE_SECONDS. Otherwise torch waits as long as the kernel tries (a quarter of an hour),
     and ignores signals.
     """
     if sys.platform != "linux":
@@ -138,7 +139,7 @@ def set_tcp_timeouts(address: str, port: int) -> None:
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): STORE_SILENCE_SECONDS * 1000,
     }
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # not a connection, or closed by now
+        with suppress(OSError):  # not a connection, or already closed
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as each:
@@ -159,20 +160,20 @@ LOOPBACK = "127.0.0.1"
 LAST_CALL_SECONDS = 5.0
 """Seconds that the minimum number of machines waits for more."""
 RECOVERY_CALL_SECONDS = 0.5
-"""The same in a recovery in place, to which all machines come at once."""
+"""The same in a recovery in place, which all machines join at the same time."""
 HEARTBEAT_SECONDS, HEARTBEATS = 0.5, 4
-"""Seconds between a machine's heartbeats, and the missing ones after which it is lost. Clocks are
-compared."""
+"""Seconds between a machine's heartbeats, and the number of missing heartbeats after which it
+counts as lost. (This compares clocks.)"""
 SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
-"""Seconds of silence after which a machine is lost for the others."""
+"""Seconds of silence after which a machine counts as lost."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
 """Seconds after which the list of machines is read again, and the same during a rendezvous."""
 ABLE_SECONDS = 30.0
-"""Seconds that a joining machine waits until the run could take it in in place."""
+"""Seconds that a joining machine waits until the run can include it in place."""
 TRIES = 10
-"""Most consecutive rendezvous that each lose a machine."""
+"""Largest number of consecutive rendezvous that each lose a machine."""
 REACH_SECONDS = 5.0
-"""Seconds in which one machine must reach another's port."""
+"""Seconds in which one machine must reach the port of another."""
 _RUN_ID = "lockstep"
 
 
@@ -225,29 +226,29 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 class _MachineLostError(Exception):
-    """A machine was lost while others waited for it in a rendezvous."""
+    """A machine was lost while other machines waited for it in a rendezvous."""
 
 
 class _Timeout(RendezvousTimeout):
-    """The timeouts of a rendezvous. `last_call` may change between two."""
+    """The timeouts of a rendezvous. `last_call` may change between two rendezvous."""
 
     last_call = timedelta(seconds=LAST_CALL_SECONDS)
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """Torch's rendezvous, in a store on `--rdzv`'s host. Made by `at`."""
+    """Torch's rendezvous, in a store on the host given by `--rdzv`. Made by `at`."""
 
     machines: Machines
     interface: str | None
     addresses: list[str]
-    """Addresses of the machines of the latest meeting."""
+    """Addresses of the machines in the latest rendezvous."""
     hosts_store: bool
     """True if this process hosts the store."""
     _timeout: _Timeout
 
     def __init__(self, node: Any, *rest: Any) -> None:
-        """Called by `from_backend`. Torch tells machines apart by address and process id.
-        Containers of one host may share both: the host's address and process id 1."""
+        """Called by `from_backend`. Torch distinguishes machines by address and process id.
+        Containers on one host may have the same: the host's address, and process id 1."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
         self.addresses = []
@@ -292,8 +293,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bytes(self._store.compare_set(f"{_RUN_ID}.{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines. The workers get a new store each time: in torch's, a lost
-        machine would remain."""
+        """Hold a rendezvous with the other machines. The workers get a new store each time, because
+        a lost machine would remain in torch's."""
         if self._timeout.last_call.total_seconds() == LAST_CALL_SECONDS:
             say(
                 f"lockstep: waits at {self.machines.endpoint} for the machines of the run"
@@ -306,7 +307,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         raise RendezvousTimeoutError
 
     def _meet(self) -> RendezvousInfo | None:
-        """One rendezvous. None: a machine was lost in it."""
+        """Hold one rendezvous. None if a machine was lost in it."""
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         with rendezvous_polls_every(RENDEZVOUS_POLL_SECONDS):
             try:
@@ -322,7 +323,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         number = found.rank if self.machines.node_rank is None else self.machines.node_rank
         store, rank, size = found.store, found.rank, found.world_size
         try:
-            # open until all machines have tried
+            # keep it open until all machines have tried
             with socket.create_server((own, 0), family=family(own)) as listener:
                 port = listener.getsockname()[1]
                 store.set(f"{_RUN_ID}.listens-{rank}", json.dumps([own, port]))
@@ -341,21 +342,22 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return RendezvousInfo(store, number, size, place)
 
     def _told(self, store: Store, what: str) -> Any:
-        """The text of a machine under this name. Raises `_MachineLostError`."""
+        """Return the text that a machine has written under this name. Raises
+        `_MachineLostError`."""
         while not store.check([f"{_RUN_ID}.{what}"]):
             self._raise_if_lost()
             time.sleep(RENDEZVOUS_POLL_SECONDS / 5)
         return json.loads(store.get(f"{_RUN_ID}.{what}"))
 
     def _raise_if_lost(self) -> None:
-        """Raise `_MachineLostError` if one of the machines that met is lost."""
+        """Raise `_MachineLostError` if one of the machines in the rendezvous is lost."""
         if not set(self._met) <= self._participants().keys():
             raise _MachineLostError
 
     def _obstacle(self, address: str, port: int, *, refusal_is_one: bool) -> str | None:
-        """The error on the way to another machine's port; None if it is reachable. Each machine
-        tries the port of the workers' store and one of the next machine. From another host this
-        finds addresses that only their own host reaches, as containers have. The others wait
+        """The error of connecting to another machine's port; None if it is reachable. Each machine
+        tries the port of the workers' store, and a port of the next machine. This detects addresses
+        that are reachable on their own host only, as in containers. The other machines wait
         meanwhile.
         """
         began = time.monotonic()
@@ -375,14 +377,14 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(0.5)
 
     def lost_machines(self) -> list[str]:
-        """Addresses of machines that left since the latest meeting, or whose heartbeat stopped.
-        Raises `RendezvousError`."""
+        """Addresses of machines that have left since the latest rendezvous, or whose heartbeat has
+        stopped. Raises `RendezvousError`."""
         here = Counter(node.addr for node in self._participants())
         return list((Counter(self.addresses) - here).elements())
 
     def machines_able(self, seconds: float) -> int:
-        """The number of machines of a running run whose workers can go on in their processes if
-        this machine joins. Waits for workers that recover. 0: no such run."""
+        """The number of machines in a running run, if its workers can continue in their processes
+        when this machine joins. Waits for workers that are recovering. 0: there is no such run."""
         until = time.monotonic() + seconds
         while True:
             count, state = len(self._participants()), self._state_holder.state
@@ -394,11 +396,11 @@ class ElasticRendezvous(DynamicRendezvousHandler):
             time.sleep(RENDEZVOUS_POLL_SECONDS)
 
     def note_able(self) -> None:
-        """Tell the other machines that all workers of this one could recover in place."""
+        """Tell the other machines that all workers of this machine can recover in place."""
         self._store.set(self._key(f"able-{self._met.index(self._this_node)}"), "")
 
     def all_are_able(self) -> bool:
-        """True if all machines that met last have called `note_able`, or are lost."""
+        """True if all machines of the latest rendezvous have called `note_able`, or are lost."""
         here = self._participants()
         left = [number for number, node in enumerate(self._met) if node in here]
         return self._are_able(self._round, left)
@@ -407,24 +409,24 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return bool(self._store.check([f"{_RUN_ID}.able-{each}-{meeting}" for each in machines]))
 
     def announce(self, why: str) -> str:
-        """Have the workers of all machines of the latest meeting leave their collectives for a
-        recovery in place. Returns the first machine's reason."""
+        """Make the workers of all machines in the latest rendezvous leave their collectives for a
+        recovery in place. Returns the reason that the first machine gave."""
         return bytes(self._store.compare_set(self._key("leaves"), "", why)).decode()
 
     def announced(self) -> str | None:
-        """Why a machine of the latest meeting had the workers leave; None if none did."""
+        """The reason for which a machine made the workers leave; None if none did."""
         key = self._key("leaves")
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
     def wait_for_all(self) -> None:
-        """Wait until all machines of the latest meeting have called this, or are lost. So they come
-        to the next rendezvous together, and it takes RECOVERY_CALL_SECONDS instead of
+        """Wait until all machines of the latest rendezvous have called this, or are lost. So they
+        join the next rendezvous at the same time, and it takes RECOVERY_CALL_SECONDS instead of
         LAST_CALL_SECONDS. Raises `RendezvousError`."""
         if self._this_node in self._met:
             self._store.set(self._key(f"waits-{self._met.index(self._this_node)}"), "")
         while True:
             here = self._participants()
-            if self.is_closed():  # from a machine that may be lost
+            if self.is_closed():  # closed by a machine that may be lost
                 raise RendezvousClosedError
             missing = [number for number, node in enumerate(self._met) if node in here]
             if all(self._store.check([self._key(f"waits-{number}")]) for number in missing):
@@ -448,9 +450,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
 
 def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
-    """Raise `LaunchError` unless each machine has its own number, and reaches the others. All
-    machines call it. `everyone`: each machine's number, address, and obstacle on the way to the
-    others.
+    """Raise `LaunchError` unless the machines have different numbers, and reach each other. All
+    machines call it. `everyone`: number, address and connection error (`_obstacle`) of each
+    machine.
     """
     by_number: dict[int, str] = {}
     for number, address, obstacle in everyone:

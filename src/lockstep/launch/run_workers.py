@@ -1,4 +1,4 @@
-"""Run the workers of this machine to their end."""
+"""Runs the workers of this machine to their end."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def run_workers(
     are stopped. After a failure other than a `UserError` all are started again, up to
     `max_restarts` times. Workers get the `options` in their environment. In the main thread,
     SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are passed on to the workers, unless this process
-    ignores them; the former handlers are restored at the end. `machines`: the run is on several
-    machines. Its workers also start again when a machine is lost or joins. Each machine calls this
-    with the same `command`. `spare_imports`: the modules that a spare process imports, for a
-    `recovery` in place. Raises `LaunchError` if machines cannot meet.
+    ignores them; the previous handlers are restored at the end. `machines`: given if the run is on
+    several machines. Its workers are then also started again when a machine is lost or joins. Each
+    machine calls this with the same `command`. `spare_imports`: the modules that a spare process
+    imports, for a `recovery` in place. Raises `LaunchError` if machines cannot connect.
     """
     with locked_folder() as folder, quiet_torch():
         rendezvous = LoopbackRendezvous() if machines is None else ElasticRendezvous.at(machines)
@@ -53,7 +53,7 @@ def run_workers(
                     options,
                     default_run_dir=rendezvous.agree("default_run_dir", options.default_run_dir),
                 )
-        # The entry point is a name for torch's logs; `start` starts a worker.
+        # The entry point is only a name for torch's logs; `start` starts a worker.
         spec = WorkerSpec(
             role="default",
             local_world_size=count,
@@ -79,7 +79,7 @@ def run_workers(
             return ending
         finally:
             agent.close()
-            # As under torchrun, the other machines may go on after one was asked to end.
+            # As under torchrun, other machines may continue after one was asked to end.
             if not agent.is_joining and (
                 machines is None or ending is None or ending.signal is None
             ):

@@ -18,27 +18,28 @@ from typing import Any
 SEED = 0
 """The seed of Python's, NumPy's and torch's default generators in every worker."""
 HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""The environment in which the iteration order of a set of strings is the same in every worker."""
+"""The environment variable that makes the iteration order of a set of strings the same in every
+worker."""
 SAFE_PATH = {"PYTHONSAFEPATH": "lockstep"}
-"""The environment in which Python imports nothing from the working directory, which may be
-anybody's (/tmp), before it has the parent's search path. Multiprocessing would, because it starts
-processes with `-c`."""
+"""The environment variable that keeps Python from importing anything from the working directory
+before it has the parent's search path: that directory cannot be trusted (/tmp). Multiprocessing
+starts processes with `-c`, which would import from it."""
 _RUN_NAME = "lockstep-seeding"
-# module -> its function that seeds
+# module -> its function that seeds its generator
 _SEEDED = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 
 def seed_workers_generators() -> None:
-    """Seed the generators of this worker now, or once their module is imported."""
+    """Seed the generators of this worker: now, or when their module is imported."""
     for name in _SEEDED.keys() & sys.modules.keys():
         _seed(sys.modules[name])
     sys.meta_path.insert(0, _SeedAfterImport(_SEEDED.keys() - sys.modules.keys()))
 
 
 class SeedingName(str):
-    """The name of a process that multiprocessing spawns. Unpickling it in the process, which
-    happens before the script's import, seeds the generators and takes `SAFE_PATH` back. It runs
-    this file by its path: lockstep may not be importable yet.
+    """The name of a process that multiprocessing spawns. The process unpickles it before it imports
+    the script; this seeds the generators and removes `SAFE_PATH`. It runs this file by its path,
+    because lockstep may not be importable yet.
     """
 
     __slots__ = ()
@@ -80,7 +81,7 @@ def _seed(module: ModuleType) -> None:
 
 
 if __name__ == _RUN_NAME:
-    # children of the user's code search as without lockstep
+    # child processes of the user's code get the search path that they have without lockstep
     if os.environ.items() >= SAFE_PATH.items():
         del os.environ[next(iter(SAFE_PATH))]
     seed_workers_generators()

@@ -1,5 +1,5 @@
-"""Slurm: the batch script of a run, descriptions of jobs and steps, and calls of its programs. Does
-not import torch."""
+"""Slurm: the batch script of a run, descriptions of jobs and steps, and calls of Slurm's programs.
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from lockstep.launch.termination import PREEMPTED_STATUS
 from lockstep.options import LaunchOptions, flag
 
 _FIRST_PORT, _PORTS = 10000, 20000
-"""Ports below the range that Linux assigns to programs."""
+"""First port and number of ports that may be used, below the range that Linux assigns to
+programs."""
 _PORTS_BETWEEN_STEPS = 997
 _ENDED = [
     "COMPLETED",
@@ -49,17 +50,18 @@ class BatchScript:
     name: str
     nodes: int
     gpus_per_node: int | None = None
-    """None: the script does not mention GPUs."""
+    """Number of GPUs of a node. None: the script does not mention GPUs."""
     cpus_per_task: int | None = None
-    """CPUs for all processes of a node. None: all, because the job has its nodes to itself."""
+    """Number of CPUs for all processes of a node. None: all, because the job uses its nodes
+    exclusively."""
     time: str
-    """The time limit, as Slurm writes times."""
+    """The time limit in Slurm's format."""
     signal_seconds: int = 120
     """Seconds before the limit when the run must save and end."""
     path: str | None = None
-    """The folder that contains `lockstep`, for PATH. None: PATH stays as it is."""
+    """The folder that contains `lockstep`, to be added to PATH. None: PATH is unchanged."""
     setup: Sequence[str] = ()
-    """Lines of shell before the run."""
+    """Shell lines to execute before the run."""
     command: Sequence[str] = ()
     """The command of each node, instead of `lockstep run` with `run`, `script` and `arguments`."""
     sbatch: Sequence[str] = ()
@@ -131,7 +133,8 @@ class BatchScript:
 
 
 def limit_seconds(time: str) -> int | None:
-    """Seconds of a time limit as Slurm writes it; None if it is unlimited. Raises `LaunchError`."""
+    """Parse a time limit in Slurm's format into seconds; None if it is unlimited. Raises
+    `LaunchError`."""
     if time in ("infinite", "UNLIMITED"):
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
@@ -153,7 +156,7 @@ def limit_seconds(time: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmStep:
-    """A Slurm step, as srun describes it to each of its tasks."""
+    """A Slurm step, as srun describes it in the environment of each task."""
 
     nodes: Sequence[str]
     tasks: Sequence[int]
@@ -161,15 +164,15 @@ class SlurmStep:
     node: int
     """Index of this node."""
     task: int
-    """Index of this task among all."""
+    """Index of this task among all tasks."""
     local_task: int
     """Index of this task on its node."""
     port: int
-    """Port of the rendezvous, at the first node."""
+    """Port of the rendezvous, on the first node."""
     cpus: int | None
-    """CPUs for each task. None: not asked for."""
+    """Number of CPUs for each task. None: not requested."""
     gpus: int | None
-    """GPUs of the job on this node. None: there are none."""
+    """Number of GPUs of the job on this node. None: there are none."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> SlurmStep | None:
@@ -212,8 +215,8 @@ class SlurmStep:
             )
 
     def variables(self, address: str) -> dict[str, str]:
-        """The variables that a launcher would set for this task of a run. `address`: of the first
-        node."""
+        """The variables that a launcher would set for this task of a run. `address`: address of the
+        first node."""
         values = {
             "RANK": self.task,
             "WORLD_SIZE": sum(self.tasks),
@@ -229,7 +232,7 @@ class SlurmStep:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The node names in a list as Slurm writes it: `a[1-2,05],b` is a1, a2, a05, b. Raises
+    """The node names in a list in Slurm's format: `a[1-2,05],b` is a1, a2, a05, b. Raises
     `ValueError`."""
     if re.fullmatch(r"(?:[^\[\],\s]|\[[\d,-]+\])+(?:,(?:[^\[\],\s]|\[[\d,-]+\])+)*", text) is None:
         raise ValueError(f"no list of nodes: {text!r}")
@@ -249,7 +252,7 @@ def _names(pattern: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Numbers of tasks per node, as Slurm writes them: `2(x3),1` is 2, 2, 2, 1. Raises
+    """Numbers of tasks per node, in Slurm's format: `2(x3),1` is 2, 2, 2, 1. Raises
     `ValueError`."""
     counts: list[int] = []
     for each in text.split(","):
@@ -269,7 +272,7 @@ class JobState:
     nodes: str
     restarts: int
     exit_status: int
-    """Exit status of the batch script, as a shell shows it."""
+    """Exit status of the batch script, as in a shell."""
 
     @classmethod
     def read(cls, text: str) -> JobState:
@@ -298,7 +301,7 @@ class JobState:
         return 0 if self.state == "COMPLETED" else self.exit_status or 1
 
     def __str__(self) -> str:
-        """The state in words: `runs on n[1-2] (restart 1)`."""
+        """The state as text: `runs on n[1-2] (restart 1)`."""
         again = f" (restart {self.restarts})" if self.restarts else ""
         if self.has_ended:
             return f"has ended: {self.state}, exit status {self.exit_status}"
@@ -317,8 +320,8 @@ def submit(script: str) -> int:
 
 
 def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
-    """Follow a job to its end: `say` each change of its state, `show` each new line of its output.
-    Returns `JobState.status`.
+    """Follow a job to its end. Calls `say` with each change of its state, and `show` with each new
+    line of its output. Returns `JobState.status`.
 
     Lines from a node's own file begin with its name. Raises `LaunchError` if Slurm no longer knows
     the job.
@@ -355,8 +358,8 @@ def _show_new(
 
 
 def machines_of(step: SlurmStep, options: LaunchOptions) -> Machines | None:
-    """The nodes of a Slurm step with one `lockstep run` on each; None for one node. Raises
-    `LaunchError`."""
+    """The `Machines` for a Slurm step with one `lockstep run` on each node; None for one node.
+    Raises `LaunchError`."""
     step.check_launchers()
     count = len(step.nodes)
     if count == 1:

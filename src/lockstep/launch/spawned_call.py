@@ -23,8 +23,8 @@ from lockstep.launch.seeding import seed_workers_generators
 
 
 class SpawnedCall:
-    """The function and its arguments for a worker. They are unpickled late, so that a failure is
-    recorded."""
+    """The function and its arguments for a worker. They are unpickled inside the call, so that a
+    failure is recorded."""
 
     def __init__(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._content: tuple[Callable[..., Any], tuple[Any, ...]] | bytes = (main, args)
@@ -51,8 +51,8 @@ class SpawnedCall:
 
 
 def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
-    """Call the function in a new process, which starts with `PASSED_ON` blocked; its value is sent
-    through `result`."""
+    """Call the function in a new process, which starts with `PASSED_ON` blocked; its return value
+    is sent through `result`."""
     if forked:
         forget_parent()
         freeze_for_good()
@@ -78,7 +78,7 @@ def work(call: SpawnedCall, result: Connection | None, forked: bool) -> None:
 
 
 def forget_parent() -> None:
-    """In a fork, drop the parent's functions for its end."""
+    """In a fork, discard the functions that the parent has registered for its exit."""
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 

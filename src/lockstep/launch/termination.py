@@ -1,8 +1,9 @@
 """Signals that ask a training process to save and end, or to end at once. Under every launcher,
 SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask it to finish its step, save and end. A second signal asks
-it to end at once; a third, if the launcher has passed one on, because the first two may be one
-request. In a process that lockstep started, SIGHUP, and SIGTERM after another worker has failed,
-ask it to end at once. Signals that the user's code handles or ignores are left alone.
+it to end at once. If the launcher has passed on a signal, the third one does, because the first two
+may be the same request. In a process that lockstep started, SIGHUP, and SIGTERM after another
+worker has failed, ask it to end at once. Signals that the user's code handles or ignores are left
+alone.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ ENDING = signals("SIGHUP")
 END_SECONDS = 30.0
 """Seconds from a request to end to SIGKILL."""
 SAVE_SECONDS = 600.0
-"""The same for a process that is saving."""
+"""The same limit for a process that is saving."""
 
 INTERRUPTED = "interrupted: saves after this step, and ends; Ctrl-C again ends at once"
-"""The words for the first Ctrl-C."""
+"""The text that is printed at the first Ctrl-C."""
 
 _is_worker = False
-# a request after the last step of a training: the next training in this process answers it
+# a request that came after the last step of a training: the next training in this process acts on
+# it
 _unanswered: str | None = None
 
 
 def in_a_worker() -> None:
-    """Note that this process is one of lockstep's workers. Called once, before the user's code
+    """Record that this process is one of lockstep's workers. Called once, before the user's code
     runs."""
     global _is_worker
     _is_worker = True
 
 
 class Preempted(SystemExit):
-    """The run was asked to end early, and has saved. Not an `Exception`: it ends loops that catch
-    errors too."""
+    """The run was asked to end early, and has saved. Not an `Exception`, so that it also ends loops
+    that catch errors."""
 
     def __init__(self, reason: str, status: int = PREEMPTED_STATUS) -> None:
         super().__init__(status)
@@ -73,8 +75,8 @@ def preempted(reason: str) -> Preempted:
 
 
 class Terminated(SystemExit):
-    """A signal asked this process to end. Not an `Exception`, so that it also ends loops that
-    continue after errors."""
+    """A signal asked this process to end. Not an `Exception`, so that it also ends loops that catch
+    errors."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -85,8 +87,8 @@ class Terminated(SystemExit):
 
 
 def _is_on_one_machine() -> bool:
-    """True if all ranks are on this machine, so that all lose the launcher together. On several
-    machines the other ranks go on, as after the loss of a machine."""
+    """True if all ranks are on this machine, so that all lose the launcher at the same time. On
+    several machines the other ranks continue, as after the loss of a machine."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -98,15 +100,15 @@ def _is_on_one_machine() -> bool:
 class Termination:
     """A context that handles the signals of `PREEMPTING` and `ENDING`, in the main thread.
 
-    The first signal of `PREEMPTING` is noted in `asked`. A signal of `ENDING`, or a second one,
-    raises `Terminated` (`KeyboardInterrupt` for SIGINT), after `hold` only at the exit. One more
-    kills the process. Signals that the user's code handles or ignores are left alone. In lockstep's
-    workers, the end of the launcher counts as SIGTERM, and a process that still runs after
-    `END_SECONDS` is killed.
+    The first signal of `PREEMPTING` is recorded in `asked`. A signal of `ENDING`, or a second one,
+    raises `Terminated` (`KeyboardInterrupt` for SIGINT); after `hold`, only at the exit. One more
+    signal kills the process. Signals that the user's code handles or ignores are left alone. In
+    lockstep's workers, the end of the launcher counts as SIGTERM, and a process that still runs
+    after `END_SECONDS` is killed.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
-        """`saves`: False for a run without anything to save, which the first signal ends."""
+        """`saves`: False if the run has nothing to save: the first signal then ends it."""
         self._process = os.getpid()
         self._saves = saves
         self._before: dict[signal.Signals, Any] = {}
@@ -153,11 +155,11 @@ class Termination:
         _unanswered = self.asked
 
     def answer(self) -> None:
-        """Note that the run has saved, and ends."""
+        """Record that the run has saved, and ends."""
         self._is_answered = True
 
     def hold(self, *, failed: bool) -> None:
-        """Raise nothing from here to the exit. `failed`: the run ends with an error."""
+        """Raise nothing from now until the exit. `failed`: True if the run ends with an error."""
         self._held, self._failed = True, failed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -173,7 +175,7 @@ class Termination:
                 tell(INTERRUPTED)
             return
         if is_request and not self._repeated and was_signal_forwarded():
-            # The same request twice: to every process of the job, and from the launcher.
+            # the same request may come twice: to every process of the job, and from the launcher
             self._repeated = True
             return
         if number == signal.SIGINT:
@@ -183,7 +185,7 @@ class Termination:
             _take_default(number)
             return
         self._got = number
-        # The signal often goes to loader workers too. Torch's handler of SIGCHLD would raise an
+        # The signal often goes to loader workers too, and torch's handler of SIGCHLD would raise an
         # error for their end.
         for child in signals("SIGCHLD"):
             signal.signal(child, signal.SIG_DFL)
@@ -193,7 +195,7 @@ class Termination:
 
     def _on_signal_in_fork(self, number: int) -> None:
         """Ignore the first Ctrl-C, which the terminal sends to every process of a job: the training
-        process may need this one for its step. Other signals act as without a handler."""
+        process may need this process to finish its step. Other signals act as without a handler."""
         if number != signal.SIGINT:
             _take_default(number)
         elif self.asked is not None:
@@ -215,5 +217,5 @@ def tell(text: str) -> None:
     )
     try:
         say(lines)
-    except RuntimeError:  # the signal came within a write to the same stream
+    except RuntimeError:  # the signal came during a write to the same stream
         os.write(2, f"{lines}\n".encode())

@@ -1,4 +1,4 @@
-"""A worker process: run the user's code as Python itself would, and write a record if it fails.
+"""A worker process: runs the user's code like Python itself, and writes a record if it fails.
 
 `python -P -m lockstep.launch.worker [-m] SCRIPT ARGS...` is what `lockstep run` starts. Nothing
 here imports torch or multiprocessing before the user's code does: torch takes seconds, and
@@ -49,8 +49,8 @@ _INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, as `__main__`. Output is line-buffered, because ranks
-    share the terminal."""
+    """Run a script, or with `-m` a module, as `__main__`. Output is line-buffered, because the
+    ranks share a terminal."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -84,7 +84,7 @@ def begin() -> Path | None:
     try:
         use_parents_folder(files.stem.parent)
         if not faulthandler.is_enabled():
-            # Open as long as the process lives: faulthandler writes to the descriptor.
+            # Stays open as long as the process lives: faulthandler writes to the descriptor.
             crash = open(files.crash, "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.enable(crash, all_threads=False)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -110,8 +110,8 @@ def _wait_to_become_worker(channel: Channel, imports: Sequence[str]) -> WorkerSt
 
 
 def prepare_process() -> None:
-    """Import the modules for training, and exempt all present objects from garbage collection:
-    collecting the old model after a recovery then takes milliseconds instead of 0.2 s."""
+    """Import the modules for training, and exempt all existing objects from garbage collection, so
+    that collecting the old model after a recovery takes milliseconds instead of 0.2 s."""
     for name in import_module("lockstep.base.torch_private").IMPORTED_IN_TRAINING:
         import_module(name)
     gc.collect()
@@ -119,15 +119,15 @@ def prepare_process() -> None:
 
 
 def run(body: Callable[[], object], record: Path | None) -> NoReturn:
-    """Call `body` and end the process. Writes the record first if `body` raises, or exits with a
-    status not 0."""
+    """Call `body` and end the process. If `body` raises, or exits with a status other than 0,
+    writes the record first."""
     process = os.getpid()
     hook = sys.excepthook
     in_a_worker()
     try:
         body()
     except BaseException as error:
-        # A child that the user's code forked may return here. It is not this worker.
+        # A child process forked by the user's code may return here. It is not this worker.
         if record is None or os.getpid() != process:
             raise
         if isinstance(error, Terminated):
@@ -146,8 +146,8 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
 
 
 def _write(failure: FailureRecord, path: Path) -> None:
-    """Write the record; if that fails, for lack of room for example, print the launcher's
-    report."""
+    """Write the record; if that fails (no disk space, say), print the report that the launcher
+    would print."""
     try:
         failure.write(path)
     except OSError:
@@ -155,8 +155,8 @@ def _write(failure: FailureRecord, path: Path) -> None:
 
 
 def _call_hook(error: BaseException, frames: TracebackType | None) -> None:
-    """Call the user's excepthook, as Python would. Drop its output, which the launcher's report
-    has."""
+    """Call the user's excepthook, as Python would. Discard its output, because the launcher's
+    report contains it."""
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         sys.excepthook(type(error), error, frames)
 
@@ -201,7 +201,7 @@ def _close_files() -> None:
         for found in gc.get_objects()
         if issubclass(type(found), layered) and id(found) not in kept
     ]
-    # The outer layer first: text, then layers of Python code (gzip), then the file's buffer.
+    # The outer layer first: text, then layers in Python (gzip), then the buffer of the file.
     for file in sorted(
         files,
         key=lambda found: (not isinstance(found, _io._TextIOBase), type(found).__module__ == "_io"),
@@ -263,7 +263,7 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _execute(code: CodeType, **attributes: Any) -> None:
-    """Run code in a fresh `__main__`, which stays there for atexit functions, threads and
+    """Run code in a new `__main__` module, which stays in place for atexit functions, threads and
     pickle."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": builtins, "__cached__": None, **attributes})

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 WORKER = variable("worker")
 STARTED_BY = variable("started_by")
-"""`WorkerStart.files` in all that a worker starts: by it the launcher finds what is left of a
-worker, in whatever session."""
+"""The variable with `WorkerStart.files`, in the environment of every process that a worker starts.
+The launcher uses it to find processes that a worker left running, in any session."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """The notes of a launcher to a process that it starts: JSON in one variable, which is taken:
-    children of the user's code must not write in its place."""
+    """The launcher's parameters for a process that it starts: JSON in one environment variable. The
+    process removes the variable, so that its own children do not write to the same files."""
 
     launcher: int
-    """Process id of the launcher, with which the process ends."""
+    """Process id of the launcher; the process ends with it."""
     files: str | None = None
-    """`WorkerFiles.stem`. None: a spare process, which has no rank yet."""
+    """`WorkerFiles.stem`. None for a spare process, which has no rank yet."""
     channel: int | None = None
     """Descriptor of the connection for recovery in place, which the process inherits."""
     is_replacement: bool = False
-    """True if it takes the place of a process that was lost."""
+    """True if the process replaces a lost one."""
     imports: Sequence[str] = ()
     """Modules that a spare process imports before it waits."""
 
@@ -44,7 +44,8 @@ class WorkerStart:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerStart | None:
-        """Return None without a launcher. Raises `LaunchError` if the variable is damaged."""
+        """Read the variable; None without a launcher. Raises `LaunchError` if the variable is
+        damaged."""
         if WORKER not in environ:
             return None
         try:
@@ -54,14 +55,15 @@ class WorkerStart:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> WorkerStart | None:
-        """Read it, and remove the variable."""
+        """Read the variable, and remove it."""
         found = cls.read(environ)
         environ.pop(WORKER, None)
         return found
 
 
 def damaged_start(text: str, error: Exception) -> LaunchError:
-    """Return the error for a variable that no launcher has set, or not for this process."""
+    """Return the error for a variable that no launcher has set, or that was set for another
+    process."""
     return LaunchError(
         f"{WORKER}={text} is not for this process ({error}); a launcher of lockstep sets it for"
         f" each process that it starts; unset {WORKER}"
@@ -81,7 +83,7 @@ class WorkerFiles:
 
     @property
     def marker(self) -> str:
-        """The variable in the environment of all that the worker starts."""
+        """The environment entry that all processes started by the worker have."""
         return f"{STARTED_BY}={self.stem}"
 
     @property
@@ -101,13 +103,13 @@ class WorkerFiles:
 
     @property
     def saving(self) -> Path:
-        """A file that exists while the worker saves: the launcher does not kill it then."""
+        """A file that exists while the worker saves, so that the launcher does not kill it."""
         return self._own("saving")
 
     @property
     def saved(self) -> Path:
-        """A file that exists once a worker that an error or a signal ends knows that its last step
-        is saved."""
+        """A file that exists once a worker that ends by an error or a signal knows that its last
+        step is saved."""
         return self._own("saved")
 
     @property
@@ -129,8 +131,8 @@ class WorkerFiles:
 
     @property
     def shutdown(self) -> Path:
-        """A file that exists once the launcher ends all workers, because one has failed or a
-        machine is lost."""
+        """A file that exists once the launcher has begun to end all workers, because one has failed
+        or a machine is lost."""
         return self.stem.with_name("shutdown")
 
     @property
@@ -148,7 +150,8 @@ _files: WorkerFiles | None = None
 
 
 def use_files(stem: str | None) -> WorkerFiles | None:
-    """Use the files of this worker, if it has any. Called once, before the user's code runs."""
+    """Set the files of this worker; None if it has none. Called once, before the user's code
+    runs."""
     global _files
     _files = WorkerFiles(Path(stem)) if stem is not None else None
     return _files
@@ -160,7 +163,7 @@ def defer_kill() -> Iterator[None]:
     if _files is None:
         yield
         return
-    with suppress(OSError):  # it must not prevent the save
+    with suppress(OSError):  # this must not prevent the save
         _files.saving.touch()
     try:
         yield
@@ -170,20 +173,20 @@ def defer_kill() -> Iterator[None]:
 
 
 def is_saving() -> bool:
-    """True within `defer_kill`."""
+    """True inside `defer_kill`."""
     return _files is not None and _files.saving.exists()
 
 
 def note_saved() -> None:
-    """Tell the launcher that the last step is saved before an error or a signal ends this
-    process."""
+    """Tell the launcher that the last step is saved, before this process ends by an error or a
+    signal."""
     if _files is not None:
         with suppress(OSError):
             _files.saved.touch()
 
 
 def request_restart(reason: str) -> None:
-    """Have the launcher restart the workers after this one's failure, without counting it for
+    """Make the launcher restart the workers after the failure of this one, without counting it for
     `--max-restarts`."""
     if _files is not None:
         write_atomically(_files.restart_request, reason)
@@ -196,18 +199,19 @@ def note_options_read() -> None:
 
 
 def write_failure(record: FailureRecord) -> None:
-    """Write the record of a failure that ends this process from a thread other than its main
+    """Write the record of a failure that ends this process, from a thread other than the main
     one."""
     if _files is not None:
         record.write(_files.failure)
 
 
 def is_shutting_down() -> bool:
-    """True once the launcher ends all workers, because one has failed or a machine is lost: take no
-    further step."""
+    """True once the launcher has begun to end all workers, because one has failed or a machine is
+    lost: this process must take no further step."""
     return _files is not None and _files.shutdown.exists()
 
 
 def was_signal_forwarded() -> bool:
-    """True once the launcher has passed a signal on. Slurm may have sent it to this process too."""
+    """True once the launcher has passed a signal on. Slurm may have sent the signal to this process
+    too."""
     return _files is not None and _files.signal_forwarded.exists()

@@ -1,8 +1,8 @@
-"""The worker processes of one start on this machine: their state, and their end. [Note: the end] A
-worker has failed when its process ends with a status other than 0 or its failure record exists. The
-launcher then waits a moment for simultaneous failures; longer while all failures are lost peers, so
-that it does not miss the cause. Then it stops the other workers, and kills the remaining ones. All
-this takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
+"""The worker processes of one start on this machine: their state, and how they end. [Note: the end]
+A worker has failed when its process ends with a status other than 0 or its failure record exists.
+The launcher then waits a moment for simultaneous failures; longer while all failures are lost
+peers, so that it does not miss the cause. Then it stops the other workers, and kills the remaining
+ones. All this takes at most PEER_FAILURES_SECONDS + STOP_SECONDS + KILL_SECONDS.
 """
 
 from __future__ import annotations
@@ -43,56 +43,58 @@ POLL_SECONDS = 0.05
 FAILURES_SECONDS = 0.3
 """Seconds that the launcher waits after a failure for simultaneous ones."""
 PEER_FAILURES_SECONDS = 3.0
-"""The same, while all failures are losses of a peer."""
+"""The same limit, while all failures are losses of a peer."""
 STOP_SECONDS = 3.0
 """Seconds from SIGTERM to SIGKILL for workers that are stopped because another failed."""
 HOLD_SECONDS = 300.0
-"""Seconds that a worker has, after another one is lost, to leave its step. It may be computing, or
+"""Seconds that a worker gets to leave its step after another one is lost. It may be computing, or
 compiling."""
 HOLD_POLL_SECONDS = 0.002
 LEAVE_SECONDS = 1.0
-"""Seconds after a successful end of all workers in which processes that they started may end."""
+"""After all workers have ended successfully, seconds in which the processes that they started may
+end."""
 KILL_SECONDS = 2.0
-"""Seconds that the launcher waits for a killed process; it leaves one that the kernel holds."""
+"""Seconds that the launcher waits for a killed process. It then leaves a process that the kernel
+blocks."""
 
 
 class WorkerProcess(Protocol):
-    """A worker process: `subprocess.Popen` is one."""
+    """The interface of a worker process; `subprocess.Popen` implements it."""
 
     @property
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """None while it runs; then its exit status, or minus the number of the signal that killed
-        it."""
+        """None while the process runs; then its exit status, or the negated number of the signal
+        that killed it."""
 
 
 GRACE_SECONDS = dict.fromkeys(signals("SIGQUIT"), 5.0) | dict.fromkeys(
     (*PREEMPTING, *ENDING), END_SECONDS
 )
-"""Seconds from a signal, which the launcher passes on, to SIGKILL. A second signal ends the
-wait."""
+"""Seconds from a signal that the launcher passes on to SIGKILL. A second signal ends the wait."""
 
 
 class SignalForwarding:
-    """The first signal ends the run, by a `SignalException` in the main thread; while workers are
-    being ended, the exception comes afterwards. A later signal ends the wait."""
+    """Passes signals on to the workers. The first signal ends the run, by a `SignalException` in
+    the main thread; if workers are just being ended, the exception is raised afterwards. A later
+    signal ends the wait."""
 
     def __init__(self, on_interrupt: Callable[[], None]) -> None:
         """`on_interrupt`: called in the handler if the first signal is SIGINT."""
         self._on_interrupt = on_interrupt
         self.received: signal.Signals | None = None
-        """The first signal. None: none has come."""
+        """The first signal that arrived; None if there was none."""
         self.is_impatient = False
-        """True once a second signal has come."""
+        """True once a second signal has arrived."""
         self.is_ending = False
         """True while the workers are being ended because one has failed: the run then ends with
         this failure."""
         self._is_deferred = False
 
     def go_on(self) -> None:
-        """Note that workers are no longer being ended. Raises `SignalException` for a signal that
-        came meanwhile."""
+        """Record that workers are no longer being ended. Raises `SignalException` for a signal that
+        arrived meanwhile."""
         self.is_ending = False
         self._raise_received()
 
@@ -102,7 +104,7 @@ class SignalForwarding:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise `SignalException` for a signal at the end of the body, instead of within."""
+        """Raise `SignalException` for a signal at the end of the body instead of inside it."""
         self._is_deferred = True
         try:
             yield
@@ -131,14 +133,14 @@ ranks."""
 
 
 class Spare:
-    """A spare process, seen from the launcher: it has imported torch and lockstep, and waits to
+    """The launcher's side of a spare process, which has imported torch and lockstep and waits to
     replace a lost worker."""
 
     def __init__(
         self, start: Start, environment: Mapping[str, str], imports: Sequence[str]
     ) -> None:
-        """`environment`: the variables of all workers, without those of a rank. `imports`: the
-        modules that it imports."""
+        """`environment`: the variables that all workers have, without those of a rank. `imports`:
+        modules to import."""
         ends = open_channel()
         assert ends is not None, "recovery in place is for Linux"
         self.channel, theirs = ends
@@ -148,8 +150,8 @@ class Spare:
             self.process: WorkerProcess = start({**environment, **told.variables()})
 
     def import_seconds(self) -> float | None:
-        """Seconds of the imports, which a worker's script needs and a spare's does not. None before
-        they are done."""
+        """Duration of the imports, which the script of a spare process saves. None before they are
+        done."""
         if self._import_seconds is None and (message := self.channel.receive(0.0)) is not None:
             self._import_seconds = message["import_seconds"]
         return self._import_seconds
@@ -158,11 +160,11 @@ class Spare:
         return self.process.poll() is None
 
     def become(self, environment: Mapping[str, str]) -> None:
-        """Have it run the script as the worker with these variables."""
+        """Make the spare process run the script, as the worker with these variables."""
         self.channel.send("start", environment=dict(environment))
 
     def end(self) -> None:
-        """End it: it reads that the launcher has closed the connection."""
+        """End the spare process, which notices that the launcher has closed the connection."""
         self.channel.close()
 
 
@@ -171,21 +173,22 @@ class LaunchedWorker:
     files: WorkerFiles
     process: WorkerProcess
     returncode: int | None = None
-    """None while it ran when last looked at."""
+    """Exit status; None if the process was running at the last check."""
     failure: WorkerFailure | None = None
     is_asked: bool = False
-    """True once it was asked to save and end."""
+    """True once the worker was asked to save and end."""
     is_stopped: bool = False
-    """True if the launcher ended it, or it ended itself with the others."""
+    """True if the launcher ended the worker, or it ended itself together with the others."""
     is_preempted: bool = False
-    """True if it saved and ended on request."""
+    """True if the worker saved and ended on request."""
 
     @property
     def is_running(self) -> bool:
         return self.returncode is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to its process group, or to it alone if it does not lead a group yet."""
+        """Send a signal to the worker's process group, or only to the worker if it does not lead a
+        group yet."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -193,7 +196,7 @@ class LaunchedWorker:
 
 
 class WorkerProcesses:
-    """The workers of one start."""
+    """The workers of one start on this machine."""
 
     def __init__(
         self,
@@ -203,8 +206,9 @@ class WorkerProcesses:
         not_in_place: str | None = "",
         name: str = "rank",
     ) -> None:
-        """`folder`: for the workers' files, whose names begin with `name`. `not_in_place`: why
-        workers cannot recover in place; empty if not requested; None: they may."""
+        """`folder`: the folder of the workers' files, whose names begin with `name`.
+        `not_in_place`: the reason why workers cannot recover in place; empty if it was not
+        requested; None: they can."""
         self.connections = Connections(not_in_place)
         self.folder = folder
         self._name = name
@@ -213,7 +217,7 @@ class WorkerProcesses:
         self._is_shutting_down = False
 
     def add(self, rank: int, start: Start, environment: Mapping[str, str], **told: bool) -> int:
-        """Start the worker of this global rank. Returns its process id. `told`: see
+        """Start the worker of this global rank. Returns its process id. `told`: further fields of
         `WorkerStart`."""
         files = self._files_of(rank)
         with self.connections.opened(rank) as channel:
@@ -224,7 +228,8 @@ class WorkerProcesses:
     def replace(
         self, rank: int, start: Start, environment: Mapping[str, str], spare: Spare | None
     ) -> None:
-        """Replace the ended worker of this rank by a new process, or by the spare one."""
+        """Replace the worker of this rank, which has ended, by a new process or by the spare
+        one."""
         self._is_shutting_down = False
         files = self._files_of(rank)
         files.shutdown.unlink(missing_ok=True)
@@ -238,7 +243,7 @@ class WorkerProcesses:
         self.connections.note_replacement(rank)
 
     def adopt(self, others: WorkerProcesses) -> None:
-        """Take over the workers of `others`, which have other ranks."""
+        """Take over the workers of `others`, which have different ranks."""
         self._workers |= others._workers
         self.connections.by_rank |= others.connections.by_rank
 
@@ -255,13 +260,13 @@ class WorkerProcesses:
         return elsewhere
 
     def kill(self, ranks: Collection[int], record: Mapping[str, Any]) -> None:
-        """Kill the running workers of these ranks, with a record of the reason."""
+        """Kill the running workers of these ranks, and write a record of the reason."""
         for rank in set(ranks) & set(self.healthy):
             FailureRecord(**record).write(self._workers[rank].files.failure)
             self._workers[rank].signal(signal.SIGKILL)
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Kill these workers if they run, and forget them."""
+        """Kill these workers if they run, and remove them."""
         dropped = [self._workers[rank] for rank in ranks]
         for worker in dropped:
             if worker.is_running:
@@ -286,7 +291,7 @@ class WorkerProcesses:
 
     @property
     def running(self) -> Sequence[int]:
-        """The ranks that were running when last looked at."""
+        """The ranks that were running at the last check."""
         return [rank for rank, worker in self._workers.items() if worker.is_running]
 
     @property
@@ -309,7 +314,7 @@ class WorkerProcesses:
         return [each.failure for each in self._workers.values() if each.failure is not None]
 
     def ending(self) -> Ending:
-        """The known end of the workers."""
+        """The `Ending` of the workers, as far as it is known."""
         ended = {rank: each for rank, each in sorted(self._workers.items()) if not each.failure}
         return Ending(
             failures=self._failures,
@@ -328,22 +333,22 @@ class WorkerProcesses:
         )
 
     def restart_request(self) -> str | None:
-        """Why a failed worker asks for a restart; None if none does."""
+        """The reason why a failed worker asks for a restart; None if none does."""
         requests = (worker.files.restart_request for _, worker in sorted(self._workers.items()))
         return next((path.read_text(encoding="utf-8") for path in requests if path.exists()), None)
 
     def has_user_error(self) -> bool:
-        """True if a worker has failed by a mistake of the user."""
+        """True if a worker has failed because of a mistake of the user."""
         return any(each.record is not None and each.record.user_error for each in self._failures)
 
     def have_failed(self) -> bool:
-        """Note which workers have ended. True if one has failed."""
+        """Check which workers have ended. True if one has failed."""
         self._look()
         return bool(self._failures)
 
     def hold(self) -> str | None:
-        """Have the running workers leave their collectives and wait for new ranks. Kills workers
-        that do not in time. Returns None, or why it is not possible."""
+        """Make the running workers leave their collectives and wait for new ranks. Kills workers
+        that do not do so in time. Returns None, or the reason why it is not possible."""
         began = time.monotonic()
         self.connections.send(self.connections.must_leave(self.running), "lost")
         while missing := set(self.connections.must_leave(self.running)).union(
@@ -354,7 +359,7 @@ class WorkerProcesses:
             if refusal := self.connections.refusal():
                 return refusal
             waited = time.monotonic() - began
-            # A failed worker says so before its record exists.
+            # A failed worker reports that before its record exists.
             if waited > FAILURES_SECONDS and (why_not := self.connections.why_not(self.healthy)):
                 return why_not
             for worker in (self._workers[rank] for rank in missing):
@@ -382,7 +387,7 @@ class WorkerProcesses:
         self.stop(signal.SIGTERM, STOP_SECONDS)
 
     def ask(self, number: signal.Signals, grace_seconds: float) -> None:
-        """Have all workers save and end. Ends the ones that do not in time."""
+        """Make all workers save and end. Ends those that do not do so in time."""
         self._files_of(0).signal_forwarded.touch()
         for rank in self.running:
             self._workers[rank].is_asked = True
@@ -394,8 +399,8 @@ class WorkerProcesses:
             self.stop(signal.SIGTERM, 0.0)
 
     def stop(self, number: signal.Signals, grace_seconds: float) -> None:
-        """End every worker: signal `number` to running ones that neither failed nor were asked to
-        end, SIGKILL to the rest."""
+        """End every worker: send signal `number` to running ones that neither failed nor were asked
+        to end, SIGKILL to the others."""
         self._look()
         self.connections.release()
         self._files_of(0).signal_forwarded.touch()
@@ -410,7 +415,7 @@ class WorkerProcesses:
 
     def kill_what_is_left(self) -> Sequence[str]:
         """Kill processes that ended workers left running. Called once all workers have ended.
-        Returns them in words."""
+        Returns a description of each."""
         markers = [self._workers[rank].files.marker for rank in self.lost]
         until = time.monotonic() + LEAVE_SECONDS
         while with_marker(*markers) and time.monotonic() < until:
@@ -419,7 +424,7 @@ class WorkerProcesses:
         return [f"{name} (process {pid})" for pid, name in left.items()]
 
     def _look(self) -> None:
-        """Note which workers have ended and which have failed since the last look."""
+        """Record which workers have ended and which have failed since the last check."""
         for rank, worker in self._workers.items():
             if worker.is_running and (returncode := worker.process.poll()) is not None:
                 worker.returncode = returncode
@@ -428,14 +433,14 @@ class WorkerProcesses:
                 worker.failure = _failure(rank, worker)
 
     def _note_end(self, worker: LaunchedWorker, returncode: int) -> None:
-        """Note whether a worker that has just ended was preempted or stopped. Kills its group now,
-        because the group's id may later be another process's."""
+        """Record whether a worker that has just ended was preempted or stopped. Kills its process
+        group at once, because the group's id may later belong to another process."""
         if returncode != 0 or worker.is_stopped:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
             kill_all(lambda: with_marker(worker.files.marker), KILL_SECONDS)
         worker.is_preempted = returncode == PREEMPTED_STATUS and not worker.files.failure.exists()
-        # shutting down: it waited for a lost peer, and ended itself
+        # shutting down: the worker waited for a lost peer, and ended itself
         worker.is_stopped |= (returncode == -signal.SIGTERM and worker.is_asked) or (
             returncode == 128 + signal.SIGTERM and self._is_shutting_down
         )
@@ -450,7 +455,7 @@ class WorkerProcesses:
             self._look()
 
     def _files_of(self, rank: int) -> WorkerFiles:
-        """Return the files of a worker; of one that has another rank now, those that it began
+        """Return the files of a worker; if it has another rank now, the files that it began
         with."""
         if rank in self._workers:
             return self._workers[rank].files
@@ -458,7 +463,8 @@ class WorkerProcesses:
 
 
 def _variables(files: WorkerFiles, **told: Any) -> dict[str, str]:
-    """Return the variables by which a worker finds its files. `told`: see `WorkerStart`."""
+    """Return the variables by which a worker finds its files. `told`: further fields of
+    `WorkerStart`."""
     start = WorkerStart(launcher=os.getpid(), files=str(files.stem), **told)
     torch_error = {"TORCHELASTIC_ERROR_FILE": str(files.torch_error)}
     return {**start.variables(), STARTED_BY: str(files.stem), **torch_error}

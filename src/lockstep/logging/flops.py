@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (MFU): the model's FLOP/s as a share of its GPU's peak.
 
-As in PaLM (Chowdhery et al., 2022, appendix B), recomputation does not count. Torch's
-FlopCounterMode counts the forward; a backward has twice as many.
+As in PaLM (Chowdhery et al., 2022, appendix B), recomputation is not counted. Torch's
+FlopCounterMode counts the forward; a backward has twice as many FLOPs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PEAKS = {
     "RTX 3090": 71e12,
     "MI300X": 1307.4e12,
 }
-"""Peak FLOP/s of dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words of
-the device's name; the first match counts."""
+"""Peak FLOP/s of dense bf16 and fp16 products with fp32 accumulation, from data sheets, by words in
+the device's name; the first match is used."""
 
 
 def peak(device_name: str, precision: Precision) -> float | None:
@@ -56,7 +56,8 @@ class Flops:
     """FLOPs of a model's forward, counted in the first microbatch."""
 
     def __init__(self, model: nn.Module, peak: float | None) -> None:
-        """`peak`: FLOP/s; without it, or if the model is compiled, nothing is counted."""
+        """`peak`: peak FLOP/s of the device. If it is None, or the model is compiled, nothing is
+        counted."""
         self._peak = None if peak is None or is_compiled(model) else peak
         self._forward: float | None = None
 
@@ -74,8 +75,8 @@ class Flops:
         self._forward = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
-        """Return the MFU, from 0 to 1; None if nothing was counted. `devices`: that compute these
-        samples."""
+        """Return the MFU, from 0 to 1; None if nothing was counted. `devices`: number of devices
+        that compute these samples."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

@@ -20,14 +20,14 @@ from lockstep.base.errors import DataError, cannot_write
 from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
 
 RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
-"""Keys of every line beside the metrics, whose names they cannot be."""
+"""Keys that every line has; a metric cannot have one of these names."""
 
 _FLUSH_SECONDS = 1.0
 
 
 class MetricsLog(Closing):
-    """Writes `metrics.jsonl` and a TensorBoard file in the folder `path`. Made on one rank; close
-    it. `write` flushes at most once a second. `clock`: seconds since 1970."""
+    """Writes `metrics.jsonl` and a TensorBoard file in the folder `path`. Only one rank makes it;
+    call `close` at the end. `write` flushes at most once a second. `clock`: seconds since 1970."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class MetricsLog(Closing):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write a row; NaN and infinity become null and are named in `not_finite`. Raises
-        `DataError` for a value that is no number, and for a reserved name."""
+        `DataError` for a value that is not a number, and for a reserved name."""
         now = self._clock()
         self._waiting.append((step, now, _numbers(values)))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
@@ -57,7 +57,7 @@ class MetricsLog(Closing):
         """Write all rows to the files."""
         waiting, self._waiting = self._waiting, []
         try:
-            # formatted here, in a batch: this takes half as long as within each step
+            # formatted here, many at once: this takes half as long as inside each step
             for step, time_, numbers in waiting:
                 self._rows.write(json.dumps(_row(step, time_, numbers)) + "\n")
                 self._events.write(step, time_, numbers)
@@ -73,7 +73,7 @@ class MetricsLog(Closing):
         if not self._rows.closed:
             self.flush()
         self._rows.close()
-        with suppress(OSError):  # flush has raised it
+        with suppress(OSError):  # `flush` has already raised the error
             self._events.close()
 
 
@@ -88,7 +88,7 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 
 def _is_up_to(step: int, line: str) -> bool:
-    """True for a whole row of one of the first `step` steps."""
+    """True for a complete row of one of the first `step` steps."""
     try:
         return bool(json.loads(line)["step"] <= step)
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -130,13 +130,13 @@ def as_number(name: str, value: Any) -> float:
 
 
 _SESSION_START = 1
-"""START of SessionLog's `status`."""
+"""The constant START of SessionLog's `status`."""
 
 
 class TensorBoardFile:
     """A new event file of TensorBoard: a checksummed `tensorflow.Event` for each step (event.proto,
-    summary.proto, lib/io/record_writer.h). `torch.utils.tensorboard` would take longer to import
-    than all of lockstep."""
+    summary.proto, lib/io/record_writer.h). Importing `torch.utils.tensorboard` would take longer
+    than importing all of lockstep."""
 
     def __init__(self, folder: Path, now: float) -> None:
         self._file = (folder / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}").open(

@@ -1,4 +1,4 @@
-"""The phases of a rank's work: the current one, usual durations, totals."""
+"""The phases of a rank's work: the current phase, usual durations, totals."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lockstep.comm.torch_collectives import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""With more events, those that the GPU has passed are used again."""
+"""Largest number of events; then those that the GPU has passed are reused."""
 FADES = 0.95
-"""Factor by which the longest duration fades each time that a phase ends."""
+"""Factor by which the recorded longest duration decreases each time that a phase ends."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _PhaseSeconds:
 
 
 class StreamTimes:
-    """Times of a rank's GPU stream by phase: the host only queues work, ahead of it."""
+    """Times of a rank's GPU stream by phase, because the host only queues work ahead of the GPU."""
 
     def __init__(self, create_event: Callable[[], torch.Event]) -> None:
         self._create_event = create_event
@@ -47,7 +47,7 @@ class StreamTimes:
             self._add_first()
 
     def totals(self) -> defaultdict[str, float]:
-        """Return each phase's seconds, once the GPU has reached the present phase."""
+        """Return each phase's seconds, once the GPU has reached the current phase."""
         if self._events:
             self._events[-1][1].synchronize()
             while len(self._events) > 1:
@@ -62,7 +62,7 @@ class StreamTimes:
 
 
 class Phases:
-    """The phases of one rank. The training thread enters them; any thread reads."""
+    """The phases of one rank. The training thread enters them; any thread may read them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -73,13 +73,13 @@ class Phases:
         self.log: list[tuple[str, float, float]] | None = None
         """(name, start, stop) of ended phases; None: not recorded."""
         self.stream: StreamTimes | None = None
-        """None on a CPU."""
+        """Times of the GPU stream. None on a CPU."""
         self._current = _PhaseSeconds()
         self._by_phase = {self.name: self._current}
 
     def enter(self, name: str, *, interrupts: bool = False, on_stream: bool = True) -> str:
-        """Enter another phase. Returns the one before. `interrupts`: that one goes on later.
-        `on_stream`: False for the host alone."""
+        """Enter another phase. Returns the previous one. `interrupts`: the previous phase continues
+        later. `on_stream`: False if the phase applies to the host only."""
         now, before, current, waited = self._clock(), self.name, self._current, waits.seconds
         took = now - self.since
         current.total += took
@@ -100,7 +100,7 @@ class Phases:
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Enter a phase of the host while its device works on what is queued."""
+        """Enter a phase in which the host waits while its device executes queued work."""
         before = self.enter(WAITING_FOR_DEVICE, interrupts=True, on_stream=False)
         try:
             yield
@@ -108,7 +108,8 @@ class Phases:
             self.enter(before, on_stream=False)
 
     def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items. Waits for them are a phase `name`, which interrupts the present one."""
+        """Yield the items. Waiting for an item is a phase `name`, which interrupts the current
+        one."""
         iterator = iter(items)
         while True:
             before = self.enter(name, interrupts=True)
@@ -133,11 +134,11 @@ class Phases:
         return defaultdict(float, {name: taken.waited for name, taken in by_phase})
 
     def usual(self, name: str) -> float | None:
-        """Return the longest recent seconds; None if the phase has never ended."""
+        """Return the longest recent duration in seconds; None if the phase has never ended."""
         taken = self._by_phase.get(name)
         return taken.usual if taken is not None and taken.has_ended else None
 
     @property
     def seconds(self) -> float:
-        """Seconds of the present phase."""
+        """Seconds since the current phase began."""
         return self._clock() - self.since

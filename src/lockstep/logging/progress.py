@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 _Latest = tuple[float | None, float | None, float | None, Mapping[str, float]]
 
 _LIVE_SECONDS = 0.1
-"""Between two refreshes of the live line."""
+"""Seconds between two refreshes of the live line."""
 _LINE_SECONDS, _LONGEST_LINE_SECONDS, _LINE_SHARE = 2.0, 60.0, 0.02
 """Seconds between lines without a terminal: shortest, longest, share of the elapsed time."""
 _WARM_UP_STEPS = 5
-"""Steps of the first interval from which the time left is estimated."""
+"""Number of steps in the first interval from which the remaining time is estimated."""
 _MIN_BAR_COLUMNS, _MAX_BAR_COLUMNS = 8, 40
 _NOTEBOOK_COLUMNS = 100
 
 
 class Progress(Closing):
-    """A progress display on `stream`, made on one rank before the first step; close it. On a
-    terminal and in a notebook the last line is live, below other output. Elsewhere the first and
-    the last step have a line, and steps between every 2 seconds or more. No thread. If `stream`
-    breaks, the display ends, not the run. `start`: steps done before."""
+    """A progress display on `stream`. One rank makes it before the first step; call `close` at the
+    end. On a terminal and in a notebook, the last line is live, below other output. Elsewhere,
+    lines are written for the first and the last step, and for steps in between, at least 2 seconds
+    apart. It uses no thread. If `stream` breaks, the display ends, not the run. `start`: number of
+    steps done before."""
 
     def __init__(
         self,
@@ -86,13 +87,13 @@ class Progress(Closing):
             self._show(self._estimate.time_left(self._total))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the results of an evaluation, as a line that stays."""
+        """Write the results of an evaluation, as a permanent line."""
         self._estimate.evaluation(step)
         numbers = "".join(f"  {name} {_number(value)}" for name, value in values.items())
         self.message(f"evaluation at step {step}/{self._total}{numbers}")
 
     def message(self, text: str) -> None:
-        """Write lines that stay."""
+        """Write permanent lines."""
         try:
             if self._display is not None:
                 self._display.line(text)
@@ -122,9 +123,10 @@ class Progress(Closing):
 
 
 class _TimeEstimate:
-    """Estimates the time left, if steps and evaluations go on alike. Step n has weight n in the
-    mean. The first interval, with the warm-up, counts until there is a second ("~"). An evaluation
-    has the excess time of its interval."""
+    """Estimates the remaining time, assuming that steps and evaluations continue at the same speed.
+    Step n has weight n in the mean. The first interval, which includes the warm-up, is used only
+    until there is a second (then shown with "~"). The time of an evaluation is the excess time of
+    its interval."""
 
     def __init__(self, step: int, now: float) -> None:
         self._start = self._step = step
@@ -151,7 +153,7 @@ class _TimeEstimate:
         if self._intervals == 1:
             self._counted = 0
         self._intervals += 1
-        # Weights in proportion to n: the share of the newest `steps` of n in all is 1 - ((n -
+        # With weights proportional to n, the share of the newest `steps` of n steps is 1 - ((n -
         # steps) / n)².
         share = 1 - (self._counted / (self._counted + steps)) ** 2
         usual = seconds / steps if share == 1 else self._seconds_per_step
@@ -176,7 +178,7 @@ _IMPORTANCE = {
     _LR: _MIN_BAR_COLUMNS + 1,
     _EXTRA: 2 * _MIN_BAR_COLUMNS + 1,
 }
-"""Numbers by importance, with the columns that each must leave for the bar."""
+"""Number -> the columns that it must leave for the bar, in order of importance."""
 
 
 def _numbers(
@@ -216,7 +218,7 @@ def _duration(seconds: float) -> str:
 
 class _Display(Protocol):
     is_live: bool
-    """True if the next status replaces the last."""
+    """True if the next status replaces the previous one."""
 
     def status(self, step: int, total: int, parts: list[tuple[int, str]]) -> None: ...
 
@@ -253,7 +255,7 @@ class _Bar:
     def pieces(
         self, step: int, total: int, parts: list[tuple[int, str]], width: int
     ) -> list[tuple[str, str]]:
-        """Return texts that fill `width` columns, each with its colour or ""."""
+        """Return pieces of text that fill `width` columns, each with its colour or ""."""
         pieces = [(f"{step:>{len(str(total))}}/{total}", "")]
         room = width - len(pieces[0][0])
         taken = []
@@ -266,7 +268,8 @@ class _Bar:
         if width != self._width:
             self._width, self._columns = width, _MAX_BAR_COLUMNS
         if room > _MIN_BAR_COLUMNS:
-            # The bar shrinks if a number gets longer, and does not grow back: it would flicker.
+            # If a number gets longer, the bar shrinks; it does not grow back, because that would
+            # flicker.
             self._columns = min(self._columns, room - 1)
             done = round(self._columns * min(1.0, step / max(1, total)))
             pieces += [
@@ -313,7 +316,7 @@ class _LiveLine:
 
 
 class _NotebookLine:
-    """A line below a notebook's cell, begun anew by a carriage return, and repeated below other
+    """A line below a notebook's cell. A carriage return restarts it, and it is repeated below other
     output."""
 
     is_live = True

@@ -1,5 +1,5 @@
-"""The recorder of a run: directory, logs, progress. Only rank 0 writes; other ranks make the same
-calls."""
+"""The recorder of a run: run directory, logs, progress display. Only rank 0 writes; other ranks
+make the same calls."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ ROW_NAMES = RESERVED_NAMES | {
 }
 """Names that a run writes in each line of metrics.jsonl."""
 _runs_in_launched = 0
-"""Runs of this process in the launcher's directory and those numbered after it."""
+"""Number of runs of this process in the launcher's directory and in directories numbered after
+it."""
 _opened: list[Path] = []
 """Run directories that this process has written."""
 _goes_through_again = False
-"""True once this process has opened an ended run, on its way to a later one."""
+"""True once this process has opened an ended run, because the script repeats it on the way to a
+later run."""
 
 
 class Recorder:
-    """Run directory, logs and progress display. Every rank makes one, at the same moment."""
+    """Run directory, logs and progress display. Every rank makes one, at the same time."""
 
     def __init__(
         self,
@@ -67,15 +69,16 @@ class Recorder:
         check_ended: Callable[[Mapping[str, Any]], None] = lambda recorded: None,
     ) -> None:
         """Raises `RunDirectoryError` on every rank if rank 0 cannot use the directory, or another
-        machine lacks it.
+        machine does not have it.
 
-        `launched`: the launcher's directory, used first; this process's second run is in
-        `launched`-2, and so on. Without both: a new one in `runs`. `extend`: see
-        `RunDirectory.create`. An ended run is resumed at its last checkpoint where the script is on
-        its way to a later one: the launcher has `restarted` this process, an earlier process went
-        on after that run, or this one has passed one before. `check_ended`: called with an ended
-        run's run.json; raises `UserError` for another run. `again`: this process has opened the run
-        before. `lost_holders`: processes on lost machines, from which rank 0 takes the directory.
+        `launched`: the launcher's directory, which is used first; the second run of this process is
+        in `launched`-2, and so on. If neither is given: a new directory in `runs`. `extend`: see
+        `RunDirectory.create`. An ended run is resumed at its last checkpoint if the script only
+        repeats it on the way to a later run. That is so if the launcher has `restarted` this
+        process, if an earlier process continued after that run, or if this process has passed such
+        a run before. `check_ended`: called with the run.json of an ended run; raises `UserError` if
+        it is another run. `again`: True if this process has opened the run before. `lost_holders`:
+        processes on lost machines, from which rank 0 takes over the directory.
         """
         global _runs_in_launched, _goes_through_again
         if launched is not None:
@@ -109,7 +112,8 @@ class Recorder:
             self._open.close()
             raise getattr(lockstep.base.errors, failure[0])(failure[1])
         self.path = Path(path)
-        """Alike on all ranks, as is `attempt`: eight hexadecimal digits for this start."""
+        """The run directory. Like `attempt` (eight hexadecimal digits for this start), it is the
+        same on all ranks."""
         if self._directory is not None and _opened and not again:
             note_followed(_opened[-1], self.path)
         _opened.append(self.path)
@@ -124,7 +128,7 @@ class Recorder:
             self._loggers = Loggers(loggers, self.path, self._on_logger_failure)
             self._open.callback(self._loggers.close)
         self.is_resumed = self._directory is not None and self._directory.is_resumed
-        """True on rank 0 if the directory holds a run that has not ended."""
+        """True on rank 0 if the directory contains a run that has not ended."""
         self.summary: dict[str, Any] = {}
         """Recipe, seed, plan, world size and versions as JSON; empty before `start`."""
         self._run_json: dict[str, Any] = {}
@@ -184,7 +188,7 @@ class Recorder:
             self._loggers.start(self._run_json)
 
     def _compare_device(self, now: Mapping[str, str], *, is_bitwise: bool) -> None:
-        """Record that the run was on another kind of device, and so has other bits."""
+        """Record it if the run was on another kind of device before, because bits then differ."""
         assert self._directory is not None
         before = (self._directory.recorded().get("environment") or {}).get("device") or {}
         changed = {
@@ -205,7 +209,7 @@ class Recorder:
     def update_chosen(
         self, recipe: Mapping[str, Any], plan: Plan, device: torch.device, auto: Mapping[str, Any]
     ) -> None:
-        """Write `run.json` with the values chosen for `auto`, and how."""
+        """Write `run.json` with the values chosen for `auto`, and how they were chosen."""
         self.summary |= {"recipe": recipe, "plan": str(plan)}
         if self._directory is not None:
             texts = {"text": str(plan), **asdict(plan)}
@@ -214,14 +218,15 @@ class Recorder:
             self._directory.write_json("run.json", self._run_json | {"environment": environment})
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
-        """Write `run.json` with what a script's own loop learns."""
+        """Write `run.json` with the description of what a script's own loop learns."""
         self.summary |= {"recipe": recipe}
         if self._directory is not None:
             self._run_json |= {"recipe": recipe}
             self._directory.write_json("run.json", self._run_json)
 
     def resume(self, step: int, checkpoints: str | None) -> None:
-        """Begin, or resume, after `step`. `checkpoints`: where one was looked for."""
+        """Begin the logs, or continue them after `step`. `checkpoints`: the folder that was
+        searched for a checkpoint."""
         self._first_step = step
         if self.is_resumed and not step and checkpoints is not None:
             self.event("no-checkpoint", 0, checkpoints=checkpoints)
@@ -264,12 +269,12 @@ class Recorder:
 
     def _on_logger_failure(self, text: str) -> None:
         self.event("logger-failed", 0, reason=text)
-        say(f"warning: {text}")  # the display may be closed by now
+        say(f"warning: {text}")  # the display may be closed already
 
     def event(self, name: str, step: int, **details: Any) -> Event:
         event = Event(name, step, details)
         if self._directory is not None and self._directory.is_taken:
-            self.events.close()  # from here on they are in memory only
+            self.events.close()  # later events are kept in memory only
         try:
             self.events.record(event)
         except OSError as error:
@@ -283,18 +288,19 @@ class Recorder:
             say(text)
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file. Every rank calls it, since distributed tensors are gathered."""
+        """Write a safetensors file. Every rank calls it, because distributed tensors are
+        gathered."""
         gathered = {}
         for key, value in state_dict.items():
             tensor = full_tensor(value)
             if self._directory is not None:
-                # a GPU need not have room for all
+                # a GPU may not have room for all tensors
                 gathered[key] = tensor.cpu() if isinstance(tensor, Tensor) else tensor
         if self._directory is not None:
             self._directory.save_tensors(name, gathered)
 
     def end(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, which ends the run, unless it exists."""
+        """Write `result.json`, which marks the run as ended, unless the file exists."""
         if self._directory is not None and not (self.path / "result.json").exists():
             self._directory.write_json("result.json", result)
             if self._loggers is not None:
@@ -305,7 +311,7 @@ class Recorder:
 
 
 class Throughput:
-    """Throughput between logging steps, without evaluations."""
+    """The throughput between logging steps, without evaluations."""
 
     def __init__(self) -> None:
         self.started = self._since = time.perf_counter()
@@ -321,8 +327,8 @@ class Throughput:
             self._weight += sum(weights.values())
 
     def restart(self) -> dict[str, float]:
-        """Return the rates since the last call: samples, and the weight of a single term, per
-        second."""
+        """Return the rates since the last call: samples per second, and if there is a single
+        weighted term, its weight per second."""
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         rates = {"samples_per_second": self._samples / seconds}

@@ -1,4 +1,4 @@
-"""The run directory: all files of one run, written by that run alone, never overwritten."""
+"""The run directory: all files of one run. Only that run writes to it; nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _OTHER_FILES = ("out-of-memory.json", "output.txt", "followed-by.txt")
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
 _FOLLOWED = "followed-by.txt"
-"""Names the directory of the script's next training."""
+"""Name of the file that names the directory of the script's next training."""
 Holder = dict[str, Any]
-"""JSON: the process that holds the lock, and since when."""
+"""JSON about the process that holds the lock, and the time since when."""
 _SAVED_DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -63,17 +63,17 @@ _SAVED_DTYPES = frozenset(
 
 
 class RunDirectory(Closing):
-    """A run directory that this process alone writes. Made on one rank by `create`; close it. A
-    kernel lock on the file `lock` ends with the process."""
+    """A run directory to which only this process writes. Made on one rank by `create`; call `close`
+    at the end. It holds a kernel lock on the file `lock`, which ends with the process."""
 
     def __init__(self, path: Path, lock: _FileLock, *, is_resumed: bool, extends: bool) -> None:
         self.path = path
         self._lock = lock
         self._extends = extends
         self.is_resumed = is_resumed
-        """True if the directory held the run already."""
+        """True if the directory already contained the run."""
         self.has_ended = is_resumed and not extends and (path / _RESULT_FILE).exists()
-        """True if that run has ended, and is done again from its last checkpoint."""
+        """True if that run has ended, and is repeated from its last checkpoint."""
 
     @classmethod
     def create(
@@ -85,11 +85,11 @@ class RunDirectory(Closing):
         reopen: bool = False,
         lost_holders: Sequence[Holder] = (),
     ) -> RunDirectory:
-        """Create the folder and claim it. `resume`: it may hold an unfinished run. `extend`: or an
-        ended one, whose result `keep_result` renames. `reopen`: or an ended one with the same
-        result, or an evaluation. `lost_holders`: processes on lost machines, from which the folder
-        is taken. Raises `RunDirectoryError` if another run holds it, has files there, or it cannot
-        be written."""
+        """Create the folder and lock it. `resume`: the folder may contain an unfinished run.
+        `extend`: it may also contain an ended run, whose result `keep_result` renames. `reopen`: it
+        may also contain an ended run with the same result, or an evaluation. `lost_holders`:
+        processes on lost machines, from which the folder is taken over. Raises `RunDirectoryError`
+        if another run has locked it or has files there, or if it is not writable."""
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class RunDirectory(Closing):
         if is_resumed and (reopen or extends):
             refused = ()
         for name in refused:
-            # an empty file: its run was killed at its start
+            # an empty file comes from a run that was killed at its start
             if (path / name).exists() and (path / name).stat().st_size:
                 lock.release()
                 ended, remedy = "", "choose another directory"
@@ -143,7 +143,7 @@ class RunDirectory(Closing):
             ) from error
 
     def keep_result(self) -> None:
-        """Rename the result of an extended run, once it can go on."""
+        """Rename the result of an extended run. Called once the run can continue."""
         if not self._extends:
             return
         self._extends = False
@@ -155,7 +155,7 @@ class RunDirectory(Closing):
                 file.rename(file.with_stem(f"{file.stem}-{number}"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write JSON. NaN and infinity become null, listed by path in `not_finite`."""
+        """Write JSON. NaN and infinity become null; their paths are listed in `not_finite`."""
         not_finite: dict[str, str] = {}
         row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -163,7 +163,8 @@ class RunDirectory(Closing):
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
-        """Write a safetensors file, tied tensors under each name. Raises `RecipeError`."""
+        """Write a safetensors file, with tied tensors under each of their names. Raises
+        `RecipeError`."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -175,16 +176,16 @@ class RunDirectory(Closing):
         with replace_atomically(self.path / name) as temporary:
             mode = temporary.stat().st_mode
             save_file(tensors, temporary)
-            temporary.chmod(mode)  # safetensors creates a file that only its owner may read
+            temporary.chmod(mode)  # safetensors creates a file that only its owner can read
 
     @property
     def is_taken(self) -> bool:
-        """True once the run's other processes have taken the directory."""
+        """True once other processes of the run have taken over the directory."""
         return self._lock.is_taken
 
     @property
     def holder(self) -> Holder | None:
-        """This process, as others see it."""
+        """The description of this process in the lock file."""
         return self._lock.holder
 
     def close(self) -> None:
@@ -193,7 +194,8 @@ class RunDirectory(Closing):
 
 
 def _check_kinds(path: Path) -> None:
-    """Raise `RunDirectoryError` if anything but a file or folder is where the run writes."""
+    """Raise `RunDirectoryError` if something other than a file or folder has a name to which the
+    run writes."""
     with os.scandir(path) as entries:
         for entry in entries:
             name, is_folder = entry.name, entry.name in _FOLDERS
@@ -214,7 +216,7 @@ def _check_kinds(path: Path) -> None:
 
 
 def note_followed(path: Path, by: Path) -> None:
-    """Note in an ended run's directory that its script trains in another one."""
+    """Record in an ended run's directory that its script now trains in another directory."""
     with suppress(OSError):  # it may be gone
         if (path / _RESULT_FILE).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
@@ -237,8 +239,8 @@ class _FileLock:
 
     @classmethod
     def acquire(cls, path: Path, lost: Sequence[Holder] = ()) -> _FileLock:
-        """Raises `RunDirectoryError` if another process holds the lock, `OSError` if that fails.
-        `lost`: holders on lost machines, from which the lock is taken."""
+        """Lock the file. Raises `RunDirectoryError` if another process holds the lock, `OSError` if
+        locking fails. `lost`: holders on lost machines, from which the lock is taken over."""
         while True:
             descriptor = open_below(path.parent, path.name, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -257,12 +259,12 @@ class _FileLock:
                 raise error from None
             if current:
                 return cls(path, descriptor)
-            # its last holder removed the file after we opened it and before we locked it
+            # its last holder removed the file between our open and our lock
             os.close(descriptor)
 
     @property
     def is_taken(self) -> bool:
-        """True once another process has taken the lock."""
+        """True once another process has taken over the lock."""
         return (
             self._descriptor is not None
             and self._path.exists()
@@ -280,13 +282,13 @@ class _FileLock:
                     self._path.unlink()
             os.close(self._descriptor)
             self._descriptor = None
-            if sys.platform == "win32":  # which removes no file that is open
+            if sys.platform == "win32":  # Windows does not remove an open file
                 with suppress(OSError):
                     self._path.unlink()
 
     @classmethod
     def _forget_in_child(cls) -> None:
-        """Close the lock in a fork, which would hold it after its parent."""
+        """Close the lock in a fork, which would otherwise hold it after the end of its parent."""
         for lock in list(cls._held):
             if lock._descriptor is not None:
                 os.close(lock._descriptor)
@@ -298,7 +300,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
-    """True if `path` is still the file open as `descriptor`."""
+    """True if `path` is still the file that is open as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -306,7 +308,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def _holder(descriptor: int) -> Holder | None:
-    """Return the lock file's contents; None if no run wrote them."""
+    """Return the contents of the lock file; None if no run wrote it."""
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         holder = parse_object(os.read(descriptor, 4096).decode())
@@ -343,7 +345,7 @@ def _in_use(descriptor: int, path: Path) -> RunDirectoryError:
 
 
 def check_tensors(state_dict: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` for an entry that no safetensors file holds."""
+    """Raise `RecipeError` for an entry that cannot be stored in a safetensors file."""
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             what = f"a {type(value).__name__}"
@@ -384,7 +386,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_kind(device: torch.device) -> dict[str, str]:
-    """Return the device's name, and what else its bits depend on."""
+    """Return the device's name, and the other properties on which its bits depend."""
     return {"name": device_name(device), **accelerator.traits(device)}
 
 

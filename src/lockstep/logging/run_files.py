@@ -1,5 +1,5 @@
-"""Read a run directory that anybody may have written: regular files of limited size, with a run's
-types. Needs no torch."""
+"""Reads a run directory that anyone may have written: only regular files of limited size, whose
+values have the right types. Needs no torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 def read_rows(
     folder: Path, name: str, fits: Callable[[Mapping[str, Any]], bool], unreadable: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines, which have a step. Counts others in `unreadable`, except a last line
-    without an end. Raises `RunDirectoryError`."""
+    """Yield the valid lines, which must have a step. Counts the others in `unreadable`, except an
+    incomplete last line. Raises `RunDirectoryError`."""
     if not is_there(folder, name):
         return
     with readable(folder / name):
@@ -71,18 +71,18 @@ def read_rows(
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """True if something has this name, a broken link too."""
+    """True if something with this name exists, even a broken link."""
     return os.path.lexists(folder / name)
 
 
 def is_count(value: Any) -> bool:
-    """True for a number of steps."""
+    """True if a value is a valid number of steps."""
     return type(value) is int and value >= 0 and value.bit_length() <= MOST_BITS
 
 
 @contextmanager
 def readable(what: Path | str) -> Iterator[None]:
-    """Turn an `OSError` into a `RunDirectoryError`."""
+    """Convert an `OSError` into a `RunDirectoryError`."""
     try:
         yield
     except OSError as error:
@@ -111,7 +111,8 @@ def _read(folder: Path, name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_run_path(script: str | None, now: datetime) -> Path:
-    """Return `runs/<script>-<date>-<time>`, numbered if it exists; `run` if `script` is no file."""
+    """Return `runs/<script>-<date>-<time>`, numbered if it exists; `<script>` is `run` if `script`
+    is not a file."""
     stem = Path(script).stem if script and not script.startswith("-") else "run"
     first = Path("runs") / f"{stem}-{now:%Y%m%d-%H%M%S}"
     return next(

@@ -1,5 +1,5 @@
-"""Hooks on inputs of blocks: a tensor that a block gets several times stays one object, and the
-gradients of its uses in the block are summed first."""
+"""Hooks on the inputs of blocks. A tensor that a block gets several times stays one object, and the
+gradients of its uses inside the block are summed first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.base.torch_private import changed_grad_tensors, tree_flatten, tree
 
 
 def sum_in_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Sum the gradients of inputs first within each of `blocks`, and within `model`, as FSDP2's
-    groups would. Modules without own parameters are no groups."""
+    """Sum the gradients of inputs first inside each of `blocks`, and inside `model`, as FSDP2's
+    groups do. Modules without direct parameters are not groups."""
     seen: set[int] = set()
     for module in (*blocks, model):
         own = {id(parameter) for parameter in module.parameters()} - seen
@@ -42,8 +42,8 @@ class _SameAs:
 
 
 class RepeatedInputs:
-    """Hooks of a block that leave a tensor one object. FSDP2 makes a new tensor of each input:
-    `query is key` would be False, and nn.MultiheadAttention would compute other bits.
+    """Hooks of a block that keep a repeated input one object. FSDP2 makes a new tensor for each
+    input: `query is key` would be False, and nn.MultiheadAttention would compute other bits.
 
     Create it before the block is sharded and install it afterwards, so that its hooks run around
     FSDP2's.

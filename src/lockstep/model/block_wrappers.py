@@ -1,5 +1,5 @@
-"""Wrappers of a block's forward: activation checkpointing and compilation. Names, parameters and
-hooks stay."""
+"""Wrappers of a block's forward: activation checkpointing and compilation. They do not change
+names, parameters and hooks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
     Recomputation in Large Transformer Models, 2022). The forward drops the empty cache of keys and
     values that transformers makes by default, and refuses a filled one with `RecipeError`."""
     if isinstance(block, BatchNormBase):
-        # it keeps only its input anyway, and a recomputation would update its running statistics
-        # twice
+        # the block keeps only its input anyway, and a recomputation would update its running
+        # statistics twice
         return
     forward: Callable[..., Any] = block.forward
     contexts: Callable[[], tuple[Any, Any]] = noop_context_fn

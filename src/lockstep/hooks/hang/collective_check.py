@@ -1,8 +1,8 @@
-"""Compare collectives across ranks before they start: every rank raises a mismatch, with all ranks'
-lines.
+"""Compares collectives across ranks before they start. If they differ, every rank raises an error
+with the lines of all ranks.
 
-For debugging: a collective costs some requests to torch's store, and every operation a call of
-Python.
+For debugging: each collective takes some requests to torch's store, and every operation a Python
+call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAME_SIZES = frozenset(
         "reduce_scatter_tensor",
     )
 )
-"""Torch's operators to which all ranks give tensors of the same sizes."""
+"""Torch's operators for which all ranks must pass tensors of the same sizes."""
 # numbers the instances of `CollectiveCheck` in this process; the same on all ranks
 _numbers = count()
 _NOT_ON_ALL_RANKS = ("send", "recv", "recv_any_source", "wait_tensor", "monitored_barrier")
@@ -86,7 +86,7 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mismatch(self, key: str, before: str, mine: Mapping[str, Any], size: int) -> str:
         """Return the differences between the ranks' calls; "" if there are none. The last rank to
-        come compares for all."""
+        arrive compares for all."""
         self._store.set(f"{key}/{mine['rank']}", json.dumps(mine))
         self._store.append(f"{key}/ranks", f"{mine['rank']} ")
         if self._store.add(f"{key}/count", 1) == size:
@@ -94,10 +94,10 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             text = call_difference([json.loads(self._store.get(f"{key}/{rank}")) for rank in ranks])
             for name in (*ranks, "ranks", "count"):
                 self._store.delete_key(f"{key}/{name}")
-            self._store.delete_key(f"{before}/mismatch")  # which all have read
+            self._store.delete_key(f"{before}/mismatch")  # all ranks have read it
             self._store.set(f"{key}/mismatch", json.dumps(text))
         pause_seconds = 1e-4
-        # the watchdog reports ranks that do not come
+        # the watchdog reports ranks that do not arrive
         while not self._store.check([f"{key}/mismatch"]):
             # torch's wait ignores signals, and prints to stderr at each timeout
             time.sleep(pause_seconds)
@@ -107,7 +107,8 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def call_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """Return the differences between the calls, with their lines; "" if there are none."""
+    """Return text about the differences between the calls, with their lines; "" if there are
+    none."""
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for each in everyone:
         by_call.setdefault(each["call"], []).append(each)

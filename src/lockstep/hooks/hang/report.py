@@ -1,5 +1,5 @@
-"""Find the ranks that make a run hang, from all stack snapshots. Pure but for the user's source
-lines."""
+"""Finds the ranks that make a run hang, from all stack snapshots. Pure, except that it reads the
+user's source lines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.snapshot import Frame, StackSnapshot, innermost_line
 
 Kind = Literal["missing", "differ", "between"]
-"""Ranks do not reach the call in which others wait; all wait in different calls; all wait in one
-call."""
+"""`missing`: some ranks do not reach the call in which others wait. `differ`: all wait, in
+different calls. `between`: all wait in the same call."""
 _SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
     "waits": "waits",
@@ -30,7 +30,7 @@ class Hang:
     """The diagnosis of a run that hangs."""
 
     kind: Kind
-    # at fault: missing ranks; ranks whose call differs from most ranks'; or all ranks
+    # at fault: missing ranks; ranks whose call differs from most ranks' call; or all ranks
     ranks: tuple[int, ...]
     summary: str  # one line
     report: str  # lines about each rank
@@ -38,7 +38,7 @@ class Hang:
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
     """Return the diagnosis; None if the run may still progress. `silent`: rank without a snapshot
-    -> why."""
+    -> the reason."""
     everyone = list(snapshots.values())
     working = [each for each in everyone if each.activity != "waits"]
     is_waited_for = len(working) < len(everyone)
@@ -94,7 +94,7 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
 
 
 def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
-    """Return what must be the same on all ranks in a call."""
+    """Return the parts of a call that must be the same on all ranks."""
     if call is None:
         return None
     return (
@@ -106,7 +106,7 @@ def _kind_of(call: CollectiveCall | None) -> tuple[object, ...] | None:
 
 
 def _by_call(snapshots: Sequence[StackSnapshot]) -> list[list[StackSnapshot]]:
-    """Return groups of ranks in one call, the largest first."""
+    """Return groups of ranks that are in the same call, largest first."""
 
     def key(each: StackSnapshot) -> str:
         return repr(_kind_of(each.call)) if each.call is not None else str(each.line)
@@ -133,7 +133,7 @@ def _call(snapshot: StackSnapshot) -> str:
 
 
 def _reason(late: StackSnapshot) -> str:
-    """Say what the rank does, and where."""
+    """Return text that says what the rank does, and where."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
     workers = [
         f"process {process} is at {line}"
@@ -154,7 +154,7 @@ def _late_line(late: StackSnapshot) -> str:
 
 
 def _stack(snapshot: StackSnapshot) -> list[str]:
-    """Return the innermost frame, and the user's, innermost first."""
+    """Return the innermost frame and the frames of the user's code, innermost first."""
     frames = [frame for frame in reversed(snapshot.stack) if frame.is_user_code]
     innermost = snapshot.stack[-1:] if snapshot.stack and snapshot.stack[-1] not in frames else ()
     return [f"    {frame}" for frame in [*innermost, *frames]]

@@ -1,7 +1,7 @@
-"""Stack snapshots: a process's phase, threads' stacks, collectives, and progress.
+"""Stack snapshots: the phase, the threads' stacks, the collectives and the progress of a process.
 
-Of a process whose GIL is held, and of forked loader workers, faulthandler writes the stack from a
-signal handler into memory that others read through /proc (Linux).
+If the GIL of a process is held, and for forked loader workers, faulthandler writes the stack from a
+signal handler into memory, which other processes read through /proc (Linux).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
-"""Waits in a collective, or for its device, which does; runs Python; computes in native code; is in
-a call that does not return."""
+"""`waits`: in a collective, or for its device, which is in one. `runs`: executes Python.
+`computes`: in native code. The last: in a call that does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -55,7 +55,7 @@ class Frame:
 
     @property
     def is_user_code(self) -> bool:
-        """True unless it is Python's, an installed package's, or lockstep's."""
+        """True unless the code belongs to Python, an installed package or lockstep."""
         return not self.file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(
             folder in self.file for folder in _PACKAGES
         )
@@ -79,13 +79,13 @@ class StackSnapshot:
     activity: Activity
     calls: tuple[CollectiveCall, ...]
     stack: Stack  # of the training thread
-    threads: Mapping[str, Stack]  # the other threads, by name
+    threads: Mapping[str, Stack]  # the stacks of other threads, by name
     children: Mapping[int, Stack] = field(default_factory=dict)
-    """Main threads of forked loader workers by process id, if the rank is late."""
+    """Stacks of the main threads of forked loader workers, by process id, if the rank is late."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
-        """Invert `dataclasses.asdict`, through JSON."""
+        """Make a snapshot from the result of `dataclasses.asdict`, as read from JSON."""
         threads, children = values["threads"].items(), values["children"].items()
         typed = {
             "calls": tuple(CollectiveCall(**call) for call in values["calls"]),
@@ -102,7 +102,7 @@ class StackSnapshot:
 
     @property
     def call(self) -> CollectiveCall | None:
-        """The collective that the rank waits in."""
+        """The collective in which the rank waits."""
         return self.calls[0] if self.activity == "waits" and self.calls else None
 
     @property
@@ -111,7 +111,7 @@ class StackSnapshot:
 
 
 def innermost_line(stack: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's code, else the innermost one."""
+    """Return the innermost frame of the user's code; if there is none, the innermost frame."""
     return next(
         (frame for frame in reversed(stack) if frame.is_user_code), stack[-1] if stack else None
     )
@@ -162,12 +162,12 @@ def take_snapshot(
 def activity(
     stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float
 ) -> Activity:
-    """`moves`: its Python code advanced between samples. `cpu_use`: part of the time on the
-    processor.
+    """Classify what a thread does. `moves`: True if its Python code advanced between samples.
+    `cpu_use`: share of the time that it used the processor.
 
-    [Note: waits for the device] A host that waits for its device is anywhere in native code, often
-    at full use of a processor. So a rank whose device is in a collective waits: the device of a
-    rank that others wait for is in none.
+    [Note: waits for the device] A host that waits for its device may be anywhere in native code,
+    often with full use of a processor. So a rank whose device is in a collective counts as waiting:
+    the device of a rank for which others wait is in no collective.
     """
     if moves:
         return "runs"
@@ -179,9 +179,9 @@ def activity(
 
 
 def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
-    """Return the collective that a stack is in, where torch's flight recorder has none, as for send
-    and recv."""
-    # it wraps torch's waits
+    """Return the collective in which a stack is, for those that torch's flight recorder does not
+    have, such as send and recv."""
+    # this file wraps torch's waits
     frames = [frame for frame in stack if frame.file != torch_collectives.__file__]
     inside = [frame for frame in frames if _TORCH_DISTRIBUTED in frame.file]
     if not inside or inside[-1] is not frames[-1]:
@@ -196,7 +196,7 @@ def call_in_stack(stack: Sequence[Frame]) -> CollectiveCall | None:
 
 
 def _instruction(ident: int) -> tuple[int, int, str]:
-    """Return the bytecode instruction of a thread."""
+    """Return the bytecode instruction that a thread executes."""
     frame = sys._current_frames().get(ident)
     if frame is None or frame.f_lasti < 0:
         return 0, 0, ""
@@ -240,7 +240,7 @@ class StackWriter:
             faulthandler.register(STACK_SIGNAL, file=self.descriptor, all_threads=False)
 
     def of_children(self) -> dict[int, Stack]:
-        """Return the stack of each fork of this process."""
+        """Return the stack of each forked child of this process."""
         if self.descriptor is None:
             return {}
         found = {process: read_stack(process, self.descriptor) for process in _children()}
@@ -253,8 +253,8 @@ class StackWriter:
 
 
 def read_stack(process: int, descriptor: int) -> Stack:
-    """Have a process with a `StackWriter` of this descriptor write its stack. Empty if it is
-    gone."""
+    """Make a process write its stack to the descriptor of its `StackWriter`, and return it. Empty
+    if the process has ended."""
     path = Path(f"/proc/{process}/fd/{descriptor}")
     with suppress(OSError):
         before = path.stat().st_size
@@ -266,7 +266,7 @@ def read_stack(process: int, descriptor: int) -> Stack:
             for line in lines
             if (found := _FRAME.fullmatch(line)) is not None
         ]
-        return tuple(reversed(frames))  # faulthandler writes the innermost first
+        return tuple(reversed(frames))  # faulthandler writes the innermost frame first
     return ()
 
 

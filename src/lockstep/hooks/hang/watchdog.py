@@ -1,10 +1,10 @@
-"""The watchdog of each rank: if the training thread exceeds a timeout, it collects all ranks' stack
-snapshots; and the hook that then writes a report, saves the last complete step, and ends the
-process.
+"""The watchdog of each rank, which collects the stack snapshots of all ranks if the training thread
+exceeds a timeout; and the hook that then writes a report, saves the last complete step, and ends
+the process.
 
-[Note: rounds] The first late rank to write the round's key collects the snapshots that the others,
-who poll that key, write. It writes the diagnosis for all. A rank that comes late reads it, and goes
-on to the next round.
+[Note: rounds] The first late rank that writes the round's key collects the snapshots of the others,
+which poll that key and then write theirs. It writes the diagnosis for all ranks. A rank that
+arrives later reads the diagnosis, and continues with the next round.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from lockstep.training.run import Run
 TICK_SECONDS = 0.2
 ANSWER_SECONDS = 1.2  # A rank that asks for snapshots waits this long for the answers
 SILENCE_SECONDS = 10.0
-"""A rank that is silent for so long counts as hanging."""
+"""A rank that is silent for this long counts as hanging."""
 # when the run ends, a rank that still waits for another after this time is ended by its watchdog
 STUCK_SECONDS = 1.0
-# after a diagnosis that no rank is late, this rank waits so long before it asks again
+# after a diagnosis that no rank is late, this rank waits this long before it asks again
 AGAIN_SECONDS = 2.0
 
 
@@ -61,7 +61,7 @@ class Mailbox:
     """Texts in torch's store. Without the store all methods raise `DistError` or `RuntimeError`."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        # another connection: it does not wait for other threads' requests, and can be ended
+        # a separate connection: it does not wait for other threads' requests, and can be ended
         connection, self._socket = (
             gloo_sockets.with_own_connection(store)
             if sys.platform == "linux"
@@ -85,7 +85,7 @@ class Mailbox:
         return found.decode()
 
     def put_if_new(self, key: str, text: str) -> bool:
-        """Write the text unless the key has one. Returns True if it was written."""
+        """Write the text unless the key exists. Returns True if it was written."""
         found: bytes = self._store.compare_set(key, "", text)
         return found.decode() == text
 
@@ -100,13 +100,15 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread on every rank that learns of a hang: the hang, all snapshots
-    (empty unless this rank collected them), whether it did, and its own snapshot."""
+    """Called in the watchdog's thread on every rank that learns of a hang, with the hang, all
+    snapshots (empty unless this rank collected them), True if it collected them, and its own
+    snapshot."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
-    """True if the launcher replaces the hanging ranks, and no other ends."""
-    on_stuck: Callable[[], None]  # called in the watchdog's thread if this rank still waits then
-    # True if the watchdog's thread is about to end this process; then nothing else may
+    """True if the launcher replaces the hanging ranks, and no other rank needs to end."""
+    # called in the watchdog's thread if this rank still waits after `STUCK_SECONDS`
+    on_stuck: Callable[[], None]
+    # True if the watchdog's thread is about to end this process; then no other thread may
     ends_the_process: bool = False
     _shutting_down_since: float | None = None
     _training_thread: threading.Thread = field(default_factory=threading.current_thread)
@@ -150,15 +152,15 @@ class Watchdog:
                     if self._must_ask() or self._take(f"{self._round}/asked") is not None:
                         self._take_part()
                     continue
-            # the store is gone, or cannot be reached
+            # the store has ended, or cannot be reached
             except (dist.DistError, RuntimeError) as error:
-                # torch does not connect again, and logs each try
+                # torch does not reconnect, and logs each attempt
                 self._is_cut_off = isinstance(error, dist.DistNetworkError)
             if not self._closed.is_set() and self._must_ask():
                 self._report_alone()
 
     def _is_stuck(self) -> bool:
-        """True if this rank waits for another some time after the run began to end."""
+        """True if this rank still waits for another rank some time after the run began to end."""
         self._shutting_down_since = self._shutting_down_since or time.monotonic()
         return (
             time.monotonic() - self._shutting_down_since >= STUCK_SECONDS
@@ -192,7 +194,7 @@ class Watchdog:
         return mine
 
     def _take_part(self) -> None:
-        """[Note: rounds]"""
+        """Take part in a round, see [Note: rounds]."""
         number = self._round
         if self.mailbox is None:
             mine = self._snapshot()
@@ -232,7 +234,7 @@ class Watchdog:
         return snapshots
 
     def _silent(self, snapshots: Mapping[int, StackSnapshot]) -> dict[int, str]:
-        """Return the ranks that surely will not answer, and why."""
+        """Return the ranks that will certainly not answer, each with the reason."""
         assert self.mailbox is not None
         now, found = time.monotonic(), {}
         for rank in range(self.size):
@@ -262,7 +264,7 @@ class Watchdog:
         self.on_hang(hang, snapshots, collected, mine)
 
     def _report_alone(self) -> None:
-        """Report this rank's snapshot: the others cannot be asked."""
+        """Report only this rank's snapshot, because other ranks cannot be asked."""
         mine = self._snapshot()
         reason = (
             "torch's store does not answer: its process has ended, or the network to it is broken"
@@ -272,8 +274,8 @@ class Watchdog:
 
 
 def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
-    """Say why a process does not answer, and whether that is certain. `who`: what it wrote at its
-    start."""
+    """Return the reason why a process does not answer, and True if it is certain. `who`: what the
+    process wrote about itself at its start."""
     if who is None:
         return "it has not started its watchdog yet", False
     process = who["process"]
@@ -298,8 +300,8 @@ def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
     return f"{silent} native code holds the GIL{called}", False
 
 
-SAVING_SECONDS = 300.0  # the longest time for the last save of a rank that hangs
-# before a rank exits, so that all ranks read the diagnosis before they lose a peer
+SAVING_SECONDS = 300.0  # the longest time for the last save of a hanging rank
+# wait before a rank exits, so that all ranks read the diagnosis before they lose a peer
 EXIT_DELAY_SECONDS = 0.5
 
 
@@ -312,7 +314,8 @@ class HangHook(Hook):
         recovery: Recovery | None,
     ) -> None:
         """Start this thread's watchdog, unless `timeouts` is None. Every rank calls it. `rescue`:
-        saves without other ranks. `recovery`: the run's, if it can recover in place."""
+        function that saves without other ranks. `recovery`: the recovery of the run, if it can
+        recover in place."""
         self._recovery = recovery
         self._timeouts = timeouts
         self._context = context
@@ -337,7 +340,7 @@ class HangHook(Hook):
         )
 
     def watch(self, run: Run) -> None:
-        """Save `run` from now on if it hangs."""
+        """From now on, save `run` if it hangs."""
         self._run = run
 
     @property
@@ -366,7 +369,7 @@ class HangHook(Hook):
         collected: bool,
         mine: StackSnapshot,
     ) -> None:
-        """See `Watchdog`. Called in its thread."""
+        """Handle a hang, see `Watchdog.on_hang`. Called in the watchdog's thread."""
         if collected:
             path = self._context.run_dir / f"hang-{mine.step:08d}.txt"
             stacks = f"all stacks: {path}"
@@ -397,7 +400,7 @@ class HangHook(Hook):
         timer.daemon = True
         timer.start()
         time.sleep(EXIT_DELAY_SECONDS)
-        if mine.activity == "waits":  # else the training thread may be changing the state
+        if mine.activity == "waits":  # otherwise the training thread may be changing the state
             self._save(error)
         write_failure(failure_record(error, None, HUNG_STATUS))
         for stream in (sys.stdout, sys.stderr):
@@ -406,7 +409,7 @@ class HangHook(Hook):
         os._exit(HUNG_STATUS)
 
     def _on_stuck(self) -> None:
-        """End this rank, which waits for an ended one. See `Watchdog`."""
+        """End this rank, which waits for a rank that has ended. See `Watchdog.on_stuck`."""
         error = "a peer was lost: another process of this run ended, or the connection to it broke"
         self._event("run-failed", error=error)
         self._save(HangError("the run was ended while this process waited for another"))

@@ -1,4 +1,4 @@
-"""The hook that profiles steps: traces, and tables of times and memory."""
+"""The hook that profiles steps: it writes traces, and tables of times and memory."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 
 LISTED_OPERATORS = 10
-CLOCK_EXCHANGES = 9  # exchanges that compare the ranks' clocks; the median counts
+CLOCK_EXCHANGES = 9  # number of exchanges that compare the ranks' clocks; the median is used
 _FAILURES = (OSError, ValueError, RuntimeError)
-"""Raised if a trace is not written, or in part: torch's export does not always tell."""
+"""Exceptions if a trace is not written, or only in part: torch's export does not always report
+that."""
 PHASES_THREAD = 0  # the thread number of the phases in a trace
 
 
@@ -108,7 +109,7 @@ class Profiler(ControlHook):
         notes = self._stop_profiler(profiler)
         phases, self._phases.log = self._phases.log or [], None
         if self._world.rank == 0:
-            with suppress(OSError):  # writing the first trace will raise it
+            with suppress(OSError):  # writing the first trace will raise the error
                 self._folder.mkdir(exist_ok=True)
         ahead = self._clocks()
         thread, failure = threading.get_native_id(), None
@@ -169,7 +170,8 @@ class Profiler(ControlHook):
     def _export(
         self, profiler: profile, phases: Sequence[tuple[str, float, float]]
     ) -> tuple[dict[str, Any], float]:
-        """Write this rank's trace. Returns it, and its clock's start since 1970."""
+        """Write this rank's trace. Returns the trace, and the start of its clock in seconds since
+        1970."""
         mine = self._folder / f"rank-{self._world.rank}.json"
         profiler.export_chrome_trace(str(mine))
         trace: dict[str, Any] = json.loads(mine.read_text(encoding="utf-8"))
@@ -179,7 +181,7 @@ class Profiler(ControlHook):
         return trace, base
 
     def _clocks(self) -> list[float]:
-        """Return by how many seconds each rank's clock is ahead of rank 0's. Every rank calls
+        """Return the seconds by which each rank's clock is ahead of rank 0's. Every rank calls
         it."""
         times = []
         for _ in range(CLOCK_EXCHANGES):
@@ -221,7 +223,8 @@ class Profiler(ControlHook):
 def _phase_events(
     phases: Sequence[tuple[str, float, float]], offset_seconds: float
 ) -> list[dict[str, Any]]:
-    """Return the phases as events of a trace. `offset_seconds`: the trace's clock minus theirs."""
+    """Return the phases as events of a trace. `offset_seconds`: the trace's clock minus the clock
+    of the phases."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "tid": PHASES_THREAD, "args": {"name": "phases"}},
         {"ph": "M", "name": "thread_sort_index", "tid": PHASES_THREAD, "args": {"sort_index": -1}},
@@ -261,7 +264,8 @@ def phase_table(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 class MemoryNotes:
-    """One rank's notes while its profiler runs. Holds no tensor, changes none."""
+    """The notes that one rank takes while its profiler runs. They keep no tensor alive and change
+    none."""
 
     def __init__(self, modules: Sequence[TrainModule], device: torch.device) -> None:
         self.notes: list[MemoryNote] = []
@@ -279,7 +283,7 @@ class MemoryNotes:
         self._hooks.close()
 
     def note_all(self) -> None:
-        """Note all parameters, buffers, gradients and optimizer state."""
+        """Record all parameters, buffers, gradients and optimizer state."""
         found: dict[int, KnownTensor] = {}
         for cause, name, tensor in self._everything():
             if (known := self._known(cause, name, tensor)) is not None:
@@ -304,7 +308,7 @@ class MemoryNotes:
                             yield "optimizer state", f"{kind} of {of}", leaf
 
     def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
-        """Return a tensor's memory on the rank's device; None if it has none there."""
+        """Return a tensor's memory on the rank's device; None if it has no memory there."""
         if (
             not isinstance(tensor, Tensor)
             or (tensor := to_local(tensor)).device.type != self._device
@@ -317,7 +321,7 @@ class MemoryNotes:
         return KnownTensor(cause, storage.data_ptr(), size, name, tuple(tensor.shape), dtype)
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Note what a module made: a forward hook."""
+        """Record the output of a module: a forward hook."""
         label = f"output of {name or type(module).__name__}"
         known = (self._known("", label, leaf) for leaf in tree_leaves(output))
         self._mark(MemoryNote([each for each in known if each is not None], is_complete=False))

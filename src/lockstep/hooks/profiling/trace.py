@@ -1,9 +1,10 @@
-"""Traces of torch's profiler: parts of each rank's time, memory by cause, all ranks on one clock.
-Needs no torch.
+"""Reads traces of torch's profiler: the parts of each rank's time, memory by cause, and all ranks
+on one clock. Needs no torch.
 
 A trace is the JSON of `export_chrome_trace`: `ts` and `dur` in microseconds after
-`baseTimeNanoseconds`. A memory event has an address and a size, negative when freed, and no cause.
-Notes of known tensors name what an address holds at a moment, and so the cause of that allocation.
+`baseTimeNanoseconds`. A memory event has an address and a size (negative when memory is freed), but
+no cause. Notes about known tensors say what an address holds at a moment, which gives the cause of
+that allocation.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ def steps_of(text: str) -> range:
 
 @dataclass(frozen=True, slots=True)
 class TimeParts:
-    """Seconds of one rank."""
+    """The parts of one rank's time, in seconds."""
 
     whole: float
-    compute: float  # operators and kernels, alone or beside an exchange
-    exposed: float  # exchanges without a computation beside them
-    overlapped: float  # exchanges beside a computation
+    compute: float  # operators and kernels, alone or at the same time as an exchange
+    exposed: float  # exchanges without computation at the same time
+    overlapped: float  # exchanges at the same time as computation
 
     @property
     def idle(self) -> float:
-        """Neither computation nor exchange: data, Python, waits for a disk."""
+        """Time with neither computation nor exchange: data, Python, waits for a disk."""
         return self.whole - self.compute - self.exposed
 
 
 def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts:
-    """Return the parts of `window`. `thread`: of training."""
+    """Return the parts of the time in `window`. `thread`: the training thread."""
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     exchanges = [event for event in timed if event["name"].startswith(_EXCHANGES)]
@@ -67,7 +68,7 @@ def time_parts(trace: Mapping[str, Any], window: Span, thread: int) -> TimeParts
     shared = union(
         (span(event) for event in exchanges if event["name"].startswith("shared:")), window
     )
-    # operators inside a shared-memory collective are exchange
+    # operators inside a shared-memory collective count as exchange
     busy = without(union(computed, window), shared)
     exposed = length(without(inside, busy))
     return TimeParts(window[1] - window[0], length(busy), exposed, length(inside) - exposed)
@@ -78,8 +79,9 @@ def _operators_of(timed: Iterable[Mapping[str, Any]], thread: int) -> list[Mappi
 
 
 def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return when operators computed, without what they call. Autograd's count only if they call
-    none: they run hooks, which may wait for ranks."""
+    """Return the spans in which operators computed, without the operators that they call.
+    Autograd's operators count only if they call none, because they run hooks, which may wait for
+    ranks."""
     found: list[Span] = []
     for event, called in _with_called(operators):
         name = event["name"]
@@ -105,13 +107,13 @@ def _with_called(
 
 
 def span(event: Mapping[str, Any]) -> Span:
-    """Return an event's time in the trace's seconds."""
+    """Return an event's span in the trace's seconds."""
     start = float(event["ts"]) / 1e6
     return start, start + float(event["dur"]) / 1e6
 
 
 def union(spans: Iterable[Span], window: Span) -> list[Span]:
-    """Unite the spans in the window: sorted, not touching."""
+    """Return the union of the spans in the window: sorted spans that do not touch."""
     found: list[Span] = []
     for start, stop in sorted(
         (max(start, window[0]), min(stop, window[1])) for start, stop in spans
@@ -126,7 +128,7 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the time of `spans` outside of `others`, both results of `union`."""
+    """Return the parts of `spans` outside of `others`; both are results of `union`."""
     found: list[Span] = []
     for start, stop in spans:
         for first, last in others:
@@ -147,8 +149,8 @@ def length(spans: Iterable[Span]) -> float:
 def merged(
     traces: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], ahead_seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return one trace on rank 0's clock, a process for each rank. `ahead_seconds`: by how much
-    each clock is ahead."""
+    """Return one trace on rank 0's clock, with a process for each rank. `ahead_seconds`: seconds by
+    which each clock is ahead."""
     base = min(int(trace.get("baseTimeNanoseconds", 0)) for trace in traces.values())
     events: list[dict[str, Any]] = []
     for rank, trace in sorted(traces.items()):
@@ -165,7 +167,7 @@ def merged(
             moved = {**event, "pid": rank}
             if "ts" in event:
                 moved["ts"] = float(event["ts"]) + shift
-            if "id" in event:  # of an arrow between events; it must differ between ranks
+            if "id" in event:  # the id of an arrow between events; it must differ between ranks
                 moved["id"] = f"{rank}.{event['id']}"
             events.append(moved)
     return {
@@ -177,7 +179,8 @@ def merged(
 
 
 def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[str, int, float]]:
-    """Return the operators with the most time, without what they call: name, calls, seconds."""
+    """Return the operators that take the most time, without the operators that they call: name,
+    calls, seconds."""
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -192,17 +195,18 @@ def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[st
 
 CAUSES = ("parameters", "gradients", "optimizer state", "activations", "rest")
 MOST_POINTS = 400
-"""Most points of a timeline; the peak is among them."""
+"""Largest number of points of a timeline; the peak is one of them."""
 LARGEST = 10
-"""Listed allocations of the peak."""
+"""Number of allocations to list for the peak."""
 MARK = "lockstep::memory "
-"""Ranges of this name in a trace, with a number, say when a note was taken."""
+"""Prefix of the names of ranges in a trace. Such a range, with a number, shows when a note was
+taken."""
 _Row = tuple[float, int, list[int]]
-"""Moment, total bytes, bytes by cause."""
+"""(time, total bytes, bytes by cause)."""
 _BACKWARD = "autograd::engine::evaluate_function: "
 _GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
-"""Operators that allocate for their caller."""
+"""Operators that allocate memory for their caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ class KnownTensor:
     """A tensor at a known address."""
 
     cause: str
-    """One of `CAUSES`; "" if only name, shape and dtype are known."""
+    """Cause, one of `CAUSES`; "" if only name, shape and dtype are known."""
     address: int
     """The beginning of its storage."""
     size_bytes: int
@@ -229,7 +233,7 @@ class MemoryNote:
 
     tensors: Sequence[KnownTensor]
     is_complete: bool
-    """True if it has all parameters, gradients and optimizer state."""
+    """True if the note has all parameters, gradients and optimizer state."""
 
 
 @dataclass(slots=True)
@@ -250,13 +254,13 @@ class MemoryTimeline:
     """A rank's memory in the profiled steps."""
 
     seconds: list[float]
-    """Moments since the window began."""
+    """Times since the window began, in seconds."""
     bytes_by_cause: dict[str, list[int]]
     """Bytes from each moment to the next, by cause."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
-    """`forward` and `backward` are parts of `compute`."""
+    """Phase with the peak. `forward` and `backward` are parts of `compute`."""
     at_peak: dict[str, int]
     largest: list[tuple[int, str, str]]
     """Largest allocations at the peak: bytes, cause, name."""
@@ -306,8 +310,8 @@ def _is_of(event: Mapping[str, Any], device: int | None) -> bool:
 def _allocations(
     events: Sequence[Mapping[str, Any]], noted: Sequence[tuple[float, MemoryNote]]
 ) -> list[Allocation]:
-    """Return each allocation with the notes' causes and names. Memory from before the trace begins
-    at the first note that knows it."""
+    """Return each allocation with the notes' causes and names. Memory that was allocated before the
+    trace begins at the first note that contains it."""
     moments: list[tuple[float, MemoryNote | Mapping[str, Any]]] = [
         *noted,
         *((float(event["ts"]) / 1e6, event) for event in events),
@@ -327,7 +331,8 @@ def _allocations(
         if isinstance(what, MemoryNote):
             if what.is_complete:
                 known = {tensor.address for tensor in what.tensors}
-                # memory from before the trace ends where it was last seen: a CPU's trace has no end
+                # memory from before the trace ends where it was last noted: a CPU's trace has no
+                # end of it
                 for address in [each for each in live if each not in known]:
                     if live[address].thread is None:
                         live.pop(address).stop = seen_at
@@ -352,7 +357,8 @@ def _allocations(
 
 
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """Return the total from each event to the next, the first since ever."""
+    """Return the total from each event to the next; the first total also applies to the time
+    before."""
     first = events[0]["args"]
     totals = [(float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events]
     return [(-math.inf, first["Total Allocated"] - first["Bytes"]), *totals]
@@ -365,9 +371,10 @@ def _attribute(
     backward: Sequence[Span],
     thread: int,
 ) -> None:
-    """Give allocations a cause unless a note did, and name them after their operator.
+    """Set the cause of allocations that no note has explained, and name them after their operator.
 
-    Activations: allocated by the training thread in a forward, and alive at the next backward.
+    Activations are allocations that the training thread makes in a forward, and that are alive at
+    the next backward.
     """
     starts = [start for start, _ in backward]
     unknown = [each for each in found if each.thread is not None and not (each.cause and each.name)]
@@ -445,7 +452,7 @@ def _paths(
 
 
 def _operator(path: Sequence[str]) -> str:
-    """Name the operator of an allocation, with autograd's function in a backward."""
+    """Return the name of the operator of an allocation; in a backward, also autograd's function."""
     inner = next(
         (name for name in reversed(path) if not name.startswith((_BACKWARD, *_MAKES_MEMORY))),
         "".join(path[-1:]),
@@ -485,7 +492,8 @@ def _timeline(
 def _rows(
     found: Sequence[Allocation], totals: Sequence[tuple[float, int]], window: Span
 ) -> list[_Row]:
-    """Add up the allocations at each moment; with `totals` the rest is what remains."""
+    """Add up the allocations at each time. With `totals`, `rest` is the total minus all other
+    causes."""
     changes = [
         (at, sign * each.size_bytes, each.cause)
         for each in found
@@ -512,7 +520,8 @@ def _rows(
 
 
 def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
-    """Return the row with the most memory of each of `MOST_POINTS` parts of the window."""
+    """Divide the window into `MOST_POINTS` parts, and return the row with the most memory of
+    each."""
     most: dict[int, _Row] = {}
     start, stop = window
     for row in rows:
@@ -523,8 +532,8 @@ def _thinned(rows: Sequence[_Row], window: Span) -> list[_Row]:
 
 
 def memory_table(ranks: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """Return text: each rank's peak by cause, and the largest allocations of the highest. `ranks`:
-    `MemoryTimeline` as JSON, or None."""
+    """Return a table as text: each rank's peak by cause, and the largest allocations of the rank
+    with the highest peak. `ranks`: each rank's `MemoryTimeline` as JSON, or None."""
     known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
     if not known:
         return ["memory over time: not known, since torch counts no memory of this device"]

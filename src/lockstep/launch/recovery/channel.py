@@ -1,4 +1,4 @@
-"""The connection between a worker and its launcher, over which they agree on a recovery in place.
+"""The connection between a worker and its launcher, for recovery in place.
 
 [Note: recovery in place] Messages are JSON objects with a `kind`.
 
@@ -33,10 +33,11 @@ from typing import Any
 from lockstep.launch.worker_files import WorkerStart
 
 ENDED = "the training has ended on this process"
-"""Why a worker that has finished cannot recover in place."""
+"""The reason why a worker that has finished cannot recover in place."""
 _PIECE_BYTES = 1 << 15
 _PIECE_DESCRIPTORS = 253
-"""The most bytes that Linux passes on at once; longer messages are sent in pieces."""
+"""The largest number of descriptors that Linux passes at once; longer messages are sent in
+pieces."""
 _FIRST, _LAST = 1, 2
 """Marks of a message's first and last piece, in the first byte of each."""
 
@@ -71,8 +72,8 @@ class Channel:
 
     def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
         """Return the next message; None if none is complete within `seconds`, or if the other
-        process has ended. `seconds`: None waits as long as that process runs. The receiver closes
-        the message's `descriptors`."""
+        process has ended. `seconds=None`: wait as long as that process runs. The receiver must
+        close the `descriptors` in the message."""
         until = None if seconds is None else time.monotonic() + seconds
         while self._is_readable(until):
             try:
@@ -84,7 +85,7 @@ class Channel:
             if not piece:
                 self.has_ended = True
                 return None
-            if piece[0] & _FIRST:  # a partial message is from a killed sender
+            if piece[0] & _FIRST:  # a partial message comes from a killed sender
                 for descriptor in self._descriptors:
                     os.close(descriptor)
                 self._text, self._descriptors = b"", []
@@ -98,7 +99,7 @@ class Channel:
 
     def _is_readable(self, until: float | None) -> bool:
         """Wait until there is something to read. The socket itself stays blocking, so that `send`
-        waits for room."""
+        waits until the buffer has room."""
         poll = select.poll()
         try:
             poll.register(self._end, select.POLLIN)
@@ -112,8 +113,8 @@ class Channel:
 
 
 def open_channel() -> tuple[Channel, socket.socket] | None:
-    """Return the launcher's end, and the worker's, which the worker inherits. None on systems
-    without such sockets."""
+    """Return the launcher's end, and the worker's end, which the worker must inherit. None on
+    systems without such sockets."""
     if sys.platform != "linux":
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -127,6 +128,6 @@ def inherited(environment: Mapping[str, str]) -> list[int]:
 
 
 def worker_channel(descriptor: int) -> Channel:
-    """The worker's end. Children of the user's code do not inherit it."""
+    """The worker's end of the channel. Child processes of the user's code do not inherit it."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))

@@ -16,48 +16,50 @@ UNKNOWN = "its training had not begun"
 
 @dataclass(slots=True)
 class Connection:
-    """One worker's connection, and the worker's messages."""
+    """The connection to one worker, and the state known from its messages."""
 
     channel: Channel
     why_not: str | None = UNKNOWN
-    """Why this worker cannot recover in place; None if it can."""
+    """The reason why this worker cannot recover in place; None if it can."""
     was_able: bool = False
-    """True once this worker could recover in place: another one can then take its place."""
+    """True once this worker could recover in place: another process can then replace it."""
     sizes: Sequence[int] = ()
-    """The numbers of processes that the run's plan fits."""
+    """The world sizes that the run's plan fits."""
     script_seconds: float = 0.0
     """Seconds from the script's beginning to its training."""
     at: int = -1
-    """Steps done when it left its collectives; -1 if unknown."""
+    """Number of steps done when it left its collectives; -1 if unknown."""
     refusal: str | None = None
-    """Why this worker, asked to recover in place, will end instead."""
+    """The reason why this worker, asked to recover in place, will end instead; None if it tries."""
     is_starting: bool = False
-    """True for a replacement whose script has not reached its training: it is in no collective."""
+    """True for a replacement whose script has not yet reached its training: it is in no
+    collective."""
     step: int | None = None
-    """The step of the state of a worker that waits for its new rank, -1 without a state. None: it
+    """If the worker waits for its new rank: the step of its state, -1 if it has no state. None: it
     does not wait."""
 
 
 @dataclass(slots=True)
 class Connections:
-    """The connections by rank; none if workers cannot recover in place."""
+    """The connections to workers, by rank. Empty if workers cannot recover in place."""
 
     unused: str | None
-    """Why workers cannot recover in place, empty if nobody has asked for it; None: they may."""
+    """The reason why workers cannot recover in place; empty if it was not requested; None: they
+    can."""
     by_rank: dict[int, Connection] = field(default_factory=dict)
     hanging: list[tuple[Sequence[int], Mapping[str, Any]]] = field(default_factory=list)
-    """Ranks that hang, by a watchdog, and the record of that failure."""
+    """Ranks that a watchdog has reported as hanging, with the record of that failure."""
     images: list[dict[int, list[int]]] = field(default_factory=lambda: [{}])
-    """The descriptors of each rank's memory for images, one dict for each start of the run, this
-    one last."""
+    """The descriptors of each rank's memory for images, one dict for each start of the run; the
+    current start is last."""
     all_offered: bool = False
-    """True once all workers of this start, on all machines, have given their launchers such
-    memory."""
+    """True once all workers of this start, on all machines, have passed this memory to their
+    launchers."""
 
     @contextmanager
     def opened(self, rank: int) -> Iterator[int | None]:
-        """Connect to the worker of this rank. Yields the descriptor that it inherits, if it is
-        started within."""
+        """Connect to the worker of this rank, which must be started inside the context. Yields the
+        descriptor that it must inherit."""
         ends = open_channel() if self.unused is None else None
         if ends is None:
             yield None
@@ -68,18 +70,17 @@ class Connections:
             yield theirs.fileno()
 
     def use(self, rank: int, channel: Channel) -> None:
-        """Connect the worker of this rank by an existing channel."""
+        """Use an existing channel for the worker of this rank."""
         self.drop([rank])
         self.by_rank[rank] = Connection(channel)
 
     def note_replacement(self, rank: int) -> None:
-        """Note that the worker of this rank has taken the place of a lost one."""
+        """Record that the worker of this rank has replaced a lost one."""
         replacement = self.by_rank[rank]
         replacement.is_starting, replacement.why_not, replacement.was_able = True, None, True
 
     def drop(self, ranks: Collection[int]) -> None:
-        """Close the connections to workers that have ended. The images that they gave last are
-        kept."""
+        """Close the connections to workers that have ended. Their latest images are kept."""
         for rank in ranks:
             if rank in self.by_rank:
                 self._read(rank)
@@ -90,7 +91,7 @@ class Connections:
         self.by_rank = {ranks[rank]: connection for rank, connection in self.by_rank.items()}
 
     def look(self) -> None:
-        """Read the workers' messages."""
+        """Read the messages of the workers."""
         for rank in self.by_rank:
             self._read(rank)
 
@@ -115,14 +116,14 @@ class Connections:
                     self.images[-1][rank] = message["descriptors"]
                 case "all-offered":
                     self.all_offered = True
-        # earlier starts' images, once this start's are kept on all machines
+        # drop the images of earlier starts once those of this start are held on all machines
         if self.all_offered and self.images[-1].keys() == self.by_rank.keys():
             _close(self.images[:-1])
             del self.images[:-1]
 
     def why_not(self, ranks: Collection[int], lost: Collection[int] = ()) -> str | None:
-        """Why the workers of these ranks cannot recover in place, without those that are `lost`;
-        None if they can."""
+        """The reason why the workers of these ranks, except the `lost` ones, cannot recover in
+        place; None if they can."""
         if self.unused is not None:
             return self.unused
         self.look()
@@ -137,32 +138,32 @@ class Connections:
         return None
 
     def refusal(self) -> str | None:
-        """Why a worker that was asked to recover in place will end instead; None if all try."""
+        """The reason why a worker that was asked to recover in place will end instead; None if all
+        try."""
         self.look()
         refusals = {rank: each.refusal for rank, each in self.by_rank.items() if each.refusal}
         return next((f"rank {rank}: {why}" for rank, why in refusals.items()), None)
 
     def largest_size(self, ranks: Sequence[int]) -> int:
-        """The largest number of these workers that fits the run's plan; 0 if none does."""
+        """The largest number of these workers that the run's plan fits; 0 if there is none."""
         sizes = next((self.by_rank[rank].sizes for rank in ranks if self.by_rank[rank].sizes), ())
         return max((size for size in sizes if size <= len(ranks)), default=0)
 
     def steps_done(self) -> int:
-        """The most steps done by a waiting worker; -1 if unknown."""
+        """The largest number of steps that a waiting worker has done; -1 if unknown."""
         return max((each.at for each in self.by_rank.values() if each.step is not None), default=-1)
 
     def waiting(self) -> dict[int, int]:
-        """The steps of the workers that wait for a new rank, by their rank."""
+        """The step of each worker that waits for a new rank, by its rank."""
         self.look()
         return {rank: each.step for rank, each in self.by_rank.items() if each.step is not None}
 
     def starting(self) -> list[int]:
-        """The ranks of new processes that have not reached their training."""
+        """The ranks of new processes that have not yet reached their training."""
         return [rank for rank, each in self.by_rank.items() if each.is_starting]
 
     def must_leave(self, ranks: Collection[int]) -> list[int]:
-        """The ranks among these that have to leave their step before they can wait for a new
-        rank."""
+        """Those of the ranks that must leave their step before they can wait for a new rank."""
         self.look()
         connections = ((rank, self.by_rank[rank]) for rank in ranks)
         return [rank for rank, each in connections if each.step is None and not each.is_starting]
@@ -173,8 +174,8 @@ class Connections:
                 self.by_rank[rank].channel.send(kind)
 
     def rejoin(self, environments: Mapping[int, Mapping[str, str]], *, lost_at: float) -> None:
-        """Send each waiting worker the variables of its rank, the images, and when the loss was
-        seen, in seconds since 1970."""
+        """Send each waiting worker the variables of its rank, the images, and the time at which the
+        loss was detected, in seconds since 1970."""
         descriptors = _descriptors(self.images)
         for rank, environment in environments.items():
             connection = self.by_rank[rank]
@@ -186,7 +187,7 @@ class Connections:
         self.all_offered = False
 
     def release(self) -> None:
-        """Have the workers that wait for a new rank save and end."""
+        """Make the workers that wait for a new rank save and end."""
         for connection in self.by_rank.values():
             if connection.step is not None:
                 connection.step = None

@@ -1,5 +1,5 @@
 """Recovery in place, in the launcher: the spare process, and the wait until all workers are ready
-to go on."""
+to continue."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from lockstep.launch.termination import HUNG_STATUS
 from lockstep.launch.worker_processes import HOLD_POLL_SECONDS, Spare, Start, WorkerProcesses
 
 QUICK_SECONDS = 1.0
-"""The others wait for a spare process that needs less time than this to reach its training."""
+"""Other workers wait for a spare process if it needs less time than this to reach its training."""
 START_SECONDS = 60.0
-"""The least time that a new process gets for it."""
+"""The minimum time that a new process gets to reach its training."""
 SAME_STEP = 3
-"""Losses of the same rank at the same step after which the run ends, because another recovery would
-not help."""
+"""Number of losses of the same rank at the same step after which the run ends, because another
+recovery would not help."""
 
 
 class InPlace:
     """The recoveries of one run on this machine."""
 
     def __init__(self, start: Start, *, shrinks: bool, spare_imports: Sequence[str]) -> None:
-        """`shrinks`: runs go on without their lost workers. `spare_imports`: the modules that a
-        spare process imports."""
+        """`shrinks`: True if runs continue without their lost workers. `spare_imports`: modules
+        that a spare process imports."""
         self._start = start
         self._spare_imports = spare_imports
         self._shrinks = shrinks
         self._newcomers: WorkerProcesses | None = None
         self._spare: Spare | None = None
         self._losses: Counter[tuple[int, int]] = Counter()
-        # the longest that a worker took from its script's beginning to its training
+        # the longest time of any worker from the start of its script to its training
         self._script_seconds = 0.0
         self.lost_at = 0.0
-        """When the latest recovery began, in seconds since 1970."""
+        """Time at which the latest recovery began, in seconds since 1970."""
 
     def keep_spare(self, environment: Mapping[str, str]) -> None:
-        """Start a spare process unless one runs. `environment`: what all workers get."""
+        """Start a spare process unless one runs. `environment`: the variables that all workers
+        get."""
         if self._spare is not None and not self._spare.is_alive():
             self._spare.end()
             self._spare = None
@@ -49,8 +50,8 @@ class InPlace:
             self._spare = Spare(self._start, environment, self._spare_imports)
 
     def note_losses(self, ranks: Sequence[int], step: int) -> bool:
-        """Note that workers in training were lost after this step (-1: unknown). Returns True if
-        one was lost there too often."""
+        """Record that workers in training were lost after this step (-1: unknown). Returns True if
+        one of them was lost at this step too often."""
         if step < 0:
             return False
         losses = [(rank, step) for rank in ranks]
@@ -63,9 +64,9 @@ class InPlace:
         variables: Callable[[int], Mapping[str, str]],
         newcomers: Callable[[int], tuple[WorkerProcesses, Mapping[int, Mapping[str, str]]]],
     ) -> None:
-        """Replace each worker that has ended by a new process; or, if that takes long, leave it
-        out, and start a newcomer that joins later. `variables`: of a rank. `newcomers`: the set for
-        newcomers, and their variables by rank."""
+        """Replace each worker that has ended by a new process. If that takes long, continue without
+        it, and start a newcomer that joins later. `variables`: the environment variables of a rank.
+        `newcomers`: the `WorkerProcesses` for newcomers, and their variables by rank."""
         took = [each.script_seconds for each in workers.connections.by_rank.values()]
         self._script_seconds = max(self._script_seconds, *took, 0.0)
         if self._newcomers is not None and self.newcomers_are_ready():
@@ -87,7 +88,7 @@ class InPlace:
         self.put(workers, {rank: variables(rank) for rank in workers.lost})
 
     def newcomers_are_ready(self) -> bool:
-        """True if newcomers exist and all wait to join. Gives them up if one has failed."""
+        """True if there are newcomers and all wait to join. If one has failed, all are dropped."""
         if self._newcomers is None:
             return False
         if self._newcomers.have_failed() or self._newcomers.lost:
@@ -115,8 +116,8 @@ class InPlace:
         return spare
 
     def _go_on_with_fewer(self, workers: WorkerProcesses) -> int:
-        """Drop the workers that have ended, and further ones that do not fit the plan. Returns the
-        number: 0 if the plan fits no fewer."""
+        """Drop the workers that have ended, and further ones until the plan fits. Returns the
+        number of remaining workers; 0 if the plan fits no smaller number."""
         lost = set(workers.lost)
         left = [rank for rank in workers.ranks if rank not in lost]
         kept = workers.connections.largest_size(left) if lost else 0
@@ -127,15 +128,15 @@ class InPlace:
         return len(dropped)
 
     def put(self, workers: WorkerProcesses, variables: Mapping[int, Mapping[str, str]]) -> None:
-        """Start processes that wait until the run takes them in. `variables`: those of each, by its
-        rank."""
+        """Start processes that wait until the run includes them. `variables`: the environment
+        variables of each, by its rank."""
         for rank, each in variables.items():
             workers.replace(rank, self._start, each, self._take_spare())
 
     def all_are_ready(self, workers: WorkerProcesses) -> bool:
-        """Wait until all workers wait for their new ranks. Returns False if one ends, or takes far
-        longer than earlier ones to reach its training; it is killed then. A machine that joins has
-        no earlier ones."""
+        """Wait until all workers wait for their new ranks. Returns False if a worker ends, or takes
+        far longer than earlier workers to reach its training (it is then killed). On a machine that
+        joins there are no earlier workers."""
         limit = max(START_SECONDS, 10 * self._script_seconds) if self._script_seconds else math.inf
         until = time.monotonic() + limit
         while True:
@@ -160,8 +161,9 @@ class InPlace:
 
 
 def is_quick(lost: int, *, script_seconds: float, import_seconds: float | None) -> bool:
-    """True if a spare process can soon replace so many lost workers. `script_seconds`: from a
-    script's start to its training. `import_seconds`: of the spare; None if no spare is ready."""
+    """True if a spare process can quickly replace the workers, of which `lost` are lost.
+    `script_seconds`: time from a script's start to its training. `import_seconds`: time of the
+    spare's imports; None if no spare is ready."""
     if lost != 1:
         return lost == 0
     return import_seconds is not None and script_seconds - import_seconds < QUICK_SECONDS

@@ -1,5 +1,5 @@
-"""Recovery in place, in a worker: when another worker is lost, it leaves its collectives, waits for
-its new rank, and trains on. See [Note: recovery in place] in `channel`."""
+"""Recovery in place, in a worker: when another worker is lost, this one leaves its collectives,
+waits for its new rank, and continues training. See [Note: recovery in place] in `channel`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from lockstep.launch.recovery.channel import ENDED, Channel
 from lockstep.launch.worker_files import write_failure
 
 STUCK_SECONDS = 2.0
-"""Seconds after an abort until a wait that does not end makes this process end; it counts as lost
-then."""
+"""If a wait does not end within this many seconds after an abort, this process ends, and counts as
+lost too."""
 NOTICE_SECONDS = 5.0
-"""The longest time from an error by a lost peer to the launcher's notice of the loss."""
+"""The longest time between an error caused by a lost peer and the launcher's message about the
+loss."""
 
 
 class Rejoin:
@@ -31,16 +32,16 @@ class Rejoin:
     def __init__(
         self, channel: Channel, abort: Callable[[], None], waits: Callable[[], object]
     ) -> None:
-        """`abort`: makes all collectives of this process raise, from any thread, until it leaves
-        its groups. `waits`: the present wait in a collective, None without one; equal values mean
-        the same wait."""
+        """`abort`: function that makes all collectives of this process raise until it leaves its
+        groups; may be called in any thread. `waits`: function that returns the current wait in a
+        collective, or None; equal values mean the same wait."""
         self.is_rejoining = _is_replacement
         """True from the loss until the state of the run is restored."""
         self.trainings = 0
-        """Trainings that have begun in this process."""
+        """Number of trainings that have begun in this process."""
         self.lost_at = self.rejoined_at = 0.0
-        """When the launcher saw the latest loss, and when this process got its new rank, in seconds
-        since 1970."""
+        """The times at which the launcher detected the latest loss, and at which this process got
+        its new rank, in seconds since 1970."""
         self.images: list[int] = []
         """Descriptors of the images in memory of all processes before the loss."""
         self._script_seconds = time.monotonic() - _script_began
@@ -59,49 +60,51 @@ class Rejoin:
         self._listener.start()
 
     def announce(self, why_not: str | None, sizes: Sequence[int] = ()) -> None:
-        """Tell the launcher that this worker can recover in place, or why it cannot. `sizes`:
-        numbers of processes that fit the run's plan."""
+        """Tell the launcher that this worker can recover in place, or the reason why it cannot.
+        `sizes`: world sizes that the run's plan fits."""
         self._channel.send(
             "able", why_not=why_not, sizes=list(sizes), script_seconds=self._script_seconds
         )
 
     def report_hang(self, ranks: Sequence[int], record: FailureRecord) -> None:
-        """Have the launcher kill the workers of these ranks. `record`: of the failure."""
+        """Make the launcher kill the workers of these ranks. `record`: the record of the
+        failure."""
         self._channel.send("hangs", ranks=list(ranks), record=asdict(record))
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Give the launcher the memory in which this process keeps images: of its own state, and of
-        other ranks'."""
+        """Pass the launcher the memory in which this process keeps images of its own state and of
+        other ranks' states."""
         self._channel.send("images", descriptors)
 
     def note_all_offered(self) -> None:
-        """Tell the launcher that all ranks have offered their images, so that earlier starts' can
-        go."""
+        """Tell the launcher that all ranks have offered their images, so that it can drop the
+        images of earlier starts."""
         self._channel.send("all-offered")
 
     def drop_images(self) -> None:
-        """Close `images`."""
+        """Close the descriptors in `images`."""
         for descriptor in self.images:
             os.close(descriptor)
         self.images = []
 
     def join_at_first(self) -> None:
-        """In a replacement, wait until the run takes it in. Ends the process if the run does not
-        need it. Does nothing in other processes."""
+        """In a replacement process, wait until the run includes it. Ends the process if the run
+        does not need it. Does nothing in other processes."""
         if self._is_new:
             self._is_new = False
             if not self._wait_for_verdict(-1):
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(128 + signal.SIGTERM)  # as one that the launcher stops
+                os._exit(128 + signal.SIGTERM)  # ends like a process that the launcher stops
 
     def rejoined(
         self, error: BaseException, hold: Callable[[], int | str], *, at: int = -1
     ) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new
         rank in the environment. Called in the training thread; a second call for the same error
-        returns the same. `hold`: keeps the state of this process, and returns its step, -1 without
-        a state, or why this process cannot recover. `at`: steps done, -1 if unknown.
+        returns the same result. `hold`: function that keeps the state of this process, and returns
+        its step, -1 if there is no state, or the reason why this process cannot recover. `at`:
+        number of steps done, -1 if unknown.
         """
         if any(link is self._handled for link in chain(error)):
             return True
@@ -125,17 +128,19 @@ class Rejoin:
         return True
 
     def refuse(self, why_not: str) -> None:
-        """Tell the launcher that this process will end during a recovery, as a replacement would
-        too."""
+        """Tell the launcher that this process will end during a recovery, and that a replacement
+        would end too."""
         self._channel.send("refuses", why_not=why_not)
 
     def raise_if_lost(self) -> None:
-        """Raise `ConnectionAbortedError` if the launcher has this process leave its collectives."""
+        """Raise `ConnectionAbortedError` if the launcher has told this process to leave its
+        collectives."""
         if self._is_lost.is_set():
             raise ConnectionAbortedError("another process was lost, or joins")
 
     def leave(self, leave_groups: Callable[[], object]) -> None:
-        """Leave the old groups. A notice of another loss meanwhile is for the new groups."""
+        """Leave the old groups. A message about another loss that arrives meanwhile applies to the
+        new groups."""
         leave_groups()
         if self._is_lost.is_set():
             self._abort()
@@ -179,7 +184,7 @@ class Rejoin:
         self._verdicts.put(None)
 
     def _end_if_stuck(self) -> None:
-        """End this process if its wait does not end: Gloo loses a wake-up now and then."""
+        """End this process if its wait does not end, because Gloo occasionally loses a wake-up."""
         waited_for = self._waits_for()
         while not self._has_left.wait(STUCK_SECONDS):
             before, waited_for = waited_for, self._waits_for()
@@ -200,14 +205,14 @@ _rejoin: Rejoin | None = None
 
 def use_channel(channel: Channel | None, *, is_replacement: bool) -> None:
     """Use this connection to the launcher, if any, from now on. Called once, before the user's code
-    runs. `is_replacement`: this process takes the place of a lost one."""
+    runs. `is_replacement`: True if this process replaces a lost one."""
     global _channel, _script_began, _is_replacement
     _channel, _script_began, _is_replacement = channel, time.monotonic(), is_replacement
 
 
 def refuse_recovery(why_not: str) -> None:
-    """Tell the launcher, if it recovers in place, why this process cannot. Called when a session is
-    opened."""
+    """Tell a launcher that recovers in place the reason why this process cannot. Called when a
+    session is opened."""
     global _session_was_opened
     _session_was_opened = True
     if _channel is not None and _rejoin is None:
