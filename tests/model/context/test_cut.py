@@ -38,6 +38,7 @@ CASES: dict[str, Case] = {
     "checkpointing by heads": ({}, "heads", "full", 37),
     "shards": ({}, "auto", "shard", 37),
     "shards and checkpointing": ({}, "keys", "shard,full", 37),
+    "shards, selective": ({"positions": "slice"}, "keys", "shard,selective", 37),
 }
 
 

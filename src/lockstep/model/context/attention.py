@@ -104,7 +104,7 @@ class ChunkedAttention:
         self._dropout = dropout
         self._is_causal = is_causal
         self.remade = Remade()
-        """What a backward makes again: keys, values, and masks."""
+        """Keys, values and masks, which a backward makes again."""
 
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:

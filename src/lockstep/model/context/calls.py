@@ -3,7 +3,9 @@ by two forwards of different lengths, so that a size that is equal by chance is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -17,6 +19,8 @@ from lockstep.model.context.draws import OF_A_SHAPE, OF_A_TENSOR, draws, shape_o
 Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
 """The call is the same at every length."""
+NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
+"""Modules whose slices are none of the model."""
 OTHERWISE: Final = -2
 """The call changes with the length, but no dim of it is as long as the sequence, or several are."""
 
@@ -26,7 +30,7 @@ class Call(NamedTuple):
 
     kind: Kind
     sizes: tuple[int, ...]
-    """Of a slice: the tokens that it takes of each dim, or -1 for a dim that is not sliced."""
+    """A slice has the tokens that it takes of each dim, or -1 for a dim that is not sliced."""
     table: tuple[int, ...] = ()
     """The shape of a sliced tensor."""
 
@@ -35,11 +39,15 @@ Dims = Mapping[Kind, Sequence[int]]
 """Kind -> the dim of the tokens in each call of a forward, `NOT_TOKENS` or `OTHERWISE`."""
 
 
-def call_of(function: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Call | None:
+def call_of(
+    function: Any, args: Sequence[Any], keywords: Mapping[str, Any], caller: FrameType
+) -> Call | None:
     """Describe a call that a cut sequence may change; None for other functions. The answer does not
     depend on the length."""
     if function is torch.Tensor.__getitem__:
-        return _slice(*args)
+        # FSDP2 slices what it gathers, in some forwards more often than in others
+        is_model = not caller.f_globals.get("__name__", "").startswith(NOT_THE_MODEL)
+        return _slice(*args) if is_model else None
     if function is F.scaled_dot_product_attention:
         query, key = (_given(args, keywords, *each) for each in ((0, "query"), (1, "key")))
         return Call("attention", (query.shape[-2], key.shape[-2]))
@@ -96,7 +104,7 @@ class _Recorder(TorchFunctionMode):
         keywords = kwargs or {}
         sequence = active()
         if sequence is None or not sequence.is_handled:
-            call = call_of(func, args, keywords)
+            call = call_of(func, args, keywords, sys._getframe(1))
             if call is not None:
                 self.calls.setdefault(call.kind, []).append(call)
         return func(*args, **keywords)

@@ -51,6 +51,8 @@ class SequenceCut:
         exchange: Literal["auto", "keys", "heads"] = "auto",
     ) -> None:
         """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers."""
+        self.dim = (Sequence() if sequence is None else sequence).dim
+        """The dim of the tokens."""
         self._model = model
         self._world = world
         self._draws_by_chunk = sequence is not None or world.size == 1
@@ -60,7 +62,7 @@ class SequenceCut:
         self._dims: dict[bool, Dims] = {}
         self._shifts: dict[LossFunction, int] = {}
         self._layout: TokenLayout
-        """Of the last forward."""
+        """The layout of the last forward."""
 
     def run(self, arguments: Any, batch: Any) -> Any:
         """Return the model's output for this rank's tokens. `arguments`: what `Recipe.inputs`
@@ -83,16 +85,14 @@ class SequenceCut:
         layout = self._layout
         if (shift := self._shifts.get(loss)) is None:
             shift = self._find_shift(loss, output, batch)
-        return loss_of_part(
-            loss, output, batch, layout, self._world.rank, self._sequence.dim, shift
-        )
+        return loss_of_part(loss, output, batch, layout, self._world.rank, self.dim, shift)
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
         calls it. `output`: what `run` returned last."""
         if self._world.size == 1:
             return output
-        layout, dim = self._layout, self._sequence.dim
+        layout, dim = self._layout, self.dim
 
         def gathered(tensor: Tensor) -> Tensor:
             return gather_tokens(layout, tensor.detach(), dim)
@@ -111,7 +111,7 @@ class SequenceCut:
             only_draws=False,
             draws_by_chunk=self._draws_by_chunk,
         )
-        dim = self._sequence.dim
+        dim = self.dim
         own = map_tokens(arguments, dim, layout.tokens, lambda tensor: layout.take(tensor, dim))
         args, keywords = self.call_of(own, sequence.places())
         with mode:
@@ -134,7 +134,7 @@ class SequenceCut:
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
         """Return the samples and the tokens of a batch. Raises `RecipeError`."""
-        dim = self._sequence.dim
+        dim = self.dim
         for leaf in tensors_in(arguments):
             if leaf.dim() > dim:
                 return leaf.shape[0], leaf.shape[dim]
@@ -163,7 +163,7 @@ class SequenceCut:
     def sample(self, value: Any, size: tuple[int, int], start: int, tokens: int) -> Any:
         """Return the first sample of a batch, or of what the model is called with, from the token
         `start` on. `size`: samples and tokens."""
-        dim = self._sequence.dim
+        dim = self.dim
 
         def first(tensor: Tensor) -> Tensor:
             if has_tokens(tensor, dim, size[1]):
@@ -201,7 +201,7 @@ class SequenceCut:
     def _find_shift(self, loss: LossFunction, output: Any, batch: Any) -> int:
         """Find the shift of a loss and remember it. If nothing in the batch shows it, both are
         right for this batch."""
-        layout, dim = self._layout, self._sequence.dim
+        layout, dim = self._layout, self.dim
         samples, tokens = self._size_of(batch)
         most = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
         step = max(1, (tokens - most) // WINDOWS)

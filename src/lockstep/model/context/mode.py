@@ -3,6 +3,7 @@ whose meaning depends on all tokens: attention, positions, random numbers."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,9 @@ class SequenceMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
-        call = None if self.sequence.is_handled else call_of(func, args, keywords)
+        if self.sequence.is_handled:
+            return func(*args, **keywords)
+        call = call_of(func, args, keywords, sys._getframe(1))
         if call is None:
             return func(*args, **keywords)
         dim = self._dim_of(call)
