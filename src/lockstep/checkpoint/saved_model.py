@@ -12,8 +12,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lockstep.base.files import open_below, open_named, parse_object
 from lockstep.checkpoint.manifest import DamagedError, read_block, read_manifest
 from lockstep.checkpoint.storage import CheckpointName, Storage
@@ -96,6 +94,8 @@ class StoredCheckpoint:
         return {name: (shard.dtype, shard.shape) for name, shard in firsts.items()}
 
     def read(self, name: str) -> memoryview:
+        import numpy as np  # 80 ms
+
         shards = list(self._shards[name].values())
         dtype, shape = shards[0][0].dtype, shards[0][0].shape
         whole = np.empty((*shape, item_bytes(dtype)), np.uint8)

@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -45,6 +44,8 @@ class _Commands(click.Group):
 
 def _print_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             torch = version("torch")
         except PackageNotFoundError:

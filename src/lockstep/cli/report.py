@@ -15,9 +15,6 @@ from lockstep.base.files import write_atomically
 from lockstep.base.foreign_text import show
 from lockstep.cli.arguments import check_output, unwritable
 from lockstep.logging.run_files import is_there
-from lockstep.report.page import GENERATOR, report_page
-from lockstep.report.reader import read_runs
-from lockstep.report.tables import report_json, report_lines
 from lockstep.search.request import SEARCH, check_storage
 
 
@@ -54,6 +51,8 @@ def command(
 
     Exit status: 0, or 2 for a mistake (no run directory, a file that cannot be written).
     """
+    from lockstep.report.page import GENERATOR
+
     check_storage(storage)
     searches = [folder for folder in run_dirs if is_there(Path(folder), SEARCH)]
     if storage is not None and not searches:
@@ -88,6 +87,10 @@ time."""
 
 
 def _of_runs(run_dirs: Sequence[str]) -> Report:
+    from lockstep.report.page import report_page
+    from lockstep.report.reader import read_runs
+    from lockstep.report.tables import report_json, report_lines
+
     runs = read_runs(run_dirs)
     return report_json(runs), report_lines(runs), lambda made: report_page(runs, made=made)
 

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from lockstep.cli.arguments import ScriptCommand, launch_options, options_from, script_arguments
-from lockstep.hooks.profiling.trace import steps_of
 from lockstep.launch.environment import count_processes
 from lockstep.launch.machines import Machines, rendezvous_options
 from lockstep.launch.slurm import SlurmStep, machines_of
@@ -67,6 +66,8 @@ def command(line: ScriptLine, **given: Any) -> int:
     options = options_from(given)
     plan = options.validate()
     if options.profile is not None:
+        from lockstep.hooks.profiling.trace import steps_of
+
         steps_of(options.profile)
     is_told = options.nnodes is not None or rendezvous_options(options)
     step = None if is_told else SlurmStep.read(os.environ)
