@@ -133,7 +133,8 @@ def in_place(seed: int, right: str, folder: Path) -> Chaos:
         # of three that are left, it has a place for two
         if len(ended) > (plan == "replicate=auto,shard=2"):
             chaos.wrong.append(
-                f"processes {sorted(ended)} were not killed, and are not there at the end"
+                f"processes {sorted(ended)} were not killed, and are not there at the end;"
+                f" {chaos.why_not_in_place()}"
             )
     chaos.wrong += [f"left behind: {found}" for found in leaks.remaining(before)]
     return chaos

@@ -160,6 +160,11 @@ class Chaos:
                 os.killpg(launcher.pid, signal.SIGKILL)
                 self.wrong.append(f"a launcher did not end within {END_SECONDS:.0f} s")
 
+    def why_not_in_place(self) -> list[str]:
+        """The reasons for which all processes were started again."""
+        events = map(json.loads, (self.run_dir / "events.jsonl").read_text().splitlines())
+        return [event.get("not_in_place", "") for event in events if event["event"] == "restarted"]
+
     def check(self, right: str) -> None:
         """Whether the run that has ended came to what the undisturbed one did, with nothing left
         behind."""

@@ -214,6 +214,32 @@ def test_what_is_in_an_object_counts_where_it_is_asked_for() -> None:
     assert differing_part(parts(one, objects=True), parts(other, objects=True)) == "content.rate"
 
 
+def test_of_an_object_that_is_left_out_only_the_class_counts() -> None:
+    class Counter:
+        number = 0
+
+        def count(self) -> int:
+            self.number += 1
+            return self.number
+
+    def found(counter: Any, content: Any, left_out: Any) -> dict[str, str]:
+        def reads_all() -> Any:
+            return content
+
+        def reads_an_attribute() -> Any:
+            return counter.number
+
+        functions = [reads_all, reads_an_attribute, counter.count]
+        return parts(functions, objects=True, unread=frozenset([id(left_out)]))
+
+    one, other = Counter(), Counter()
+    other.count()
+    for held in (lambda it: it, lambda it: {"a": [it]}, lambda it: SimpleNamespace(it=it)):
+        assert found(one, held(one), one) == found(other, held(other), other)
+        assert found(one, held(one), None) != found(other, held(other), None)
+    assert found(one, one, one) != found(one, SimpleNamespace(number=0), one)
+
+
 def test_the_environment_and_loggers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("of a test")
     function = loss_with([os.environ, logger])

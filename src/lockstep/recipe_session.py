@@ -16,7 +16,7 @@ from lockstep.logging.fingerprint import fingerprint
 from lockstep.logging.run_directory import check_tensors
 from lockstep.opening import Opened
 from lockstep.plan import MEASURED, Plan
-from lockstep.recipe.code import code_and_objects_of, code_of
+from lockstep.recipe.code import RecipeCode
 from lockstep.recipe.recipe import Recipe
 from lockstep.saving import Best
 from lockstep.session import Session
@@ -101,7 +101,9 @@ class RecipeSession(Session):
     ) -> None:
         self.recipe = recipe
         self._evaluations, self._recovery = recipe.evaluations, recovery
-        self.code, self._code_and_objects = code_of(recipe), code_and_objects_of(recipe)
+        # a process that has trained compares the recipe as the script gave it
+        code = RecipeCode.of(recipe) if recovery is None else recovery.code
+        self.code, self._code_and_objects = code
         super().__init__(
             seed=recipe.seed,
             precision="fp32" if recipe.precision == "auto" else recipe.precision,

@@ -70,7 +70,7 @@ def train(
     }
     given |= {"allow_change": allow_change, "loggers": loggers}
     rejoin = connect(abort_collectives, lambda: active_calls() or None)
-    recovery = None if rejoin is None else Recovery(rejoin)
+    recovery = None if rejoin is None else Recovery(rejoin, recipe, [*hooks, *loggers])
 
     def attempt() -> Result:
         with RecipeSession(recipe, recovery, **given) as session:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.states import alone
+from training.subjects import recipe
 
 from lockstep.hooks.loss_check import LossCheck
 from lockstep.hooks.memory_images import MemoryImages
@@ -91,7 +92,7 @@ def test_a_run_recovers_in_place_only_if_all_of_its_ranks_can(
     rejoin: Any = SimpleNamespace(trainings=0, announce=lambda why_not, sizes: said.append(why_not))
     world = SimpleNamespace(size=2, owns_group=True, gather_values=lambda mine: [mine, other])
     context = SimpleNamespace(plan=Plan(), world=world, device=torch.device(device))
-    recovery = Recovery(rejoin)
+    recovery = Recovery(rejoin, recipe())
     training = SimpleNamespace(hooks=SimpleNamespace(all=[]), modules=[])
     run: Any = SimpleNamespace(context=context, training=training)
     recovery.announce(run, None)

@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from training.subjects import recipe
 
 import lockstep as ls
+from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 from lockstep.training import recovery as hook_state
 from lockstep.training.recovery import (
     HeldState,
+    Recovery,
     ReplicaReader,
     hook_states,
     why_not_set_back,
@@ -36,16 +39,14 @@ def state_after(step: int) -> dict[str, Tensor]:
     }
 
 
+def world_of(size: int) -> World:
+    rank = torch.distributed.get_rank()
+    return World(rank, size, 0, size, torch.device("cpu"), owns_group=False)
+
+
 def load(steps: list[int]) -> tuple[int, dict[str, Any], list[list[Any]]]:
     """Load what the ranks hold after `steps`, -1 for nothing. Returns step, values and tensors."""
-    world = World(
-        torch.distributed.get_rank(),
-        len(steps),
-        0,
-        len(steps),
-        torch.device("cpu"),
-        owns_group=False,
-    )
+    world = world_of(len(steps))
     step = steps[world.rank]
     held = None if step < 0 else HeldState(step, state_after(step), {"step": step, "modules": {}})
     reader = ReplicaReader(held, world)
@@ -198,3 +199,53 @@ def test_of_a_large_tensor_torch_counts_the_changes_and_a_large_array_cannot_be_
     array.setflags(write=False)
     states = [hook_states(run_with(Reads(each))) for each in (array, np.zeros(2))]
     assert [why_not_set_back(each, each) is None for each in states] == [True, False]
+
+
+class Momentum(torch.optim.SGD):
+    """The user's own, of which all attributes are read."""
+
+
+def refusals() -> dict[str, str]:
+    """Train a little on rank 0, and compare its recipe with rank 1's. Returns what is said of each
+    loss."""
+    world = world_of(2)
+    model = nn.BatchNorm1d(2)
+    optimizer = Momentum(model.parameters(), lr=0.1, momentum=0.9)
+    hook, holder = ls.Hook(), SimpleNamespace(model=model, optimizer=optimizer)
+    hook.count = counter = SimpleNamespace(number=world.rank)  # type: ignore[attr-defined]
+    if world.rank == 0:
+        model(torch.randn(3, 2)).sum().backward()
+        optimizer.step()
+    losses: dict[str, Callable[..., Any]] = {
+        "a counter": lambda output, batch: counter.number,
+        "a hook": lambda output, batch: hook.count.number,  # type: ignore[attr-defined]
+        "the model": lambda output, batch: holder.model.running_mean,
+        "the optimizer": lambda output, batch: holder.optimizer,
+    }
+    training: Any = SimpleNamespace(
+        context=SimpleNamespace(world=world),
+        stateful={},
+        modules=[SimpleNamespace(model=model, optimizers=[optimizer])],
+    )
+    rejoin: Any = SimpleNamespace(trainings=0)
+    said = {}
+    for name, loss in losses.items():
+        try:
+            Recovery(rejoin, recipe(loss=loss), [hook]).check_recipe(training)
+        except RecipeError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_recipe_that_uses_what_is_not_set_back_is_refused_on_all_ranks(pool: WorkerPool) -> None:
+    assert (
+        pool.run(2, refusals)
+        == [
+            {
+                "a counter": "loss uses counter.number, which has changed since the start and cannot be"
+                " set back; keep it in a hook with a state_dict, where the recipe's functions may read"
+                " it"
+            }
+        ]
+        * 2
+    )

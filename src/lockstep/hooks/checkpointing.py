@@ -90,6 +90,7 @@ class Checkpointing(ControlHook):
             run, self.folder, self.saving, compare=partial(self.audit.compare, run)
         )
         if recovery is not None and recovery.is_under_way:
+            recovery.check_recipe(run.training)
             in_memory = recovery.reader(context.world, context.plan)
             if in_memory is not None:
                 state, reader = in_memory

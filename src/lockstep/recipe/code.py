@@ -10,12 +10,12 @@ import linecache
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from importlib.util import decode_source
-from types import SimpleNamespace
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
 
 from lockstep.base.contents import CodeReader, Part, attributes, digest_parts, is_users
 from lockstep.recipe.recipe import Recipe
@@ -99,15 +99,29 @@ Digests = Mapping[str, Mapping[str, str]]
 """Field of the recipe -> digests of the function's code and of the values that it uses, by name."""
 
 
-def code_of(recipe: Recipe) -> dict[str, str]:
-    """Return one digest for each function of the recipe. It ignores the contents of objects that a
-    function uses, such as the script's arguments, and differs between versions of Python."""
-    return {name: digest(function) for name, function in _functions(recipe).items()}
+class RecipeCode(NamedTuple):
+    """The digests of a recipe's functions at one time."""
+
+    digests: Mapping[str, str]
+    """One for each function. It ignores the contents of objects that a function uses, such as the
+    script's arguments, and differs between versions of Python."""
+    with_objects: Digests
+    """With the contents of objects that the functions use."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RecipeCode:
+        functions = _functions(recipe).items()
+        return cls({name: digest(each) for name, each in functions}, code_and_objects_of(recipe))
 
 
-def code_and_objects_of(recipe: Recipe) -> Digests:
-    """Return the digests of each function, including the contents of objects that it uses."""
-    return {name: parts(function, objects=True) for name, function in _functions(recipe).items()}
+def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests:
+    """Return the digests of each function, including the contents of objects that it uses, except
+    those in `unread`."""
+    ids = frozenset(map(id, unread))
+    return {
+        name: parts(function, objects=True, unread=ids)
+        for name, function in _functions(recipe).items()
+    }
 
 
 def _functions(recipe: Recipe) -> dict[str, Any]:
@@ -119,12 +133,14 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def parts(function: Any, *, objects: bool = False) -> dict[str, str]:
+def parts(
+    function: Any, *, objects: bool = False, unread: frozenset[int] = frozenset()
+) -> dict[str, str]:
     """Return the digests of a function's code, and of what it uses: closure variables, defaults,
     globals of its module, and the user's functions and classes. Line numbers and docstrings are
     ignored; of trained parameters only dtype and shape count. `objects`: include the contents of
-    the user's objects, dataclasses and namespaces."""
-    return digest_parts(_RecipeReader(objects).parts(function), _PARTS)[0]
+    the user's objects, dataclasses and namespaces, except those with the ids in `unread`."""
+    return digest_parts(_RecipeReader(objects, unread).parts(function), _PARTS)[0]
 
 
 def digest(function: Any) -> str:
@@ -134,9 +150,22 @@ def digest(function: Any) -> str:
 
 
 class _RecipeReader(CodeReader):
-    def __init__(self, objects: bool) -> None:
+    def __init__(self, objects: bool, unread: frozenset[int]) -> None:
         super().__init__(MOST_BYTES)
         self._objects = objects
+        self._unread = unread
+
+    def read(self, value: Any, path: str) -> Iterator[Part]:
+        if id(value) in self._unread:
+            yield from super().read(type(value), path)
+        else:
+            yield from super().read(value, path)
+
+    def _used(self, function: FunctionType, name: str, content: Any) -> Iterator[Part]:
+        if id(content) in self._unread:
+            yield from self.read(content, name)
+        else:
+            yield from super()._used(function, name, content)
 
     def _object(self, value: Any, path: str) -> Iterator[Part]:
         yield from self.read(type(value), path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,18 +15,21 @@ import torch
 from torch import Tensor
 
 from lockstep.base.contents import CodeReader, Part, digest_parts
-from lockstep.base.errors import LockstepError, PlanError, UserError, first_few
+from lockstep.base.errors import LockstepError, PlanError, RecipeError, UserError, first_few
 from lockstep.base.torch_private import version
 from lockstep.checkpoint.images import open_images
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.comm.mesh import to_local
 from lockstep.comm.regroup import leave_groups
 from lockstep.comm.world import World
+from lockstep.data.digests import differing_part
 from lockstep.launch.failures import FailureRecord
 from lockstep.launch.recovery.rejoin import Rejoin, session_was_opened
 from lockstep.launch.worker import prepare_process
 from lockstep.plan import Plan
+from lockstep.recipe.code import RecipeCode, code_and_objects_of
 from lockstep.recipe.data import Stream
+from lockstep.recipe.recipe import Recipe
 from lockstep.training.run import Run
 from lockstep.training.state import Stateful, StateReader, state_of
 from lockstep.training.training import Training
@@ -88,19 +91,8 @@ def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookStat
 class _HookReader(CodeReader):
     def __init__(self, training: Training) -> None:
         super().__init__()
-        models = [module.model for module in training.modules]
-        parts = (
-            part
-            for model in models
-            for part in (*model.modules(), *model.parameters(), *model.buffers())
-        )
-        self._of_the_run = {
-            id(each)
-            for each in (
-                *parts,
-                *(optimizer for module in training.modules for optimizer in module.optimizers),
-            )
-        }
+        models = [part for module in training.modules for part in module.model.modules()]
+        self._of_the_run = {id(each) for each in (*models, *_learned(training))}
 
     def read(self, value: Any, path: str) -> Iterator[Part]:
         if id(value) in self._of_the_run or type(value).__module__.startswith("lockstep."):
@@ -119,6 +111,14 @@ class _HookReader(CodeReader):
         if value.nbytes <= MOST_BYTES:
             return super()._array_bytes(value)
         return [f"{id(value)}".encode()] if not value.flags.writeable else None
+
+
+def _learned(training: Training) -> Iterator[Any]:
+    """Yield the tensors of the models, and the optimizers."""
+    for module in training.modules:
+        yield from module.model.parameters()
+        yield from module.model.buffers()
+        yield from module.optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,11 @@ class Recovery:
     """The recoveries of one run on this process. Each recovery opens the run again in the same
     process."""
 
-    def __init__(self, rejoin: Rejoin) -> None:
-        self._rejoin = rejoin
+    def __init__(self, rejoin: Rejoin, recipe: Recipe, watchers: Collection[Any] = ()) -> None:
+        """`watchers`: hooks and loggers, whose state the comparison of recipes leaves out."""
+        self._rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
+        self.code = RecipeCode.of(recipe)
+        """Digests of the recipe as the script gave it, before this process trained."""
         rejoin.trainings += 1
         self._too_late = (
             None
@@ -274,6 +277,21 @@ class Recovery:
         collectives. Called between two steps, because a process that waits for no other would not
         notice."""
         self._rejoin.raise_if_lost()
+
+    def check_recipe(self, training: Training) -> None:
+        """Raise `RecipeError` on all ranks if a function of the recipe uses what has changed since
+        the script gave it and is not set back. Every rank calls it, with the model built."""
+        set_back = [*self._watchers, *training.stateful.values(), *_learned(training)]
+        mine = code_and_objects_of(self._recipe, set_back)
+        first, *others = training.context.world.gather_values(mine)
+        for other in others:
+            for field, digests in first.items():
+                if (part := differing_part(digests, other.get(field, {}))) is not None:
+                    raise RecipeError(
+                        f"{field} uses {part or 'a class'}, which has changed since the start and"
+                        " cannot be set back; keep it in a hook with a state_dict, where the"
+                        " recipe's functions may read it"
+                    )
 
     def announce(self, run: Run, data: Any) -> None:
         """Tell the launcher whether the run can recover in place from now on; all of its processes
