@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.evidence.tensors import PROJECTIONS
+from lockstep.evidence.tensors import PROJECTIONS, TOKEN_PROJECTIONS
 from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND
 
 _CHUNK = 1 << 16
+_TOKENS = 256
+"""Tokens that are projected at once."""
 _SIGN = np.uint64(1 << 63)
 
 
@@ -60,6 +62,17 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
     # rounding error, more than that of a float64 run.
     rows = (raw ^ (state << np.uint64(row) & _SIGN) for row in range(PROJECTIONS))
     return np.array([row.view(np.float64).sum() for row in rows])
+
+
+@torch.no_grad()
+def token_sketches(tensor: Tensor) -> Tensor:
+    """Return `TOKEN_PROJECTIONS` projections of each token of a tensor (samples, tokens, ...), in
+    float32 on the CPU. They are a fixed function of the token's numbers."""
+    rows = tensor.detach().reshape(*tensor.shape[:2], -1)
+    generator = torch.Generator().manual_seed(rows.shape[2])
+    shape = rows.shape[2], TOKEN_PROJECTIONS
+    signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.float32) * 2 - 1
+    return torch.cat([part.float().cpu() @ signs for part in torch.split(rows, _TOKENS, 1)], 1)
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ import numpy as np
 
 PROJECTIONS = 8
 """Numbers in a tensor's projection."""
+TOKEN_PROJECTIONS = 4
+"""Numbers in the sketch of one token."""
 EPS = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
@@ -24,6 +26,8 @@ EPS = {
     "complex128": 2.0**-52,
 }
 """Machine epsilon by dtype. Other dtypes are treated as float32."""
+COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
+"""Machine epsilon of the dtype that each precision computes in."""
 EXACT = 1e-3
 """Relative residual below which a fit is exact. Rounding is far below it, a wrong explanation far
 above."""
@@ -80,6 +84,24 @@ def distance(one: TensorSummary | None, other: TensorSummary | None) -> float:
     with np.errstate(invalid="ignore"):
         estimate = float(np.sqrt(np.mean((one.projection - other.projection) ** 2)))
     return estimate if math.isfinite(estimate) else math.inf
+
+
+def added(parts: Sequence[Summaries]) -> Summaries:
+    """Return the summaries of the sums of tensors, by name: a projection of a sum is the sum of the
+    projections. A tensor that no part has does not exist."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _sum([part.get(name) for part in parts]) for name in names}
+
+
+def _sum(terms: Sequence[TensorSummary | None]) -> TensorSummary | None:
+    known = [term for term in terms if term is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    projection: Vector = np.sum([term.projection for term in known], axis=0)
+    norm = float(np.sqrt(np.mean(projection**2)))
+    if any(math.isnan(term.norm) for term in known):
+        norm = math.nan
+    return TensorSummary(projection, norm, elements=known[0].elements, dtype=known[0].dtype)
 
 
 def pooled(distances: Sequence[float], summaries: Summaries) -> float:

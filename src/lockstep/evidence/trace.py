@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import safe_open
 
 from lockstep.evidence.rows import read_row_file
-from lockstep.evidence.tensors import Summaries, TensorSummary, Vector, distance
+from lockstep.evidence.tensors import Summaries, TensorSummary, Vector, added, distance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +33,29 @@ class MicrobatchTrace:
     rng_after: str | None
     """Digest of the same state after the forward."""
     gradients: Summaries | None
-    """Gradients of this microbatch alone. None: no rank has full gradients."""
+    """Gradients of this microbatch alone; of the rank's own tokens if it computed it `together`
+    with others. None: no rank has full gradients."""
+    together: tuple[int, ...] = ()
+    """The ranks that computed the microbatch together, each some of its tokens. Empty: this rank
+    alone."""
 
     @property
     def drew_random_numbers(self) -> bool:
         return self.rng_after != self.rng_before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTrace:
+    """Sketches of the tokens of a microbatch that one rank computed, in the first step."""
+
+    rank: int
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    """Place in the sequence of each of the rank's tokens, in the rank's order."""
+    sketches: Mapping[str, Vector]
+    """(samples, tokens, projections) of each token's `output`, and of the loss's `gradient` with
+    respect to it, if it has one."""
+    documents: np.ndarray[Any, np.dtype[np.int64]] | None
+    """(samples, all tokens): the document of each token. None: each sample is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +120,21 @@ class Trace:
         return sorted(
             (m for m in self.microbatches if m.step == step), key=lambda m: (m.index, m.rank)
         )
+
+    def whole_microbatches_of(self, step: int) -> list[MicrobatchTrace]:
+        """Return the step's microbatches. One that ranks computed together has the sum of their
+        gradients, and is the lowest rank's."""
+        found: dict[tuple[int, tuple[int, ...]], list[MicrobatchTrace]] = {}
+        for m in self.microbatches_of(step):
+            found.setdefault((m.index, m.together or (m.rank,)), []).append(m)
+        return [_whole(parts) for parts in found.values()]
+
+    def tokens_of(self, index: int) -> list[TokenTrace]:
+        """Return the tokens of a microbatch of the first step, of all ranks that wrote them."""
+        if self.folder is None:
+            return []
+        paths = self.folder.glob(f"tokens-{self.module_index}-{index}-*.safetensors")
+        return [_tokens(path) for path in sorted(paths)]
 
     def tensor(self, step: int, kind: str, name: str) -> Vector | None:
         """Return the tensor itself, flat and in float64; None if the trace has only its summary."""
@@ -169,9 +202,28 @@ def _microbatch(rank: int, row: Mapping[str, Any]) -> MicrobatchTrace:
     names = ("step", "index", "batch", "rng_before", "rng_after")
     return MicrobatchTrace(
         rank=rank,
+        together=tuple(row.get("together", ())),
         samples=tuple(row["samples"]),
         gradients=_summaries(row["gradients"]) if "gradients" in row else None,
         **{name: row[name] for name in names},
+    )
+
+
+def _whole(parts: list[MicrobatchTrace]) -> MicrobatchTrace:
+    gradients = [part.gradients for part in parts if part.gradients is not None]
+    if len(parts) == 1 or len(gradients) < len(parts):
+        return parts[0]
+    return replace(parts[0], gradients=added(gradients))
+
+
+def _tokens(path: Path) -> TokenTrace:
+    with safe_open(path, framework="numpy") as opened:
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return TokenTrace(
+        rank=int(path.stem.rpartition("-")[2]),
+        places=found.pop("places"),
+        documents=found.pop("documents", None),
+        sketches={name: np.asarray(each, dtype=np.float64) for name, each in found.items()},
     )
 
 

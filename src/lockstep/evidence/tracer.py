@@ -8,7 +8,7 @@ line, of one of these kinds:
 - metadata: JSON values about the model and the recipe, for the search for causes
 - initial: module; the parameters and buffers before the first step
 - microbatch: module, step, index, samples, batch, rng_before, rng_after; its own gradients if the
-  rank has full parameters
+  rank has full parameters; together: the ranks that compute it together, each some of its tokens
 - logged: module (0), step, values; what the script has logged in the step, and got from
   `session.mean` and `session.gather`; by rank 0 alone
 - step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before
@@ -18,7 +18,9 @@ A tensor's summary has a fixed random projection. Projections are linear, and th
 differences of two projections is an unbiased estimate of the tensors' squared distance. The tensors
 of the first and the last requested step are also saved, in
 `step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors are passed one at a time, because a full
-model may not fit into memory.
+model may not fit into memory. If tokens are traced,
+`tokens-<module>-<microbatch>-<rank>.safetensors` has sketches of each token of a microbatch of the
+first step.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from torch import Tensor
 from lockstep.base import accelerator
 from lockstep.checkpoint.tensor_shards import DTYPES
 from lockstep.evidence.rows import RowFile
-from lockstep.evidence.sketch import flattened, sketch
+from lockstep.evidence.sketch import flattened, sketch, token_sketches
 
 NamedTensors = Iterable[tuple[str, Tensor | None]]
 """Names and full tensors. None: the tensor does not exist, such as the gradient of an unused
@@ -119,11 +121,14 @@ class Tracer:
         samples: Sequence[int | str],
         batch: Mapping[str, str],
         gradients: NamedTensors | None,
+        *,
+        together: Sequence[int] = (),
     ) -> None:
         """Write a microbatch after its forward. `batch`: digests of its parts, by their paths;
         empty for a slice. `gradients`: the microbatch's terms of the sum; None: no rank has full
-        gradients."""
-        row = {} if gradients is None else {"gradients": self._summaries(gradients)}
+        gradients. `together`: the ranks that compute it together, each some of its tokens."""
+        row: dict[str, Any] = {} if gradients is None else {"gradients": self._summaries(gradients)}
+        row |= {"together": list(together)} if together else {}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
         self._rows.write(
             "microbatch",
@@ -135,6 +140,25 @@ class Tracer:
             **rng,
             **row,
         )
+
+    def tokens(
+        self,
+        module: int,
+        index: int,
+        *,
+        places: Tensor,
+        documents: Tensor | None,
+        **tensors: Tensor,
+    ) -> None:
+        """Write sketches of this rank's tokens of a microbatch of the first step. `places`: of the
+        tokens in the sequence. `documents`: of all tokens. `tensors`: (samples, tokens, ...)."""
+        path = self._folder / f"tokens-{module}-{index}-{self._rank}.safetensors"
+        with tensor_file(path) as add:
+            add("places", places)
+            if documents is not None:
+                add("documents", documents)
+            for name, tensor in tensors.items():
+                add(name, token_sketches(tensor))
 
     def gradients(
         self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0

@@ -2,9 +2,10 @@
 
 Before the first step, the initial weights are compared. In each step, in this order: the samples of
 every microbatch, and what its batch holds; if ranks hold full parameters, each microbatch's own
-gradient, bit for bit, and the sum of all of them in float64; the reduced gradient and its norm; the
-learning rate; the optimizer states, parameters and buffers; the loss and its weight. If all that is
-the same, the numbers that the script has logged and gathered.
+gradient, bit for bit (to rounding, if ranks share out its tokens: then their gradients are added
+first), and the sum of all of them in float64; the reduced gradient and its norm; the learning rate;
+the optimizer states, parameters and buffers; the loss and its weight. If all that is the same, the
+numbers that the script has logged and gathered.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ class _Comparator:
             return
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}
         differ = 0
-        for m in self._plan.microbatches_of(step):
+        for m in self._plan.whole_microbatches_of(step):
             expected, found = ours.get(m.index), m.gradients
             if expected is None or found is None:
                 continue
@@ -299,7 +300,7 @@ class _Comparator:
                 away = distance(summary, found.get(name))
                 if away == 0.0:
                     continue
-                differ += 1
+                differ += not m.together  # a sum of parts is rounded otherwise
                 rounding = rounding or self._rounding.of_microbatch(step, m.index)
                 yield from self._judge(
                     Difference(
@@ -338,9 +339,11 @@ class _Comparator:
         # that nearly cancels is then rounded differently. There the gradient may also miss the sum
         # by as much as the perturbed runs differ.
         measured = {} if self._bitwise else self._rounding.of_tensors(step, "gradients")
-        parts = [m.gradients for m in self._plan.microbatches_of(step) if m.gradients is not None]
-        if not parts or len(parts) < len(self._reference.microbatches_of(step)):
+        known = [m for m in self._plan.microbatches_of(step) if m.gradients is not None]
+        every = {m.index for m in self._reference.microbatches_of(step)}
+        if not known or not every <= {m.index for m in known}:
             return
+        parts = [m.gradients or {} for m in known]
         for rank, entry in self._plan.ranks.items():
             gain = entry.steps[step].gain
             for name, total in entry.steps[step].tensors["gradients"].items():

@@ -61,6 +61,8 @@ class TraceHook(ControlHook):
         """Digests of the parts of each microbatch's batch, by its number in the step."""
         self._results: dict[str, float] = {}
         """The numbers that the script has got from all ranks since the step began."""
+        self._together: list[int] = []
+        """The ranks that compute each microbatch with this one, each some of its tokens."""
         self._in_microbatch = self._has_ended = False
         self._logged_steps = 0
 
@@ -88,6 +90,9 @@ class TraceHook(ControlHook):
                 writes=writes,
             )
             self._finds_short_dtypes &= world.size == 1
+            if (tokens := mesh.tokens).size > 1:
+                group = tokens.group or dist.group.WORLD
+                self._together = dist.get_process_group_ranks(group)
         self.tracer.metadata(
             global_batch=run.global_batch,  # 0 with a batch_sampler
             microbatch=run.microbatch,
@@ -146,8 +151,8 @@ class TraceHook(ControlHook):
     def before_backward(
         self, module: int, microbatch: int, total: Tensor, grad_output: Tensor
     ) -> None:
-        """See `Probe`. Computes the gradient of this microbatch alone, unless this rank has only a
-        slice of it."""
+        """See `Probe`. Computes the gradient of this microbatch alone, or of this rank's tokens of
+        it, unless this rank has only a slice of it."""
         each, gradients = self.run.training.modules[module], None
         if self._is_whole and not self._slices:
             found = torch.autograd.grad(
@@ -172,7 +177,15 @@ class TraceHook(ControlHook):
         assert self.run.training.source is not None, "a step has begun"
         index, samples = self.run.training.source.layout.full_microbatch(microbatch)
         batch = {} if self._slices else self._batches[microbatch]
-        self.tracer.microbatch(module, self._steps[module], index, samples, batch, gradients)
+        self.tracer.microbatch(
+            module,
+            self._steps[module],
+            index,
+            samples,
+            batch,
+            gradients,
+            together=self._together,
+        )
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         number, module = next(

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.base.errors import DataError, RecipeError
-from lockstep.evidence.tensors import EPS
+from lockstep.evidence.tensors import COMPUTE_EPS, EPS
 from lockstep.evidence.tolerance import MeasuredRounding
 from lockstep.evidence.trace import Trace
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify import jobs
-from lockstep.verify.causes import gradients, microbatches, updates
+from lockstep.verify.causes import gradients, microbatches, tokens, updates
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.compare import (
     DESCRIPTIONS,
@@ -29,8 +29,6 @@ from lockstep.verify.jobs import FAST_REFERENCE, FLOAT64_PERTURBED_RUNS
 from lockstep.verify.runner import JobResult, Runner
 from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 
-COMPUTE_EPS = {"fp32": EPS["float32"], "bf16": EPS["bfloat16"], "fp16": EPS["float16"]}
-"""Machine epsilon of the dtype that each precision computes in."""
 FLOAT64_MARGIN = 4.0
 """Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
 MAX_SPREAD = 0.2
@@ -49,7 +47,12 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
         updates.earlier_update,
         microbatches.random_state,
         microbatches.scaled_microbatches,
+        tokens.lost_tokens,
+        tokens.pairs_at_cuts,
+        tokens.document_leak,
+        tokens.places_of_others,
         microbatches.kept_state,
+        tokens.attention_backward,
         microbatches.batchnorm_of_microbatch,
         microbatches.other_input,
     ),
@@ -58,8 +61,13 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
         updates.earlier_update,
         gradients.wrong_sum,
         microbatches.random_state,
+        tokens.lost_tokens,
+        tokens.pairs_at_cuts,
+        tokens.document_leak,
+        tokens.places_of_others,
         gradients.short_dtype,
         gradients.few_elements,
+        tokens.attention_backward,
     ),
     "sum": (gradients.wrong_sum,),
     "norm": (updates.clipping,),

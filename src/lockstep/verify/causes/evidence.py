@@ -53,15 +53,20 @@ def enumerated(items: Sequence[object]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def wrong_factor(factor: float, world_size: int, what: str) -> str:
+def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
     """Return the cause for something that is `factor` times what it should be."""
     text = f"a wrong factor: {what} is {factor:.4g} times what it should be"
-    for power, words in (
-        (-1, "divided by the world size once too often"),
-        (1, "multiplied by the world size"),
-    ):
-        if abs(factor - float(world_size) ** power) < EXACT * max(1.0, factor) and world_size > 1:
-            return f"{text}, {words}"
+    sizes = {
+        len(m.together): "the number of ranks that share out a sequence"
+        for m in evidence.microbatches
+        if m.together
+    }
+    sizes[evidence.plan.world_size] = "the world size"
+    for size, name in sizes.items():
+        said = {-1: f"divided by {name} once too often", 1: f"multiplied by {name}"}
+        for power, words in said.items():
+            if abs(factor - float(size) ** power) < EXACT * max(1.0, factor) and size > 1:
+                return f"{text}, {words}"
     return text
 
 

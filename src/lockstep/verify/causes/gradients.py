@@ -37,7 +37,7 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
     expected = stacked(evidence.reference.rank_0.steps[evidence.step].tensors["gradients"], names)
     factor = exact_ratio(expected, target)
     if factor is not None and abs(factor - 1) > EXACT:
-        return wrong_factor(factor, evidence.plan.world_size, what)
+        return wrong_factor(factor, evidence, what)
     if evidence.step:
         before = stacked(entry.steps[evidence.step - 1].tensors["gradients"], names)
         if (left_over := exact_ratio(before, target - expected)) is not None:
@@ -46,17 +46,32 @@ def _fit(evidence: Evidence, names: list[str], rank: int) -> str | None:
                 " not cleared between steps"
             )
     sums = sums_by_rank(evidence, names, entry.steps[evidence.step].gain)
-    return _ranks_miscounted(sums, target, what, rank) or _microbatches_miscounted(
+    together = {frozenset(m.together) for m in evidence.microbatches if m.together}
+    return _ranks_miscounted(sums, target, what, rank, together) or _microbatches_miscounted(
         evidence, names, target, what, entry
     )
 
 
-def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: int) -> str | None:
+def _ranks_miscounted(
+    sums: dict[int, Vector],
+    target: Vector,
+    what: str,
+    rank: int,
+    together: set[frozenset[int]],
+) -> str | None:
+    """`together`: the ranks that share out sequences."""
     ranks = [r for r in sums if np.any(sums[r])]
     factors = exact_factors([sums[r] for r in ranks], target)
     if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= EXACT for factor in factors):
         return None
     present = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) > EXACT]
+    missing = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) <= EXACT]
+    if missing and together and all(len(each.intersection(present)) == 1 for each in together):
+        return (
+            f"{what} was not summed over context: rank {rank} holds the gradient of its own part of"
+            f" the sequences alone; what ranks"
+            f" {enumerated(missing)} computed is missing"
+        )
     if len(present) == 1:
         factor = factors[ranks.index(present[0])]
         times = "" if abs(factor - 1) < EXACT else f", times {factor:.4g}"
@@ -65,7 +80,6 @@ def _ranks_miscounted(sums: dict[int, Vector], target: Vector, what: str, rank: 
             f"{what} was not reduced: rank {rank} holds the sum over {owner} microbatches"
             f" alone{times}"
         )
-    missing = [r for r, factor in zip(ranks, factors, strict=True) if abs(factor) <= EXACT]
     if missing:
         return (
             f"{what} was not reduced over all ranks: on rank {rank} the gradients of ranks"
@@ -118,9 +132,10 @@ def _microbatches_with_gradients(evidence: Evidence) -> list[MicrobatchTrace]:
 def sums_by_rank(evidence: Evidence, names: list[str], gain: float) -> dict[int, Vector]:
     """Return each rank's sum over its own microbatches' gradients of `names`, times `gain`."""
     owners = {m.index: m.rank for m in evidence.microbatches}
+    is_own = any(m.gradients is not None for m in evidence.microbatches)
     sums: dict[int, Vector] = {}
     for microbatch in _microbatches_with_gradients(evidence):
-        rank = owners.get(microbatch.index, 0)
+        rank = microbatch.rank if is_own else owners.get(microbatch.index, 0)
         if microbatch.gradients is not None:
             sums[rank] = sums.get(rank, 0.0) + gain * stacked(microbatch.gradients, names)
     return sums

@@ -101,7 +101,8 @@ def scaled_microbatches(evidence: Evidence) -> str | None:
     """Microbatches' gradients that are multiples of the reference's."""
     names = evidence.names("microbatch")
     expected = evidence.expected_microbatches
-    factors = [_factor(expected.get(m.index), m, names) for m in evidence.microbatches]
+    microbatches = evidence.plan.whole_microbatches_of(evidence.step)
+    factors = [_factor(expected.get(m.index), m, names) for m in microbatches]
     values = [factor for factor in factors if factor is not None]
     if not values or len(values) < len(factors):
         return None
@@ -110,7 +111,7 @@ def scaled_microbatches(evidence: Evidence) -> str | None:
     if max(values) - min(values) <= EXACT * max(map(abs, values)):
         what = "every microbatch's gradient"
         what += f" of {enumerated([repr(name) for name in names])}" if len(names) < 4 else ""
-        return wrong_factor(float(np.mean(values)), evidence.plan.world_size, what)
+        return wrong_factor(float(np.mean(values)), evidence, what)
     inverse = sum(1 / value for value in values if value) / len(values)
     if all(value > 0 for value in values) and 0.5 < inverse < 2:
         return (

@@ -1,0 +1,242 @@
+"""Causes where ranks share out the tokens of a sequence.
+
+The trace has a sketch of each token's output, and of the loss's gradient with respect to it, at the
+token's place in the sequence. Which tokens are wrong names the fault: those at the ends of what a
+rank holds, those from a place on where a rank's tokens begin, those of later documents; or none,
+and the fault is in the backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.evidence.tensors import COMPUTE_EPS, EXACT, Vector, exact_ratio
+from lockstep.evidence.trace import TokenTrace
+from lockstep.verify.causes.evidence import Evidence, enumerated
+
+MOST_NAMED = 4
+"""Most tokens that a cause names."""
+MOSTLY = 0.9
+"""Part of the tokens behind a fault that must be wrong: a token may hardly attend to those before
+it."""
+Wrong = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of a microbatch, in the order of the sequence, with those that are wrong."""
+
+    index: int
+    """The microbatch's."""
+    parts: Sequence[TokenTrace]
+    """The tokens of each rank."""
+    documents: np.ndarray[Any, np.dtype[np.int64]] | None
+    expected: dict[str, Vector]
+    """Sketches of the reference: (samples, tokens, projections)."""
+    found: dict[str, Vector]
+    wrong: dict[str, Wrong]
+    """(samples, tokens): True for a sketch that is not the reference's."""
+
+    @property
+    def count(self) -> int:
+        """Tokens of a sequence."""
+        return int(self.wrong["output"].shape[1])
+
+    def places(self, name: str) -> list[int]:
+        """Return the places that have a wrong token, in any sample."""
+        return [int(place) for place in np.flatnonzero(self.wrong[name].any(0))]
+
+    def ends(self) -> set[int]:
+        """Return the places whose next token is another rank's, or is elsewhere on the same rank;
+        and the last one."""
+        return {int(run[-1]) for part in self.parts for run in _runs(part)}
+
+    def begins(self) -> dict[int, int]:
+        """Return the places whose previous token is elsewhere -> their rank; without the first."""
+        begins = {int(run[0]): part.rank for part in self.parts for run in _runs(part)}
+        begins.pop(0, None)
+        return begins
+
+
+def lost_tokens(evidence: Evidence) -> str | None:
+    """Tokens that no rank computes, or several do."""
+    for index in _wrong_microbatches(evidence):
+        ours, theirs = evidence.reference.tokens_of(index), evidence.plan.tokens_of(index)
+        if not ours or len(theirs) < 2:
+            continue
+        times = Counter(int(place) for part in theirs for place in part.places)
+        every = [int(place) for part in ours for place in part.places]
+        for place in sorted({*every, *times}):
+            if times[place] != 1 or place not in every:
+                many = "no rank" if not times[place] else f"{times[place]} ranks"
+                return (
+                    f"token {place} of microbatch {index} is computed by {many}: the ranks' parts"
+                    " of the sequence do not make the whole"
+                )
+    return None
+
+
+def pairs_at_cuts(evidence: Evidence) -> str | None:
+    """Every output is right, and the loss of the tokens at the cuts is not."""
+    tokens = _first_wrong(evidence, "gradient")
+    if tokens is None or tokens.wrong["output"].any():
+        return None
+    wrong = tokens.places("gradient")
+    ends, begins = tokens.ends(), set(tokens.begins())
+    if not (set(wrong) <= ends or set(wrong) <= begins):
+        return None
+    cuts = len(begins)
+    last = tokens.count - 1
+    at = [place for place in wrong if place != last] or wrong
+    where = f"at {_named(at)} ({'every cut' if len(at) >= cuts else f'{len(at)} of {cuts} cuts'})"
+    chosen = tokens.wrong["gradient"][:, at]
+    expected = tokens.expected["gradient"][:, at][chosen].ravel()
+    found = tokens.found["gradient"][:, at][chosen].ravel()
+    factor = exact_ratio(expected, found)
+    if np.linalg.norm(found) <= EXACT * np.linalg.norm(expected):
+        return (
+            f"a pair lost at each cut: the loss leaves out the tokens {where} of microbatch"
+            f" {tokens.index}, whose next token is in another part of the sequence"
+        )
+    if factor is not None and abs(factor - 2) <= EXACT:
+        return (
+            f"a pair counted twice at each cut: the loss has the tokens {where} of microbatch"
+            f" {tokens.index} on both sides of the cut"
+        )
+    return (
+        f"labels shifted within a part of the sequence: the loss lets the tokens {where} of"
+        f" microbatch {tokens.index} predict another token than their next one, which is in another"
+        " part; shift labels before the sequence is cut"
+    )
+
+
+def document_leak(evidence: Evidence) -> str | None:
+    """Outputs are right in the first document of each row, and wrong from the second on."""
+    tokens = _first_wrong(evidence, "output")
+    if tokens is None or tokens.documents is None:
+        return None
+    rows = list(zip(tokens.wrong["output"], tokens.documents, strict=True))
+    leaks = [(row, ids) for row, ids in rows if row.any()]
+    for row, ids in leaks:
+        first = int(np.flatnonzero(row)[0])
+        if first == 0 or ids[first] == ids[first - 1]:
+            return None
+    row, ids = leaks[0]
+    first = int(np.flatnonzero(row)[0])
+    return (
+        f"a document leak: in microbatch {tokens.index} outputs are right up to token {first - 1},"
+        f" the last of a document, and wrong from token {first}, the first of the next: its tokens"
+        " attend to the documents before; give attention the documents, not a mask of ones"
+    )
+
+
+def places_of_others(evidence: Evidence) -> str | None:
+    """Outputs are right up to a place where a rank's tokens begin, and wrong from there on."""
+    tokens = _first_wrong(evidence, "output")
+    if tokens is None:
+        return None
+    begins, wrong = tokens.begins(), tokens.wrong["output"]
+    first = tokens.places("output")[0]
+    if first not in begins or wrong[:, first:].mean() < MOSTLY:
+        return None
+    return (
+        f"places of another chunk: in microbatch {tokens.index} outputs are right up to token"
+        f" {first - 1} and wrong from token {first}, where a part of rank {begins[first]} begins:"
+        " its tokens were given the positions of others, or did not see the keys of those before"
+    )
+
+
+def attention_backward(evidence: Evidence) -> str | None:
+    """Every token's output and loss are right, and the gradient of parameters is not."""
+    tokens = _first_wrong(evidence, None)
+    if tokens is None or any(each.any() for each in tokens.wrong.values()):
+        return None
+    if "gradient" not in tokens.wrong:
+        return None
+    names = evidence.names("microbatch", "gradients")
+    order = evidence.reference.backward_order
+    known = [name for name in order if name in names]
+    right = order.index(known[0]) if known else 0
+    if not right:
+        return None
+    return (
+        f"the backward of attention between ranks: in microbatch {tokens.index} the output and the"
+        f" loss of every token are right, and so are the gradients of {right} parameters; from"
+        f" {known[0]!r} on they are not: the backward took keys and values of another moment than"
+        " the forward (stale), or did not add the gradients of keys and values over the ranks"
+    )
+
+
+def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
+    """Return the first wrong microbatch with a token whose `name` is wrong. None for a name: the
+    first wrong microbatch."""
+    for index in _wrong_microbatches(evidence):
+        tokens = _compared(evidence, index)
+        if tokens is None:
+            continue
+        if name is None or (name in tokens.wrong and tokens.wrong[name].any()):
+            return tokens
+    return None
+
+
+def _wrong_microbatches(evidence: Evidence) -> list[int]:
+    """Return the microbatches of the first step that may be wrong: all, if none is known to be."""
+    if evidence.step:
+        return []
+    found = evidence.of("microbatch")
+    wrong = {index for difference in found for index in difference.microbatches}
+    return sorted(wrong or evidence.expected_microbatches)
+
+
+def _compared(evidence: Evidence, index: int) -> _Tokens | None:
+    reference, parts = evidence.reference.tokens_of(index), evidence.plan.tokens_of(index)
+    if len(reference) != 1 or len(parts) < 2:
+        return None
+    expected, found = _in_order(reference), _in_order(parts)
+    names = expected.keys() & found.keys()
+    if any(expected[name].shape != found[name].shape for name in names):
+        return None
+    precision = evidence.reference.metadata.get("precision", "fp32")
+    tolerance = COMPUTE_EPS[precision] ** 0.5
+    return _Tokens(
+        index,
+        parts,
+        reference[0].documents,
+        expected,
+        found,
+        {name: _differ(expected[name], found[name], tolerance) for name in sorted(names)},
+    )
+
+
+def _in_order(parts: Sequence[TokenTrace]) -> dict[str, Vector]:
+    """Join the tokens of all ranks, in the order of the sequence."""
+    order = np.argsort(np.concatenate([part.places for part in parts]), kind="stable")
+    names = set.intersection(*(set(part.sketches) for part in parts))
+    return {
+        name: np.concatenate([part.sketches[name] for part in parts], axis=1)[:, order]
+        for name in names
+    }
+
+
+def _differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
+    """True for each token that is off by more than `tolerance` of a typical token's size."""
+    typical = float(np.sqrt(np.mean(expected**2)))
+    away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
+    wrong: Wrong = ~(away <= tolerance * typical)
+    return wrong
+
+
+def _runs(part: TokenTrace) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the places of a rank in runs of neighbours."""
+    yield from np.split(part.places, np.flatnonzero(np.diff(part.places) != 1) + 1)
+
+
+def _named(places: Sequence[int]) -> str:
+    if len(places) > MOST_NAMED:
+        return ", ".join(map(str, places[:MOST_NAMED])) + ", ..."
+    return enumerated(places)
