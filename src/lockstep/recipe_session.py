@@ -126,6 +126,11 @@ class RecipeSession(Session):
             *(getattr(plan, name) for name in MEASURED),
         ):
             return opened.context
+        if plan.context != 1:
+            raise RecipeError(
+                f"auto with context={plan.context}; what is auto is timed with whole sequences;"
+                " give a value in the recipe and the plan"
+            )
         if recipe.global_batch is None:
             raise RecipeError(
                 "auto with batch_sampler; what is auto is timed with microbatches of one size; give"

@@ -1940,7 +1940,11 @@ OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_i
 COLLECTIVES = "training/test_collectives.py::test_what_synchronises_where_there_are_several_processes_is_right"
 REPORTS = "training/test_reports.py::test_what_would_be_another_model_is_refused_and_the_remedy_is_one_model"
 PLANS = "device/test_plan_remedies.py::test_the_plans_that_an_error_recommends_train_the_model_of_one_process"
+CONTEXT = "training/test_context_axis.py::test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process"
 ELSEWHERE = {
+    "leave {said} out, or context": CONTEXT,
+    "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context": CONTEXT,
+    "leave {said} or sequence out": CONTEXT,
     "use machines of one kind, or numerics=fast": (
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
     ),
@@ -2077,10 +2081,7 @@ HANDED_ON = (
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
-    "leave {said} out, or context",
     "leave documents out, and give each document as a sample",
-    "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context",
-    "this version has the plan and not its training",
     "put both into one module, or choose another schedule or size of the pipeline",
     "besides 'state'; their shards are saved by parameter",
     "it splits each microbatch over the GPUs of one process; use replicate={count}",

@@ -36,8 +36,10 @@ from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import check_stage_parts, tensor_styles
 from lockstep.model.weight_casts import AutocastWeights
 from lockstep.plan import Plan
+from lockstep.recipe.sequence import Sequence as RecipeSequence
 
 if TYPE_CHECKING:
+    from lockstep.model.context.cut import SequenceCut
     from lockstep.model.pipeline.pipeline import Pipeline
 
 
@@ -50,6 +52,8 @@ class Parallelized:
     """None if the model's sequential parts are not known."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
+    cut: SequenceCut | None
+    """None if the model is called with whole sequences, as it is."""
 
 
 def parallelize(
@@ -62,10 +66,12 @@ def parallelize(
     blocks: Sequence[str] | None,
     tensor: Mapping[str, str] | None,
     stages: Sequence[str] | None,
+    sequence: RecipeSequence | None,
 ) -> Parallelized:
     """Change the model in place so that this rank holds and computes its part of the plan. Every
     rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
-    key. `blocks`, `tensor`, `stages`: as in `Recipe`. Raises `RecipeError`."""
+    key. `blocks`, `tensor`, `stages`,
+    `sequence`: as in `Recipe`. Raises `RecipeError`, `PlanError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -129,7 +135,12 @@ def parallelize(
         )
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
-    return Parallelized(streams, pipeline, shared)
+    cut = None
+    if mesh.tokens.size > 1 or sequence is not None:
+        from lockstep.model.context.cut import SequenceCut
+
+        cut = SequenceCut(model, mesh.tokens, sequence, plan.exchange)
+    return Parallelized(streams, pipeline, shared, cut)
 
 
 def check_plan_devices(plan: Plan, home: torch.device) -> None:

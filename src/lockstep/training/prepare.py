@@ -91,6 +91,7 @@ def build_model(
             blocks=options.blocks,
             tensor=options.tensor,
             stages=options.stages,
+            sequence=options.sequence,
         )
     built.check_values(context.world)
     return ParallelModel(built, parallel, pretrained)

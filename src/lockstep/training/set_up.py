@@ -277,7 +277,9 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
             " rounds the gradients it sends, so the bits depend on the number of processes; use"
             " gradient_compression='none', or numerics=fast"
         )
-    divided = plan.state_divided + [f"split={plan.split}"] * (plan.split != 1)
+    divided = plan.state_divided + [
+        f"{name}={getattr(plan, name)}" for name in ("context", "split") if getattr(plan, name) != 1
+    ]
     if divided:
         raise RecipeError(
             f"gradient_compression={gradient_compression!r} with {', '.join(divided)}; only"
@@ -287,24 +289,33 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
 
 
 def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
-    """Raise `PlanError` or `RecipeError` if the plan cannot cut the recipe's sequences."""
+    """Raise `PlanError` or `RecipeError` if the plan cannot compute the recipe's sequences."""
+    if sequence is None and plan.context == 1:
+        return
     if sequence is not None and sequence.documents is not None:
         raise RecipeError(
             "Recipe.sequence with documents; packed documents are not built yet; leave documents"
             " out, and give each document as a sample"
         )
-    if plan.context == 1:
-        return
+    for name, why in (
+        ("pipeline", "stages are called with whole sequences"),
+        (
+            "compile",
+            "attention and random numbers are replaced while the forward runs, which a"
+            " compiled forward does not see",
+        ),
+        ("data_parallel", "its threads call the model as it is"),
+    ):
+        value = getattr(plan, name)
+        if value is True or value not in (1, False):
+            said = f"{name}={'yes' if value is True else value}"
+            raise PlanError(f"{said} with Recipe.sequence; {why}; leave {said} or sequence out")
     chunks, least = (sequence or RecipeSequence()).chunks, 2 * int(plan.context or 1)
-    if chunks < least:
+    if chunks < least and plan.context != 1:
         raise PlanError(
             f"context={plan.context} with {chunks} chunks of a sequence; each rank computes two or"
             f" more; give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context"
         )
-    raise PlanError(
-        f"context={plan.context}; this version has the plan and not its training; use replicate,"
-        " shard or tensor"
-    )
 
 
 def resolved(plan: Plan, world_size: int) -> str:

@@ -386,7 +386,7 @@ class Step:
     ) -> BatchLoss:
         """Return the function that computes each microbatch's loss when the loss is over the whole
         global batch."""
-        _check_loop(module, "a batch loss", "choose replicate or shard")
+        _check_loop(module, "a batch loss", "choose replicate or shard, without Recipe.sequence")
         if self.source.weights is not None:
             raise RecipeError(
                 "a batch loss with a weight; it is one number for all samples of the global batch;"

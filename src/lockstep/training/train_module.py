@@ -26,7 +26,12 @@ from lockstep.model.tensor.apply import reduce_partial_gradients
 from lockstep.recipe.checks import keeps_rest
 from lockstep.training import precision
 from lockstep.training.context import Context
-from lockstep.training.executor import Executor, PipelineExecutor, SerialExecutor
+from lockstep.training.executor import (
+    Executor,
+    PipelineExecutor,
+    SequenceExecutor,
+    SerialExecutor,
+)
 from lockstep.training.left_out import LeftOut, complete_state_dict
 from lockstep.training.loss import Contribution, LossKind
 from lockstep.training.optim import gradient_norm
@@ -131,9 +136,12 @@ class TrainModule:
         self._max_microbatches = 0
         self._chosen_trainable: list[str] | None = None  # by `set_trainable`
         self._tied: TiedGradients | None = None
+        serial = (model, self.device, self.autocast, self.flops, parallel.streams)
         if parallel.pipeline is None:
-            self.executor = SerialExecutor(
-                model, self.device, self.autocast, self.flops, parallel.streams
+            self.executor = (
+                SerialExecutor(*serial)
+                if parallel.cut is None
+                else SequenceExecutor(*serial, cut=parallel.cut)
             )
             self.statistics = [RunningStatistics(model, context.mesh)]
             """BatchNorm's running statistics of the model, or of each pipeline stage on this

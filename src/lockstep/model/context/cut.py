@@ -64,6 +64,10 @@ class SequenceCut:
         self._layout: TokenLayout
         """The layout of the last forward."""
 
+    def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
+        """Check, before the first microbatch, that the cut model computes what the uncut one does.
+        Every rank of the axis calls it."""
+
     def run(self, arguments: Any, batch: Any) -> Any:
         """Return the model's output for this rank's tokens. `arguments`: what `Recipe.inputs`
         returned for `batch`, of all tokens. Raises `RecipeError`, `DataError` and `PlanError`."""

@@ -1,0 +1,352 @@
+"""The axis `context` under `ls.train`: ranks share out the tokens of each sequence, and train the
+model of one process, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from training.subjects import each_of, learned, state_of
+
+import lockstep as ls
+from lockstep.base.errors import DataError
+from lockstep.testing.pool import WorkerPool
+
+WORDS, WIDTH, HEADS, TOKENS = 11, 16, 4, 37
+CHUNKS = ls.Sequence(chunks=8)
+PLANS = {
+    2: ("context=2", "context=2,exchange=heads,checkpointing=full"),
+    3: ("context=3",),
+    4: ("context=4", "replicate=2,context=2,checkpointing=selective"),
+}
+"""Number of processes -> plans."""
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, _ = x.shape
+        heads = self.query_key_value(self.norm(x)).view(samples, tokens, 3, HEADS, -1)
+        y = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4), is_causal=True)
+        return x + self.dropout(self.out(y.transpose(1, 2).reshape(samples, tokens, -1)))  # type: ignore[no-any-return]
+
+
+class Generator(nn.Module):
+    """(samples, tokens) words -> (samples, tokens, WORDS) logits. Float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.double()
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.words(text) + self.places(torch.arange(text.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def texts(samples: int, seed: int = 3) -> TensorDataset:
+    """Texts, and the word that follows each; the ends of texts are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(WORDS, (samples, TOKENS + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    for row, length in enumerate(torch.randint(2, TOKENS, (samples,), generator=generator)):
+        labels[row, length:] = -100
+    return TensorDataset(text[:, :-1].contiguous(), labels)
+
+
+def first(batch: Sequence[Tensor]) -> Tensor:
+    return batch[0]
+
+
+def terms(output: Tensor, batch: Sequence[Tensor]) -> dict[str, Any]:
+    entropy = F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return {
+        "words": ls.Sum(entropy),
+        "size": ls.Sum(0.01 * output.logsumexp(2).square().sum()),
+    }
+
+
+def counts(batch: Sequence[Tensor]) -> dict[str, Any]:
+    return {"words": (batch[1] != -100).sum(), "size": batch[1].numel()}
+
+
+def weighted(output: Tensor, batch: Sequence[Tensor]) -> ls.Loss:
+    """A loss whose weight the forward computes."""
+    entropy = F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return ls.Loss(entropy, (batch[1] != -100).sum())
+
+
+def is_right(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return (output.argmax(2) == batch[1])[batch[1] != -100].double()
+
+
+def lasts(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (output[:, -1], output.sum(1))
+
+
+def spread(last: Tensor, total: Tensor) -> float:
+    return float(last.std() + total.std())
+
+
+def recipe(**changes: Any) -> ls.Recipe:
+    metrics = {"accuracy": ls.Mean(is_right), "spread": ls.Gathered(lasts, spread)}
+    given: dict[str, Any] = {
+        "model": Generator,
+        "data": texts(14),
+        "inputs": first,
+        "loss": terms,
+        "weight": counts,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+        "clip_norm": 0.5,
+        "global_batch": 6,
+        "microbatch": 2,
+        "steps": 4,
+        "sequence": CHUNKS,
+        "evaluation": ls.Evaluation(data=texts(5, seed=9), every=2, metrics=metrics),
+        **changes,
+    }
+    return ls.Recipe(**given)
+
+
+def size(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    """A mean over samples, of a sum over tokens."""
+    return output.square().mean(2).sum(1).mean()
+
+
+RECIPES: list[dict[str, Any]] = [
+    {},
+    {"loss": weighted, "weight": None, "evaluation": None},
+    {
+        "loss": size,
+        "weight": None,
+        "data": TensorDataset(*texts(14).tensors[:1] * 2),
+        "evaluation": ls.Evaluation(data=TensorDataset(*texts(5).tensors[:1] * 2)),
+        "steps": 2,
+    },
+]
+"""Several terms with metrics; a weight that the forward computes; a mean over samples."""
+
+
+class Last(ls.Hook):
+    def on_finish(self, run: Any) -> None:
+        self.state = state_of(run.model)
+
+
+Trained = tuple[dict[str, Tensor], list[float]]
+
+
+def train(run_dir: str, plan: str, **changes: Any) -> Trained:
+    """Return the model, the last loss and the metrics."""
+    last = Last()
+    result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, hooks=[last], log_every=1)
+    return last.state, [result.loss, *result.metrics.values()]
+
+
+def train_all(run_dir: str, plan: str) -> list[Trained]:
+    return [train(f"{run_dir}/{number}", plan, **changes) for number, changes in enumerate(RECIPES)]
+
+
+def off(found: Trained, expected: Trained) -> float:
+    """The largest relative difference."""
+    (state, numbers), (state_of_one, numbers_of_one) = found, expected
+    each = [
+        float((state[name] - value).norm() / value.norm()) for name, value in state_of_one.items()
+    ]
+    pairs = zip(numbers, numbers_of_one, strict=True)
+    return max(*each, *(abs(one - other) / abs(other) for one, other in pairs))
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
+    folder = tmp_path_factory.mktemp("alone")
+    (found,) = pool.run(1, train_all, str(folder), "replicate=1")
+    return with_logged(found, folder)
+
+
+def with_logged(found: list[Trained], folder: Path) -> list[Trained]:
+    """Add the numbers of metrics.jsonl."""
+    return [
+        (
+            state,
+            [*numbers, *(value for row in learned(folder / str(run)) for value in row.values())],
+        )
+        for run, (state, numbers) in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize("size", PLANS)
+def test_ranks_that_share_out_tokens_train_the_model_of_one_process(
+    pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int
+) -> None:
+    cases = [(plan,) for plan in PLANS[size]]
+    for rank in pool.run(size, each_of, train_all, str(tmp_path), cases, timeout_seconds=50):
+        for run, (plan, found) in enumerate(zip(PLANS[size], rank, strict=True)):
+            assert not isinstance(found, str), (plan, found)
+            logged = with_logged(found, tmp_path / str(run))
+            for mine, expected in zip(logged, alone, strict=True):
+                assert off(mine, expected) < 1e-12, plan
+
+
+def begin(run_dir: str, plan: str) -> str:
+    """Train the first recipe until it fails after a checkpoint."""
+    given = {"plan": plan, "run_dir": run_dir, "hooks": [Fails()], "log_every": 1}
+    try:
+        return ls.train(recipe(), saving=ls.Saving(every=2), **given).plan
+    except DataError as error:
+        return str(error)
+
+
+class Fails(ls.Hook):
+    def after_step(self, run: Any) -> None:
+        if run.step == 3:
+            raise DataError("a step too far")
+
+
+def test_a_run_goes_on_under_another_plan(
+    pool: WorkerPool, tmp_path: Path, alone: list[Trained]
+) -> None:
+    state, numbers = alone[0]
+    for number, (first_plan, second_plan) in enumerate(
+        [("context=2", "replicate=1"), ("replicate=2", "context=3"), ("context=3", "replicate=2")]
+    ):
+        folder = str(tmp_path / str(number))
+        said = pool.run(int(first_plan[-1]), begin, folder, first_plan)
+        assert set(said) == {"a step too far"}
+        for found in pool.run(int(second_plan[-1]), train, folder, second_plan):
+            assert off(found, (state, numbers[: len(found[1])])) < 1e-12, (first_plan, second_plan)
+
+
+def squares(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (output.square().mean((1, 2)),)
+
+
+BATCH_LOSS = {
+    "batch_loss": ls.Gathered(squares, lambda rows: rows.square().mean()),
+    "loss": None,
+    "weight": None,
+    "evaluation": None,
+}
+
+
+def whole_loss(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
+    return terms(model(batch[0]), batch)
+
+
+def looped(run_dir: str, plan: str, body: str) -> float:
+    """A loop of one's own."""
+    with ls.Session(run_dir=run_dir, plan=plan) as session:
+        model, _ = session.prepare(
+            Generator, lambda model: torch.optim.SGD(model.parameters(), lr=0.3), sequence=CHUNKS
+        )
+        given = {"global_batch": 6, "microbatch": 2, "steps": 1, "weight": counts}
+        for step in session.steps(texts(14), **given):
+            if body == "compute":
+                step.compute(first, terms)
+            else:
+                for batch in step.microbatches():
+                    step.backward(terms(model(batch[0]), batch))
+            step.commit()
+        return sum(float(value.sum()) for value in session.full_state_dict().values())
+
+
+def run_case(run_dir: str, plan: str, changes: dict[str, Any] | str) -> float:
+    """Return a number that differs where anything else was learned."""
+    if isinstance(changes, str):
+        return looped(run_dir, plan, changes)
+    small = {"steps": 1, "evaluation": None}
+    return ls.train(recipe(**{**small, **changes}), plan=plan, run_dir=run_dir).loss
+
+
+SHORTHAND = {"inputs": None, "loss": whole_loss}
+REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
+    (
+        "context=2,numerics=bitwise",
+        {},
+        "leave numerics=bitwise out, or context",
+        [("context=2", {}), ("replicate=2,numerics=bitwise", {})],
+    ),
+    ("context=2,compile=yes", {}, "leave compile=yes out, or context", [("context=2", {})]),
+    ("context=2,pipeline=2", {}, "leave pipeline=2 out, or context", [("context=2", {})]),
+    ("pipeline=2", {}, "leave pipeline=2 or sequence out", [("replicate=2", {})]),
+    (
+        "context=2",
+        {"sequence": ls.Sequence(chunks=3)},
+        "give Recipe(sequence=ls.Sequence(chunks=4)), or a smaller",
+        [("context=2", {"sequence": ls.Sequence(chunks=4)})],
+    ),
+    ("context=2", SHORTHAND, "give Recipe(inputs=lambda batch: ...", [("context=2", {})]),
+    ("replicate=2", SHORTHAND, "give Recipe(inputs=lambda batch: ...", [("replicate=2", {})]),
+    (
+        "context=2",
+        {"microbatch": "auto"},
+        "give a value in the recipe and the plan",
+        [("context=2", {})],
+    ),
+    (
+        "context=2",
+        {"gradient_compression": "bf16"},
+        "use a plan with replicate alone, or gradient_compression='none'",
+        [("context=2", {})],
+    ),
+    (
+        "context=2",
+        BATCH_LOSS,
+        "choose replicate or shard, without Recipe.sequence",
+        [("replicate=2", {**BATCH_LOSS, "sequence": None})],
+    ),
+    (
+        "context=2",
+        "microbatches",
+        "call step.compute(inputs, loss), with",
+        [("context=2", "compute")],
+    ),
+]
+"""A plan of two processes and changes of the recipe (or the loop of one's own), the words of the
+error, and what it recommends."""
+
+
+def follow(run_dir: str) -> list[tuple[str, list[float]]]:
+    found = []
+    for number, (plan, changes, _, remedies) in enumerate(REFUSED):
+        (said,) = each_of(run_case, f"{run_dir}/{number}", [(plan, changes)])
+        cases = each_of(run_case, f"{run_dir}/{number}-remedies", remedies, may_refuse=False)
+        found.append((str(said), cases))
+    return found
+
+
+def follow_alone(run_dir: str) -> list[list[float]]:
+    cases = [[("replicate=1", changes) for _, changes in remedies] for *_, remedies in REFUSED]
+    return [
+        each_of(run_case, f"{run_dir}/{number}", each, may_refuse=False)
+        for number, each in enumerate(cases)
+    ]
+
+
+def test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (expected,) = pool.run(1, follow_alone, str(tmp_path / "alone"))
+    for rank in pool.run(2, follow, str(tmp_path / "both"), timeout_seconds=50):
+        for (*mistake, words, _), (said, found), numbers in zip(
+            REFUSED, rank, expected, strict=True
+        ):
+            assert words in said, mistake
+            assert found == pytest.approx(numbers, rel=1e-9), mistake
