@@ -26,6 +26,7 @@ def test_positions_restart_and_only_tokens_of_one_document_are_allowed() -> None
     for row in range(2):
         for at, query in enumerate(some):
             assert allowed[row, 0, at].tolist() == (IDS[row] == IDS[row, query]).tolist()
+    assert documents.lengths == [[3, 2, 1, 2], [1, 7]]
     assert documents.lasts().nonzero().tolist() == [[0, 2], [0, 4], [0, 5], [1, 0]]
 
 

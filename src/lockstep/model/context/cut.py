@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from lockstep.base import accelerator
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.nested import map_tensors, tensors_in
+from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence
 from lockstep.model.context.calls import Dims, find_dims
+from lockstep.model.context.document_check import check_labels, check_model
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
 from lockstep.model.context.label_shift import (
@@ -27,6 +29,7 @@ from lockstep.model.context.label_shift import (
     map_tokens,
 )
 from lockstep.model.context.mode import SequenceMode
+from lockstep.model.context.transformers import open_transformers
 from lockstep.recipe.sequence import Sequence
 
 LENGTHS = (17, 19)
@@ -58,6 +61,10 @@ class SequenceCut:
         self._draws_by_chunk = sequence is not None or world.size == 1
         self._sequence = Sequence() if sequence is None else sequence
         self._exchange = exchange
+        self._only_draws = open_transformers(model)
+        self._compared: set[LossFunction] = set()
+        """Losses whose labels were seen at a cut between documents."""
+        self._documents: Documents | None = None
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Dims] = {}
         self._shifts: dict[LossFunction, int] = {}
@@ -71,19 +78,17 @@ class SequenceCut:
     def run(self, arguments: Any, batch: Any) -> Any:
         """Return the model's output for this rank's tokens. `arguments`: what `Recipe.inputs`
         returned for `batch`, of all tokens. Raises `RecipeError`, `DataError` and `PlanError`."""
-        tokens = self._size_of(arguments)[1]
-        if self._model.training not in self._dims:
-            self._dims[self._model.training] = self._find_dims(arguments)
-        documents = None
-        if self._sequence.documents is not None:
-            documents = Documents.of(self._sequence.documents(batch), self._world.device)
-        self._layout = self._layout_of(tokens)
-        return self.computed(arguments, self._layout, documents)
+        size = self._size_of(arguments)
+        self._know_dims(arguments)
+        self._documents = self._documents_of(batch, size)
+        self._layout = self._layout_of(size[1])
+        return self.computed(arguments, self._layout, self._documents)
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
         """Return the loss of this rank's tokens, in the form in which `loss` returns it. Over the
         axis these sum to the loss of all tokens. `output`: what `run` returned for this batch.
         Raises `LossError`."""
+        self._check_labels(loss, output, batch)
         if self._world.size == 1:
             return loss(output, batch)
         layout = self._layout
@@ -112,7 +117,7 @@ class SequenceCut:
         mode = SequenceMode(
             sequence,
             self._dims[self._model.training],
-            only_draws=False,
+            only_draws=self._only_draws,
             draws_by_chunk=self._draws_by_chunk,
         )
         dim = self.dim
@@ -176,6 +181,51 @@ class SequenceCut:
 
         return map_tensors(value, first)
 
+    def _documents_of(self, batch: Any, size: tuple[int, int]) -> Documents | None:
+        """Return the batch's documents, if the recipe has any. Raises `DataError`."""
+        if self._sequence.documents is None:
+            return None
+        documents = Documents.of(self._sequence.documents(batch), self._world.device)
+        if documents.ids.shape != size:
+            raise DataError(
+                f"Sequence.documents returned ids of shape {tuple(documents.ids.shape)} for inputs"
+                f" of {size[0]} samples and {size[1]} tokens; return the document of each token of"
+                " what Recipe.inputs returns"
+            )
+        return documents
+
+    def _check_documents(self, arguments: Any, batch: Any) -> None:
+        """Try the model with two documents in a row, if the recipe has any. Every rank calls it.
+        Raises `RecipeError`."""
+        documents = self._documents_of(batch, self._size_of(arguments))
+        if documents is None:
+            return
+        alone = World(0, 1, 0, 1, self._world.device, owns_group=False)
+
+        def call(arguments: Any, documents: Documents) -> Any:
+            layout = TokenLayout(documents.tokens, self._sequence.chunks, alone)
+            return self.computed(arguments, layout, documents)
+
+        with unchanged(self._model, self._world.device), nothing_dropped(self._model):
+            self._know_dims(arguments)
+            check_model(call, arguments, documents)
+
+    def _check_labels(self, loss: LossFunction, output: Any, batch: Any) -> None:
+        """Compare the labels at the cuts between documents, in the first batch that has one. Raises
+        `LossError`."""
+        if self._documents is None or loss in self._compared:
+            return
+        layout, dim = self._layout, self._sequence.dim
+        samples = len(self._documents.ids)
+        zeros = partial(_zeros, dim, samples, layout.tokens)
+        whole = map_tokens(output, dim, layout.local, zeros)
+        if check_labels(loss, whole, batch, self._documents):
+            self._compared.add(loss)
+
+    def _know_dims(self, arguments: Any) -> None:
+        if self._model.training not in self._dims:
+            self._dims[self._model.training] = self._find_dims(arguments)
+
     def _find_dims(self, arguments: Any) -> Dims:
         size = self._size_of(arguments)
         if size[1] < 2:
@@ -238,3 +288,16 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers.items():
                 buffer.copy_(before)
+
+
+@contextmanager
+def nothing_dropped(model: nn.Module) -> Iterator[None]:
+    """A context in which nothing is dropped, and BatchNorm takes statistics as in training."""
+    modes = [(each, each.training) for each in model.modules()]
+    try:
+        for each, _ in modes:
+            each.training = isinstance(each, BatchNormBase)
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training

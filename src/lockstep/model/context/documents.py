@@ -58,6 +58,11 @@ class Documents:
         """Tokens of a row."""
         return self.ids.shape[1]
 
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each document, by row."""
+        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids]
+
     def places(self, indices: Tensor) -> Tensor:
         """Positions of these tokens: (tokens,) of a single row, or (samples, tokens)."""
         positions = self.positions[:, indices]

@@ -1,0 +1,194 @@
+"""Checks before the first step that documents in one row do not meet: neither in the model, nor in
+the labels of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import LossError, RecipeError
+from lockstep.base.nested import map_tensors
+from lockstep.base.torch_private import tree_leaves
+from lockstep.model.context.documents import Documents
+from lockstep.recipe.recipe import Loss, Sum
+
+MOST_TOKENS = 32
+"""Tokens of each of the two documents that the model is tried with."""
+ROUNDINGS = 8.0
+"""Tolerance of the relative error, in units of the square root of the dtype's eps."""
+
+Call = Callable[[Any, Documents], Any]
+"""(arguments of the model, documents) -> its output, with nothing drawn."""
+
+
+@torch.no_grad()
+def check_model(call: Call, arguments: Any, documents: Documents) -> None:
+    """Try the model with two documents in one row, made of the first tokens of a batch: the second
+    must not see the first, and must be what it is alone. Three forwards, on every rank. Raises
+    `RecipeError`. `arguments`: of the model, for `documents`."""
+    half = min(documents.tokens // 2, MOST_TOKENS)
+    if not half:
+        return
+    device = documents.ids.device
+    two = Documents.of(torch.arange(2, device=device).repeat_interleave(half)[None], device)
+    one = Documents.of(two.ids[:, :half], device)
+    packed = _cut(arguments, documents, slice(0, 2 * half))
+
+    def changed(tensor: Tensor) -> Tensor:
+        if tensor.shape[:2] != (1, 2 * half):
+            return tensor
+        second = tensor[:, half:]
+        return torch.cat([second.flip(1), second], 1)
+
+    second = _rows(call(packed, two), 2 * half)[:, half:]
+    moved = _rows(call(map_tensors(packed, changed), two), 2 * half)[:, half:]
+    alone = _rows(call(_cut(arguments, documents, slice(half, 2 * half)), one), half)
+    kinds = [second.dtype]
+    if torch.is_autocast_enabled(device.type):
+        kinds.append(torch.get_autocast_dtype(device.type))
+    allowed = ROUNDINGS * max(torch.finfo(kind).eps for kind in kinds) ** 0.5
+    if (error := _distance(moved, second)) > allowed:
+        raise RecipeError(
+            "a token of one document changes the model's output for the next document in its row,"
+            f" by {error:.1g} of its size, where rounding explains {allowed:.1g}: tokens meet"
+            " outside of the attention that Recipe.sequence keeps to documents; call"
+            " F.scaled_dot_product_attention(query, key, value, is_causal=True) without a mask; a"
+            " convolution, a mean over tokens, BatchNorm or a state along the row cannot be kept to"
+            " documents: leave Recipe.sequence out, and give each document as a sample"
+        )
+    if (error := _distance(alone, second)) > allowed:
+        raise RecipeError(
+            "the model's output for a document depends on its place in the row, by"
+            f" {error:.1g} of its size, where rounding explains {allowed:.1g}: its positions do not"
+            " restart; let the forward take them as an argument, and name it:"
+            " ls.Sequence(documents=..., positions='position_ids')"
+        )
+
+
+def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
+    """The first sample alone, and these tokens of it."""
+    samples = len(documents.ids)
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.shape[:2] == (samples, documents.tokens):
+            return tensor[:1, tokens]
+        return tensor[:1] if tensor.shape[:1] == (samples,) else tensor
+
+    return map_tensors(arguments, cut)
+
+
+def _rows(output: Any, tokens: int) -> Tensor:
+    """The output that has a row for each token. Raises `RecipeError`."""
+    for leaf in tree_leaves(output):
+        if (
+            isinstance(leaf, Tensor)
+            and leaf.is_floating_point()
+            and leaf.dim() > 1
+            and leaf.shape[:2] == (1, tokens)
+        ):
+            return leaf
+    raise RecipeError(
+        f"the model's output has no tensor of shape (samples, tokens, ...) for {tokens} tokens;"
+        " with documents, each token has its output; leave Recipe.sequence out for a model that has"
+        " one output a sample"
+    )
+
+
+def _distance(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+def check_labels(
+    loss: Callable[[Any, Any], Any], output: Any, batch: Any, documents: Documents
+) -> bool:
+    """Raise `LossError` if the loss pairs the last token of a document with the first of the next:
+    no token predicts a document's first. `loss`: as in `Recipe`. `output`: of all tokens; its
+    values do not count. Returns False if the batch has no documents that follow each other."""
+    lasts = documents.lasts()
+    if not lasts.any():
+        return False
+    gradient = _gradient(loss, output, batch, documents)
+    read = gradient.flatten(2).abs().sum(2) > 0
+    wrong = read & lasts
+    if not wrong.any():
+        return True
+    row, place = wrong.nonzero()[0].tolist()
+    changed = _gradient(loss, output, _with_other_firsts(batch, documents), documents)
+    if not torch.equal(gradient[wrong], changed[wrong]):
+        token, remedy = place + 1, "set the label of each document's first token to -100"
+    elif _has_next_tokens(batch, documents, read):
+        token, remedy = place, "set the label of each document's last token to -100"
+    else:
+        return True
+    raise LossError(
+        f"the loss reads a label at token {token} of row {row} with the output of token {place},"
+        f" the last of its document; no token predicts the first of a document; {remedy}, in"
+        " collate"
+    )
+
+
+def _gradient(
+    loss: Callable[[Any, Any], Any], output: Any, batch: Any, documents: Documents
+) -> Tensor:
+    """The gradient of the loss with respect to a random output, (samples, tokens, ...)."""
+    generator = torch.Generator().manual_seed(29)
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() and tensor.shape[:2] == documents.ids.shape):
+            return tensor.detach()
+        found = torch.randn(tensor.shape, generator=generator).to(tensor).requires_grad_()
+        leaves.append(found)
+        return found
+
+    with torch.enable_grad():
+        total = _total(loss(map_tensors(output, leaf), batch))
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    nothing = torch.zeros((*documents.ids.shape, 1), device=documents.ids.device)
+    return next((each for each in gradients if each is not None), nothing)
+
+
+def _total(value: Any) -> Any:
+    """The sum of a loss's terms."""
+    if isinstance(value, dict):
+        return sum(map(_total, value.values()))
+    return value.total if isinstance(value, Loss | Sum) else value
+
+
+def _is_labels(leaf: Any, documents: Documents) -> bool:
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.shape == documents.ids.shape
+        and not leaf.is_floating_point()
+        and leaf.dtype != torch.bool
+    )
+
+
+def _with_other_firsts(batch: Any, documents: Documents) -> Any:
+    """The batch with another label, which some token may have, at the first token of each
+    document."""
+    firsts = documents.lasts().roll(1, 1)
+
+    def changed(leaf: Tensor) -> Tensor:
+        if not _is_labels(leaf, documents):
+            return leaf
+        other = leaf.roll(1, 1).clamp(min=0)
+        other = torch.where(other == leaf, (leaf.max() - leaf).clamp(min=0), other)
+        return torch.where(firsts & (leaf >= 0), other, leaf)
+
+    return map_tensors(batch, changed)
+
+
+def _has_next_tokens(batch: Any, documents: Documents, read: Tensor) -> bool:
+    """True if a tensor of the batch holds the next token of another, wherever the loss reads."""
+    places = read[:, :-1]
+    tensors = [leaf for leaf in tree_leaves(batch) if _is_labels(leaf, documents)]
+    return any(
+        bool((label[:, :-1] == text[:, 1:])[places].all())
+        for text in tensors
+        for label in tensors
+        if label is not text
+    )

@@ -1,0 +1,408 @@
+"""The way into models of transformers: their attention and masks, through its two registries.
+
+transformers describes every mask as a function of indices (sample, head, query, key): causal,
+sliding window, chunks. Here the function is evaluated at the positions of tokens in their
+documents, and only tokens of one document are left. The attention that the model was made with
+computes the rest: sdpa, or the family's own with sinks or a softcap. The model stays as it is; with
+no sequence active, it computes what it always does."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base import accelerator
+from lockstep.base.errors import PlanError, RecipeError
+from lockstep.comm.world import World
+from lockstep.model.context.active import ActiveSequence, active, handled
+from lockstep.model.context.exchange import (
+    attend_by_heads,
+    attend_by_keys,
+    chosen_exchange,
+    gather_tokens,
+)
+from lockstep.model.context.remade import Remade
+
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers, in configurations of transformers, that mix tokens by an attention."""
+READS_LARGEST_POSITION = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies follow the largest position of a batch."""
+OWN = ("sdpa", "eager")
+"""Implementations of attention that take a dense mask."""
+PREFIX = "lockstep_"
+
+
+def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the models of transformers in `model`, outermost only, by name."""
+    library = sys.modules.get("transformers.modeling_utils")
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules() if library is not None else ():
+        inside = any(f"{name}.".startswith(f"{outer}.") or not outer for outer, _ in found)
+        if not inside and isinstance(module, library.PreTrainedModel):  # type: ignore[union-attr]  # of a module that is there
+            found.append((name, module))
+    return found
+
+
+def open_transformers(model: nn.Module) -> bool:
+    """Let the models of transformers in `model` attend by document, or over the ranks of `context`,
+    while a sequence is active. Called once, before the first forward. Returns False if there are
+    none. Raises `RecipeError` for models that no mask keeps documents apart in."""
+    models = pretrained_models(model)
+    for _, each in models:
+        own = _checked_implementation(each)
+        _register(own)
+        each.set_attn_implementation(PREFIX + own)  # type: ignore[operator]  # of a PreTrainedModel
+        complete = partial(_complete_call, inspect.signature(each.forward))
+        each.register_forward_pre_hook(complete, prepend=True, with_kwargs=True)
+    return bool(models)
+
+
+def _checked_implementation(model: nn.Module) -> str:
+    """Return the model's implementation of attention. Raises `RecipeError`."""
+    name = type(model).__name__
+    kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    configs = {id(each.config): each.config for each in model.modules() if isinstance(each, kind)}
+    for config in configs.values():
+        for rope in {*_rope_kinds(config)} & {*READS_LARGEST_POSITION}:
+            raise RecipeError(
+                f"{name} has a rotary embedding of the type {rope!r}; its frequencies follow the"
+                " largest position in the batch, so documents, and ranks of context, change each"
+                " other; choose a type with fixed frequencies in the configuration, such as 'yarn'"
+            )
+        others = sorted({*(getattr(config, "layer_types", None) or ())} - {*ATTENTION})
+        if others:
+            raise RecipeError(
+                f"{name} has layers of the kind {others[0]!r}, which mix tokens without attention,"
+                " across documents and ranks of context; train it on a document in each row,"
+                " without Recipe.sequence and context"
+            )
+    found = {str(config._attn_implementation).removeprefix(PREFIX) for config in configs.values()}
+    own = min(found)
+    if len(found) > 1 or own not in OWN:
+        raise RecipeError(
+            f"{name} attends by {', '.join(sorted(found))}; a sequence needs one that takes a dense"
+            " mask; make the model with attn_implementation='sdpa', or 'eager' where the family"
+            " needs it (GPT-OSS, Gemma 2)"
+        )
+    if not model._can_set_attn_implementation():  # type: ignore[operator]  # a PreTrainedModel's
+        raise RecipeError(
+            f"{name} does not take its attention from transformers' AttentionInterface; train it on"
+            " a document in each row, without Recipe.sequence and context"
+        )
+    return own
+
+
+def _rope_kinds(config: Any) -> Iterator[str]:
+    """Kinds of the rotary embeddings of a configuration: of all layers, or by kind of layer."""
+    found = getattr(config, "rope_parameters", None)
+    if isinstance(found, dict):
+        for each in (found, *(value for value in found.values() if isinstance(value, dict))):
+            yield str(each.get("rope_type"))
+
+
+def _register(own: str) -> None:
+    library = import_module("transformers")
+    library.AttentionInterface.register(PREFIX + own, partial(_attention, own))
+    library.AttentionMaskInterface.register(PREFIX + own, partial(_mask, own))
+
+
+def _complete_call(
+    signature: inspect.Signature,
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    given: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Complete a call of the model: positions, a mask of the whole row, no cache. Raises
+    `RecipeError`."""
+    if (sequence := active()) is None:
+        return None
+    name = type(model).__name__
+    bound = signature.bind(*arguments, **given)
+    call = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    if call.get("labels") is not None:
+        raise RecipeError(
+            f"{name} is called with labels; its loss is a mean over the tokens of one call, and"
+            " pairs a token with the next one, of whatever document or rank; leave labels out of"
+            " inputs, and compute the loss from output.logits in Recipe.loss"
+        )
+    if call.get("past_key_values") is not None or call.get("use_cache"):
+        raise RecipeError(
+            f"{name} is called with a cache of keys, which belong to no token of this batch; leave"
+            " past_key_values and use_cache out of inputs"
+        )
+    mask = call.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        shape = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(type(mask))
+        raise RecipeError(
+            f"{name} is called with an attention_mask {shape}; lockstep makes the mask of a"
+            " sequence; give one of shape (samples, tokens), 0 at padding, or none"
+        )
+    layout, documents = sequence.layout, sequence.documents
+    first = next(value for value in call.values() if isinstance(value, Tensor))
+    samples, device = len(first), first.device
+    if mask is None:
+        # without one, transformers looks for documents in the positions
+        mask = torch.ones(samples, layout.tokens, dtype=torch.long, device=device)
+    elif mask.shape[1] == layout.local:
+        mask = gather_tokens(layout, mask, 1)
+    places = layout.places.to(device)
+    positions = places.expand(samples, -1) if documents is None else documents.positions[:, places]
+    own = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    for key, value in own.items():
+        if key in signature.parameters and (key == "attention_mask" or call.get(key) is None):
+            bound.arguments[key] = value
+    return bound.args, bound.kwargs
+
+
+class SequenceMask:
+    """A mask of transformers for the tokens of a rank, or for all tokens: 0 where a query attends
+    to a key, else the smallest number."""
+
+    def __init__(
+        self,
+        own: str,
+        sequence: ActiveSequence,
+        function: Callable[..., Tensor],
+        padding: Tensor | None,
+        samples: int,
+        device: torch.device,
+    ) -> None:
+        """`function`: transformers' own, of indices. `padding`: (samples, tokens), 0 at padding."""
+        self.sequence = sequence
+        self._function = function
+        self._padding = None if padding is None or padding.all() else padding
+        self._samples, self._device = samples, device
+        causal = import_module("transformers.masking_utils").causal_mask_function
+        # others attend to all without a mask
+        self._needs_none = own == "sdpa" and function is causal and self._padding is None
+        self._made: dict[Any, Tensor] = {}
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each document, by row."""
+        documents = self.sequence.documents
+        return [] if documents is None else documents.lengths
+
+    def of_rank(self, dtype: torch.dtype) -> Tensor:
+        """The mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
+        places = self.sequence.layout.places.to(self._device)
+        return self._kept("rank", lambda: self._allowed(slice(None), places, self._every), dtype)
+
+    def of_all(self, dtype: torch.dtype) -> Tensor:
+        """The mask of all queries, for all keys."""
+        every = self._every
+        return self._kept("all", lambda: self._allowed(slice(None), every, every), dtype)
+
+    def of_document(self, row: int, tokens: slice, dtype: torch.dtype) -> Tensor | None:
+        """The mask within one document, (1, 1, tokens, tokens). None if sdpa needs none: the
+        attention is causal."""
+        if self._needs_none:
+            return None
+        own = self._every[tokens]
+        rows = slice(row, row + 1)
+        return self._kept((row, tokens.start), lambda: self._allowed(rows, own, own), dtype)
+
+    @property
+    def _every(self) -> Tensor:
+        return torch.arange(self.sequence.layout.tokens, device=self._device)
+
+    def _kept(self, name: Any, allowed: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+        """The mask for this dtype, made once in a forward."""
+        if (name, dtype) not in self._made:
+            made = torch.where(allowed(), 0.0, torch.finfo(dtype).min).to(dtype)
+            self._made[name, dtype] = made
+        return self._made[name, dtype]
+
+    def _allowed(self, rows: slice, queries: Tensor, keys: Tensor) -> Tensor:
+        documents = self.sequence.documents
+        of_query, of_key = queries[None, None, :, None], keys[None, None, None, :]
+        same = of_query == of_key
+        if documents is not None:
+            of_query = documents.positions[rows, None, queries, None]
+            of_key = documents.positions[rows, None, None, keys]
+        sample = torch.arange(self._samples, device=self._device)[rows, None, None, None]
+        allowed = self._function(sample, torch.zeros_like(sample[:1]), of_query, of_key)
+        if documents is not None:
+            allowed = allowed & documents.allowed(queries, keys)[rows]
+        if self._padding is not None:
+            # a padding token attends to itself, because a softmax over nothing is NaN
+            allowed = (allowed & self._padding[rows, None, None, keys].bool()) | same
+        return allowed.expand(len(sample), 1, len(queries), len(keys))
+
+
+def _mask(
+    own: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device,
+    **given: Any,
+) -> Any:
+    """Make the mask of a forward, as a mask function of transformers. Raises `RecipeError`."""
+    if (sequence := active()) is None:
+        masks = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+        return masks[own](
+            batch_size,
+            q_length,
+            kv_length,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            device=device,
+            **given,
+        )
+    layout = sequence.layout
+    if use_vmap or (q_length, kv_length) != (layout.local, layout.tokens):
+        why = (
+            "adds a mask function of its own"
+            if use_vmap
+            else f"attends with {q_length} tokens to {kv_length}"
+        )
+        raise RecipeError(
+            f"the model {why}, and a row has {layout.tokens} tokens, {layout.local} of them on this"
+            " rank; only the attention of a row's tokens to the same row can be kept to documents,"
+            " or cut; train it on a document in each row, without Recipe.sequence and context"
+        )
+    where = torch.device(device)
+    return SequenceMask(own, sequence, mask_function, attention_mask, batch_size, where)
+
+
+def _attention(
+    own: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **given: Any,
+) -> Any:
+    """Compute the model's own attention, as one of transformers' attention functions. Raises
+    `RecipeError` and `PlanError`."""
+    compute = _own_attention(own, type(module))
+    if not isinstance(attention_mask, SequenceMask):
+        if active() is not None:
+            raise RecipeError(
+                f"{type(module).__name__} attends without a mask of transformers' mask functions;"
+                " train it on a document in each row, without Recipe.sequence and context"
+            )
+        return compute(module, query, key, value, attention_mask, **given)
+    sequence = attention_mask.sequence
+    layout, dropout = sequence.layout, given.get("dropout") or 0.0
+    ranks = layout.world.size
+    if dropout and ranks > 1:
+        raise PlanError(
+            f"context={ranks} and {type(module).__name__} with attention dropout {dropout}; its"
+            " random numbers would depend on context; set attention_dropout=0.0 in the"
+            " configuration, or leave context out"
+        )
+    heads, key_heads = query.shape[1], key.shape[1]
+    exchange = chosen_exchange(sequence.exchange, heads=heads, key_heads=key_heads, ranks=ranks)
+    if exchange == "heads" and key_heads % ranks:
+        raise PlanError(
+            f"context={ranks} with exchange=heads and {type(module).__name__} with {key_heads} key"
+            " heads; each rank computes equally many; use exchange=keys, or a context that divides"
+            " the key heads"
+        )
+    if ranks > 1 and exchange == "keys":
+        mask = attention_mask.of_rank(query.dtype)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with handled():
+                found: Tensor = compute(module, query, key, value, mask, **given)[0]
+            return found.transpose(1, 2)
+
+        output = attend_by_keys(layout, query, key, value, attend, Remade())
+    else:
+        part = _HeadsOf(module, heads, layout.world)
+        given = {name: part.cut(each) for name, each in given.items()}
+
+        def attend_whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with handled():
+                how = _by_document if _is_by_document(attention_mask, query) else _dense
+                found = how(partial(compute, part), attention_mask, query, key, value, given)
+            return found.transpose(1, 2)
+
+        output = attend_by_heads(layout, query, key, value, attend_whole)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _is_by_document(mask: SequenceMask, query: Tensor) -> bool:
+    """True if each document's attention is computed alone, which skips what a mask would hide: on a
+    CPU, where many small calls cost little."""
+    return mask.sequence.documents is not None and not accelerator.is_accelerator(query)
+
+
+def _dense(
+    compute: Callable[..., Any],
+    mask: SequenceMask,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Any],
+) -> Tensor:
+    """The attention of whole rows: (samples, tokens, heads, features)."""
+    found: Tensor = compute(query, key, value, mask.of_all(query.dtype), **given)[0]
+    return found
+
+
+def _by_document(
+    compute: Callable[..., Any],
+    mask: SequenceMask,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Any],
+) -> Tensor:
+    """The attention of whole rows, one document after another."""
+    rows = []
+    samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
+    for row, sample in enumerate(samples):
+        lengths = mask.lengths[row]
+        parts = zip(*(torch.split(each, lengths, 2) for each in sample), strict=True)
+        outputs, start = [], 0
+        for length, part in zip(lengths, parts, strict=True):
+            own = mask.of_document(row, slice(start, start + length), query.dtype)
+            outputs.append(compute(*part, own, **given)[0])
+            start += length
+        rows.append(torch.cat(outputs, 1))
+    return torch.cat(rows)
+
+
+class _HeadsOf:
+    """An attention module as its function sees it, with the parameters of this rank's heads."""
+
+    def __init__(self, module: nn.Module, heads: int, world: World) -> None:
+        self._module, self._heads, self._world = module, heads, world
+
+    def __getattr__(self, name: str) -> Any:
+        return self.cut(getattr(self._module, name))
+
+    def cut(self, value: Any) -> Any:
+        """Return this rank's heads of a tensor with one value a head."""
+        if isinstance(value, Tensor) and value.shape == (self._heads,):
+            return value.chunk(self._world.size)[self._world.rank]
+        return value
+
+
+def _own_attention(own: str, kind: type) -> Callable[..., Any]:
+    """Return the function that the family of this attention calls by default."""
+    name = "eager_attention_forward" if own == "eager" else "ALL_ATTENTION_FUNCTIONS"
+    for each in kind.__mro__:
+        found: Any = getattr(sys.modules.get(each.__module__), name, None)
+        if found is not None:
+            return found if own == "eager" else found[own]  # type: ignore[no-any-return]  # of transformers
+    raise RecipeError(
+        f"{kind.__name__} has no {name}, so its attention of the kind {own!r} is not known; make"
+        " the model with attn_implementation='sdpa'"
+    )
