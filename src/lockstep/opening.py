@@ -1,5 +1,5 @@
-"""Open a run: join the processes, agree on the plan, open the run directory, and fix all of it in
-one `Context`."""
+"""Opens a run: joins the processes, agrees on the plan, opens the run directory, and makes the
+`Context` with all of it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ from lockstep.training.set_up import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """A run as the script asks for it: the arguments of `Session`. The launcher's go first."""
+    """The run that a script requests: the arguments of `Session`. Options of the launcher replace
+    them."""
 
     run_dir: str | None
     seed: int
@@ -81,8 +82,8 @@ class RunRequest:
     recipe: dict[str, Any] | None
     code: Mapping[str, str]
     code_and_objects: Digests
-    """Digests of the recipe's functions, which are compared with the resumed run's and with other
-    ranks'."""
+    """Digests of the recipe's functions, to be compared with those of the resumed run and of other
+    ranks."""
     saving: Saving
     resume: Resume
     allow_change: frozenset[str]
@@ -99,8 +100,8 @@ class RunRequest:
         evaluations: Mapping[str, Evaluation] | None,
         **given: Any,
     ) -> RunRequest:
-        """The request with these arguments of `Session`. `evaluations`: the recipe's; None: a loop
-        of one's own. Raises the children of `UserError` for wrong values."""
+        """The request with these arguments of `Session`. `evaluations`: those of the recipe; None:
+        the script has its own loop. Raises the children of `UserError` for wrong values."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -124,7 +125,7 @@ class RunRequest:
         )
 
     def over(self, environment: Environment) -> RunRequest:
-        """This request with what the launcher gives instead."""
+        """This request, with the options that the launcher gives instead."""
         saving, resume = self.saving, self.resume
         if environment.save_every is not None:
             saving = replace(saving, every=interval(environment.save_every, "LOCKSTEP_SAVE_EVERY"))
@@ -139,7 +140,7 @@ class RunRequest:
         )
 
     def check_same_as(self, ended: Mapping[str, Any]) -> None:
-        """Raise `CheckpointError` if a run that has ended was of another recipe. `ended`: its
+        """Raise `CheckpointError` if a run that has ended had another recipe. `ended`: its
         run.json."""
         recipe, code, versions = (
             ended.get("recipe"),
@@ -180,8 +181,8 @@ class RunRequest:
         overrides: Overrides,
         recovered_from: str | None = None,
     ) -> Context:
-        """Return the context of an open run, with the settings of `overrides`, or else of this
-        request."""
+        """Return the context of an open run, with settings from `overrides` or, if not set there,
+        from this request."""
         return Context(
             world=world,
             mesh=mesh,
@@ -199,8 +200,8 @@ class RunRequest:
         )
 
     def compared(self, launched: str | None) -> dict[str, Any]:
-        """JSON of all that the script must give alike on all ranks. Its plan counts only if none is
-        `launched`."""
+        """JSON of everything that the script must pass identically on all ranks. Its plan counts
+        only if the launcher gives none (`launched`)."""
         learned = {
             "seed": self.seed,
             "precision": self.precision,
@@ -213,7 +214,8 @@ class RunRequest:
             "resume": self.resume,
         }
         parameters = {f"parameters.{name}": value for name, value in declared.values.items()}
-        learned.pop("parameters", None)  # they stand one by one, before what is made of them
+        # the parameters are compared separately, before values computed from them
+        learned.pop("parameters", None)
         return {
             **parameters,
             **learned,
@@ -230,13 +232,13 @@ class Opened:
     context: Context
     environment: Environment
     hooks: Sequence[Hook]
-    """The probe's."""
+    """Hooks of the probe."""
     request: RunRequest
     """The request with the launcher's settings."""
     given_plan: Plan
-    """The plan that was asked for, without the fallbacks of earlier failures."""
+    """The requested plan, without the fallbacks of earlier failures."""
     taken_fallbacks: TakenFallbacks
-    """Those after earlier failures of the run."""
+    """Fallbacks taken after earlier failures of the run."""
 
 
 def open_run(
@@ -245,8 +247,9 @@ def open_run(
     stack: ExitStack,
     recovery: Recovery | None = None,
 ) -> Opened:
-    """Every rank calls it. `stack` closes what it opens. `recovery`: the run's, if it can
-    recover in place. Raises `PlanError`, `LaunchError` and `RunDirectoryError`."""
+    """Open a run. Every rank calls it. `stack` closes everything that it opens. `recovery`: the
+    recovery of the run, if it can recover in place. Raises `PlanError`, `LaunchError` and
+    `RunDirectoryError`."""
     check_torch(torch.__version__)
     set_task_variables(os.environ)
     environment = Environment.read(os.environ)
@@ -264,7 +267,8 @@ def open_run(
     unequal = check_same_devices(devices, given.numerics)
     check_compression_fits(given, overrides.gradient_compression or request.gradient_compression)
     if environment.check and world.size > 1:
-        given = replace(given, transport="torch")  # only torch's collectives can be compared
+        # only torch's collectives can be compared by --check
+        given = replace(given, transport="torch")
         stack.enter_context(CollectiveCheck(default_store(), world.rank))
     _check_allow_change(asked)
     mesh = Mesh.of(world, given)
@@ -328,7 +332,7 @@ def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> No
 
 
 def _check_allow_change(asked: RunRequest) -> None:
-    """Raise `CheckpointError` if `allow_change` names what is not compared when a run is
+    """Raise `CheckpointError` if `allow_change` names a field that is not compared when a run is
     resumed."""
     fields = {*NUMBERS, *SETTINGS, "optimizer", "data", *(asked.recipe or {})}
     if unknown := sorted(
@@ -347,8 +351,8 @@ def _check_allow_change(asked: RunRequest) -> None:
 def _join(
     request: RunRequest, environment: Environment, *, recovers: bool
 ) -> tuple[World, Sequence[Mapping[str, str]]]:
-    """Join the process group. Returns the kind of each rank's device, too. Raises if the ranks were
-    launched, or called, with other settings."""
+    """Join the process group. Also returns the kind of each rank's device. Raises if the ranks were
+    launched, or called, with different settings."""
     joins = (
         partial(join_over, launcher_store(os.environ))
         if recovers and environment.world_size > 1
@@ -380,8 +384,8 @@ def _join(
 
 
 def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark | None]) -> None:
-    """Write run.json, and events and messages on how this run differs from what was asked for in
-    `request`. `devices`: remarks on the ranks' devices."""
+    """Write run.json, and report how this run differs from `request` in events and messages.
+    `devices`: remarks on the ranks' devices."""
     context, environment, recorder = opened.context, opened.environment, opened.context.recorder
     recorder.start(
         plan=context.plan,
@@ -423,7 +427,8 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
 
 
 def read_probe(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
-    """The overrides and hooks by which the request of a command is answered; none without it."""
+    """The overrides and hooks that a command has requested from this process; none if there is no
+    request."""
     name = answered_by(environ, "install")
     if name is None:
         return Overrides(), ()

@@ -3,7 +3,7 @@
 The command line of `lockstep run`, the environment that a launcher gives to its workers and what a
 worker reads from it are all derived from the fields of `RunOptions` and `LaunchOptions`. A field
 `save_every` is `--save-every` on the command line and LOCKSTEP_SAVE_EVERY in the environment. An
-option of the launcher goes before what the script says.
+option of the launcher replaces the script's value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ keep waiting."""
 Recovery = Literal["in-place", "shrink", "restart"]
 
 TIMES_USUAL = 20.0
-"""A phase may take this many times what it usually takes."""
+"""A phase may take this many times as long as it usually takes."""
 LEAST_STEP_SECONDS = 60.0
 """Smallest timeout of `STEP_PHASES`."""
 LEAST_OTHER_SECONDS = 300.0
@@ -42,7 +42,7 @@ class WatchdogTimeouts:
     """The timeout of each phase of a rank."""
 
     fixed_seconds: float | None = None
-    """The timeout of every phase. None: a multiple of what the phase usually takes."""
+    """The timeout of every phase. None: a multiple of the phase's usual time."""
     on_hang: OnHang = "end"
 
     @classmethod
@@ -64,8 +64,8 @@ class WatchdogTimeouts:
         return cls(fixed, cast(OnHang, on_hang or "end"))
 
     def limit_seconds(self, phase: str, usual_seconds: float | None) -> float:
-        """The timeout of a phase. `usual_seconds`: how long it took recently; None if it has never
-        ended yet."""
+        """The timeout of a phase. `usual_seconds`: its recent duration; None if it has never ended
+        yet."""
         if self.fixed_seconds is not None:
             return self.fixed_seconds
         if usual_seconds is None:
@@ -77,8 +77,8 @@ class WatchdogTimeouts:
 
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables with the number of processes that mpirun has started: of Open MPI, of MPICH and Intel,
-of MVAPICH2."""
+"""Environment variables with the number of processes that mpirun has started: for Open MPI, for
+MPICH and Intel MPI, for MVAPICH2."""
 COMPARE_EVERY = 100
 """Steps from one comparison of the replicas to the next, unless `--compare-every` says
 otherwise."""
@@ -86,13 +86,13 @@ otherwise."""
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A start of the workers after their first."""
+    """A start of the workers after the first one."""
 
     reason: str
     in_place: bool = False
     """True if it was a recovery in place."""
     not_in_place: str | None = None
-    """Why it was none, if one was asked for."""
+    """The reason why it was not in place, if that was requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class Option:
     on_command_line: bool = True
     """False if only launchers set it, in the environment."""
     shared: bool = True
-    """True if all ranks must have been given the same: the option decides which collectives they
+    """True if all ranks must have the same value, because the option decides which collectives they
     call."""
 
     def read(self, text: str, name: str) -> Any:
@@ -153,7 +153,7 @@ class Option:
         return text
 
     def write(self, value: Any) -> str:
-        """The text from which `read` makes the value again."""
+        """Return the text from which `read` makes the value again."""
         if self.kind is frozenset:
             return ",".join(sorted(value))
         if self.kind is tuple:
@@ -197,8 +197,8 @@ class RunOptions:
     """Options that a launcher gives to the processes of a run. Workers find them in their
     environment.
 
-    The variables hold under every launcher, and for `lockstep run` too, where its command line goes
-    before them. A field that has its default was not given.
+    The variables apply under every launcher, and also to `lockstep run`, whose command line
+    replaces them. A field with its default value was not given.
     """
 
     plan: str | None = _option(
@@ -319,8 +319,7 @@ class RunOptions:
         }
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same on all ranks: the value, as text, by the variable's
-        name."""
+        """The options that must be the same on all ranks: name of the variable -> value as text."""
         found = {
             each.name: getattr(self, each.name)
             for each in fields(RunOptions)
@@ -333,8 +332,8 @@ class RunOptions:
 
 
 def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The values of the fields of `RunOptions` that the environment holds, or their defaults.
-    Raises `LaunchError`."""
+    """The values of the fields of `RunOptions`, from the environment or by default. Raises
+    `LaunchError`."""
     found = {}
     for each in fields(RunOptions):
         option = option_of(each)
@@ -346,7 +345,7 @@ def read_options(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise `LaunchError` if a rank was given another option than rank 0. `everyone`:
+    """Raise `LaunchError` if an option differs between a rank and rank 0. `everyone`:
     `RunOptions.shared` of each rank.
 
     Every rank calls it with the same values, so that all of them raise or none does.
@@ -472,8 +471,8 @@ class LaunchOptions(RunOptions):
         return plan
 
     def for_workers(self, *, default_run_dir: str, now_seconds: float) -> RunOptions:
-        """The options for workers: absolute paths, and `--stop-after` as a moment. `now_seconds`:
-        since 1970."""
+        """The options for workers, with absolute paths, and `--stop-after` as a point in time.
+        `now_seconds`: seconds since 1970."""
         values = {each.name: getattr(self, each.name) for each in fields(RunOptions)} | {
             "default_run_dir": default_run_dir
         }
@@ -486,8 +485,7 @@ class LaunchOptions(RunOptions):
         return RunOptions(**values)
 
     def flags_for_script(self) -> list[str]:
-        """The options that were given and that have no effect unless the script trains with
-        lockstep."""
+        """The given options that have no effect unless the script trains with lockstep."""
         values = [
             (each, getattr(self, each.name))
             for each in fields(LaunchOptions)
@@ -496,7 +494,7 @@ class LaunchOptions(RunOptions):
         return [flag(each.name) for each, value in values if value != each.default]
 
     def same_on_all_machines(self) -> list[str]:
-        """The options that every machine of a run must be given alike, as texts such as
+        """The options that must be the same on every machine of a run, as texts such as
         "plan=shard=2"."""
         values = [
             (each, getattr(self, each.name))
@@ -526,20 +524,20 @@ class LaunchOptions(RunOptions):
 
 
 def _is_for_script(each: Field[Any]) -> bool:
-    """True for the options that workers read, by which a run of lockstep goes."""
+    """True for options that workers read, and that only a run of lockstep uses."""
     return option_of(each).on_command_line and (
         each.name == "stop_after" or each.name in RunOptions.__slots__
     )
 
 
 def read_names(text: str) -> frozenset[str]:
-    """The names in a list that is separated by commas."""
+    """The names in a comma-separated list."""
     return frozenset(filter(None, map(str.strip, text.split(","))))
 
 
 def non_negative_int(text: str, name: str) -> int:
-    """The value of a variable called `name`. Raises `LaunchError` unless it is a whole number of at
-    least 0."""
+    """Parse the value of a variable called `name`. Raises `LaunchError` unless it is a whole number
+    of at least 0."""
     try:
         value = int(text)
     except ValueError:
@@ -553,8 +551,8 @@ def non_negative_int(text: str, name: str) -> int:
 
 
 def check_run_dir(run_dir: str | None, name: str) -> None:
-    """Raise `RunDirectoryError` for an empty path: it would be the working directory. `name`: its
-    option or keyword."""
+    """Raise `RunDirectoryError` for an empty path, which would mean the working directory. `name`:
+    the option or keyword with the path."""
     if run_dir == "":
         raise RunDirectoryError(
             f"{name} is empty; it names the folder that the run writes to (is a shell variable"

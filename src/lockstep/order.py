@@ -1,12 +1,13 @@
-"""The order of samples: a pure function from the seed and a position of the run to a sample, in
+"""The order of samples: a pure function from the seed and a position in the run to a sample, in
 constant memory.
 
-Position p is place p % length of epoch p // length. Each epoch has its own permutation of
-0..length-1: a Feistel network (Luby and Rackoff, 1988) on the smallest power of two that holds
-`length`, walked until it falls below `length` (Black and Rogaway, 2002). The halves take turns, so
-they need not be equal. The round function is splitmix64's, keyed by seed, epoch and round.
+Position p is index p % length of epoch p // length. Each epoch has its own permutation of
+0..length-1: a Feistel network (Luby and Rackoff, 1988) on the smallest power of two that is at
+least `length`, iterated until the result is below `length` (Black and Rogaway, 2002). The halves
+alternate, so they need not be equal. The round function is that of splitmix64, keyed by seed, epoch
+and round.
 
-The bits of an order are a contract: a run that is resumed, or repeated years later, must see the
+The bits of an order must never change: a run that is resumed, or repeated years later, must see the
 same samples.
 """
 
@@ -20,9 +21,9 @@ from numpy.typing import NDArray
 from lockstep.base.errors import DataError
 from lockstep.keys import GOLDEN, MIX_FIRST, MIX_SECOND, RandomStream, key
 
-# Every two rounds divide the bias by about the square root of the domain. Measured over 10 million
-# epochs of 4 and of 5 samples, and 200 million samples of 513 to 1024: 8 rounds show no bias from a
-# domain of 2**10 on, and 16 none from 2**4 on, where 12 do.
+# Two rounds divide the bias by about the square root of the domain. Measured over 10 million epochs
+# of 4 and of 5 samples, and 200 million samples with lengths 513 to 1024: 8 rounds show no bias for
+# domains of 2**10 or more; 16 rounds show none for 2**4 or more, but 12 do.
 ROUNDS: Final = 8
 ROUNDS_OF_SMALL_DOMAINS: Final = 16
 SMALL_DOMAIN_BITS: Final = 9
@@ -49,10 +50,10 @@ class Order:
         self._key = np.uint64(key(seed, RandomStream.ORDER))
 
     def samples(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch and the sample of each position (0 to 2**63 - 1): two arrays of the
+        """Return the epoch and the sample of each position (0 to 2**63 - 1): two arrays with the
         shape of `positions`.
 
-        Uses about ten times the memory of `positions`, for any length: give a few thousand
+        It uses about ten times the memory of `positions`, for any length, so pass a few thousand
         positions at a time.
         """
         epochs, places = np.divmod(positions.reshape(-1), np.int64(self.length))
@@ -81,7 +82,7 @@ class Order:
 
 
 def hashed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
-    """Return 64 random bits for each of the `numbers`, which follow from it and the key."""
+    """Return 64 pseudo-random bits for each number, which depend on it and on the key."""
     return _mix(np.uint64(key) + numbers.astype(np.uint64) * np.uint64(GOLDEN))
 
 

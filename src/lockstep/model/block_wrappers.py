@@ -65,9 +65,9 @@ def checkpoint_activations(block: nn.Module, mode: Checkpointing) -> None:
 
 
 class _DrawnAgain:
-    """The context of a recomputation, which draws its forward's random numbers again. Make it
-    before the forward. It can be entered several times, for `backward(retain_graph=True)`. torch
-    restores generators only on CUDA and XPU, and only for devices of positional arguments:
+    """The context of a recomputation, in which the random numbers of the forward are drawn again.
+    Make it before the forward. It can be entered several times, for `backward(retain_graph=True)`.
+    torch restores generators only on CUDA and XPU, and only for devices of positional arguments:
     elsewhere, as on MPS, it silently recomputes with other dropout masks
     (https://github.com/pytorch/pytorch/issues/127676).
     """
@@ -116,8 +116,8 @@ def _without_cache(item: Any) -> Any:
 
 
 def error_of_compiling(error: BaseException | None, plan: object) -> PlanError | None:
-    """Explain an error of torch in compiled blocks; None for another error. `plan`: compiles
-    them."""
+    """Return an error that explains an error of torch in compiled blocks; None for another error.
+    `plan`: the plan that compiles them."""
     said = "does not currently support double backward"
     if not isinstance(error, RuntimeError) or said not in str(error):
         return None
@@ -129,10 +129,10 @@ def error_of_compiling(error: BaseException | None, plan: object) -> PlanError |
 
 
 def compile_forward(block: nn.Module, *, bitwise: bool) -> None:
-    """Compile the block's forward once for each shape, so that ranks run the same code whatever
-    shapes came before."""
+    """Compile the block's forward once for each shape, so that ranks execute the same code,
+    whatever shapes they had before."""
     # fallback_random: dropout has the same masks as in uncompiled code. deterministic: kernels are
-    # not chosen by their time, so all ranks and runs sum in one order.
+    # not chosen by their time, so all ranks and runs sum in the same order.
     block.forward = torch.compile(
         block.forward, dynamic=False, options={"fallback_random": True, "deterministic": bitwise}
     )

@@ -17,11 +17,11 @@ block."""
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
-    """Return the names of the model's blocks, in the order of its modules; none lies inside
-    another. May be empty. `patterns`: `Recipe.blocks`. None: the members of the outermost lists of
-    modules of one class (`nn.ModuleList`, `nn.Sequential`), or else the modules with an eighth of
-    all parameters. Modules that share a parameter with another part of the model are left out.
-    Raises `RecipeError` if the patterns do not name blocks."""
+    """Return the names of the model's blocks, in the order of its modules; no block is inside
+    another one. May be empty. `patterns`: `Recipe.blocks`. None: the members of the outermost lists
+    of modules of one class (`nn.ModuleList`, `nn.Sequential`), or else the modules that have at
+    least an eighth of all parameters. Modules that share a parameter with another part of the model
+    are left out. Raises `RecipeError` if the patterns do not name blocks."""
     if patterns is None:
         found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
         shared = blocks_with_shared_parameters(model, found)
@@ -50,8 +50,8 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def matching_names(
     names: Sequence[str], pattern: str, source: str, example: str = "blocks.*"
 ) -> list[str]:
-    """Return the modules' names that match, with `*` for any text. Raises `RecipeError` with
-    `source` if none does."""
+    """Return the names that match a pattern, in which `*` stands for any text. Raises
+    `RecipeError`, whose text begins with `source`, if none does."""
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
         raise RecipeError(
@@ -63,7 +63,7 @@ def matching_names(
 
 
 def check_not_nested(names: Sequence[str], field: str) -> None:
-    """Raise `RecipeError` if a module that `Recipe.<field>` names lies inside another one."""
+    """Raise `RecipeError` if `Recipe.<field>` names a module that is inside another one."""
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             raise RecipeError(
@@ -73,8 +73,8 @@ def check_not_nested(names: Sequence[str], field: str) -> None:
 
 
 def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """Return the blocks with a parameter that another block, or a module outside of all blocks, has
-    too."""
+    """Return the blocks that share a parameter with another block, or with a module outside of all
+    blocks."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
@@ -115,7 +115,7 @@ def module_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each parameter that has several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -123,8 +123,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Make the parameters under these names one object again: the DTensor, if one of them is a
-    DTensor."""
+    """Make the parameters with these names one object again; if one of them is a DTensor, that
+    one."""
     found = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
     for name in names:

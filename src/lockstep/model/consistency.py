@@ -1,7 +1,7 @@
 """Checks that every rank builds the same model. Its factory may read the rank, the clock or an
 unseeded generator. Structure is compared first, because ranks with different parameters would
-deadlock in their collectives. Values are compared by checksums; under deferred initialization, one
-tensor at a time."""
+deadlock in their collectives. Then checksums of the values are compared; under deferred
+initialization, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_structure(model: Any, world: World) -> None:
 
 
 def _first_difference(first: list[Any], other: list[Any]) -> tuple[str, str]:
-    """Return the name that differs, and how."""
+    """Return the first name that differs, and the difference as text."""
     here, there = dict(first), dict(other)
     for name in {**here, **there}:
         mine, theirs = here.get(name), there.get(name)
@@ -65,10 +65,11 @@ def checksums_of(model: Any) -> dict[str, int]:
 
 
 def tensor_checksum(tensor: Tensor) -> int:
-    """Return the CRC-32C of the elements in the order of memory. Copies only tensors with gaps."""
+    """Return the CRC-32C of the elements in memory order. Copies the tensor only if it has gaps."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     dense = dense.permute(sorted(range(dense.dim()), key=dense.stride, reverse=True)).contiguous()
-    # A single element may have any stride and be contiguous, and could then not be viewed as bytes.
+    # A tensor of one element may have any stride and still be contiguous; it could then not be
+    # viewed as bytes.
     return crc32c(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 

@@ -1,9 +1,9 @@
 """One process on several devices: naive model parallelism, and `torch.nn.DataParallel`.
 
 Naive model parallelism: each layer is on one device, and activations move between them. Consecutive
-layers share a device. Everything else, the batches and the model's output are on the first device,
-`home`. A layer's output moves to `home`, unless it is the input of the next layer, as in a list of
-layers.
+layers share a device. Everything else, including the batches and the model's output, is on the
+first device, `home`. A layer's output moves to `home`, unless it is the input of the next layer (as
+in a list of layers).
 
 DataParallel splits each microbatch over several GPUs. Each forward copies the model to the other
 GPUs, and one Python process drives them all: `replicate` is faster."""
@@ -37,12 +37,12 @@ from lockstep.model.pipeline.stages import balanced_runs
 class PlacedLayer:
     name: str
     feeds_next: bool
-    """True if its output is the input of the next layer."""
+    """True if the layer's output is the input of the next layer."""
 
 
 def devices_of(home: torch.device, count: int) -> list[torch.device]:
-    """Return the devices for the layers, `home` first; on a CPU all are the CPU. Raises
-    `PlanError`."""
+    """Return `count` devices for the layers, `home` first; on a CPU, all of them are the CPU.
+    Raises `PlanError`."""
     if not accelerator.is_accelerator(home):
         return [home] * count
     there = accelerator.count()
@@ -57,10 +57,10 @@ def devices_of(home: torch.device, count: int) -> list[torch.device]:
 def layers_of(
     model: nn.Module, patterns: Sequence[str] | None, parts: Sequence[str]
 ) -> list[PlacedLayer]:
-    """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`.
-    With `patterns` or without `parts` they are the blocks, else the sequential parts (or the
-    members of an `nn.Sequential` that is no block). No layer shares a parameter with another part
-    of the model. Raises `RecipeError`."""
+    """Return the layers that can be placed, in order; may be empty. `patterns`: `Recipe.blocks`. If
+    `patterns` are given, or there are no `parts`, the layers are the blocks; otherwise the
+    sequential parts (or the members of an `nn.Sequential` that is not a block). No layer shares a
+    parameter with another part of the model. Raises `RecipeError`."""
     blocks = blocks_of(model, patterns)
     if patterns is None and parts:
         names = [
@@ -87,8 +87,8 @@ def device_indices(
     names: Sequence[str], nbytes: Sequence[int], rest_bytes: int, wanted: int | tuple[int, ...]
 ) -> list[int]:
     """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises
-    `RecipeError`. `rest_bytes`: bytes on the first device outside of layers; they count in the
-    balance."""
+    `RecipeError`. `rest_bytes`: bytes outside of layers, which are on the first device; the balance
+    includes them."""
     listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
@@ -141,7 +141,7 @@ def split_over_devices(
 def move_tensors(
     value: Any, device: torch.device, copies: list[tuple[Any, list[Any]]] | None = None
 ) -> Any:
-    """Return `value` with the tensors in its tuples, lists and mappings on `device`; the same
+    """Return `value` with the tensors in its tuples, lists and mappings moved to `device`; the same
     object if nothing moves. `copies` collects the copied lists and mappings, with their members."""
     if isinstance(value, Tensor):
         return value.to(device)
@@ -179,7 +179,7 @@ def _check_shared(
     names: Sequence[str], modules: Sequence[nn.Module], numbers: Sequence[int]
 ) -> None:
     """Raise `RecipeError` if a buffer would be on two devices. (A module with a shared parameter is
-    no layer.)"""
+    not a layer.)"""
     holders: dict[int, int] = {}
     for place, module in enumerate(modules):
         for tensor in module_tensors(module):
@@ -225,8 +225,8 @@ def _identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextmanager
 def _current_device(device: torch.device, home: torch.device) -> Iterator[None]:
-    """Make `device` the current GPU, with a generator that continues `home`'s sequence, as on a
-    single GPU."""
+    """Make `device` the current GPU. Its generator continues the sequence of `home`'s generator, as
+    on a single GPU."""
     if device == home or not accelerator.is_accelerator(device):
         yield
         return
@@ -275,9 +275,9 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
 
 
 def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
-    """Let `torch.nn.DataParallel` run the model's forward: each GPU gets a slice of dim 0 of every
-    tensor argument. The model and its output stay on the first GPU. Raises `RecipeError` for a
-    model with BatchNorm."""
+    """Make `torch.nn.DataParallel` run the model's forward: each GPU gets a slice, along dim 0, of
+    every tensor argument. The model and its output stay on the first GPU. Raises `RecipeError` for
+    a model with BatchNorm."""
     modules = model.named_modules()
     layer = next((name for name, each in modules if isinstance(each, BatchNormBase)), None)
     if layer is not None:
@@ -289,7 +289,7 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
     parallel = nn.DataParallel(_OwnForward(model), device_ids=gpus)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # drawn from the microbatch's generator, so that each part has other masks
+        # seeds are drawn from the microbatch's generator, so that each part has different masks
         for gpu in gpus[1:]:
             generator = accelerator.generator(torch.device(str(accelerator.kind()), gpu))
             generator.manual_seed(int(torch.randint(2**62, ())))
@@ -299,8 +299,8 @@ def wrap_data_parallel(model: nn.Module, gpus: list[int]) -> None:
 
 
 class _OwnForward(nn.Module):
-    """The module that DataParallel replicates. It calls the class's forward: `model.forward` is
-    DataParallel's."""
+    """The module that DataParallel replicates. It calls the forward of the model's class, because
+    `model.forward` is now DataParallel's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

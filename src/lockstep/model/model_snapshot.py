@@ -1,4 +1,4 @@
-"""A snapshot of a model's and its optimizers' structure, to find changes between two steps."""
+"""A snapshot of the structure of a model and its optimizers, to find changes between two steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lockstep.model.shard import reshard
 
 
 class ModelSnapshot:
-    """The modules of a model, their modes, their parameters, which of these are trainable, and the
-    optimizers' groups.
+    """A snapshot of a model's modules, their modes and parameters, which parameters are trainable,
+    and the optimizers' groups.
 
-    A change on one rank alone would silently change that rank's gradients.
+    A change on one rank only would silently change that rank's gradients.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -29,7 +29,7 @@ class ModelSnapshot:
         self._names = list(named)
         self._modules = list(named.values())
         self._modes = [module.training for module in self._modules]
-        # The modules' own dicts: cheap to read, and always current.
+        # The dicts of the modules themselves: cheap to read, and always current.
         self._owned: list[dict[str, Any]] = [
             dictionary
             for module in self._modules
@@ -64,8 +64,8 @@ class ModelSnapshot:
                 )
 
     def check(self) -> list[str]:
-        """Restore the modules' modes, and return the names of modules that had changed. Raises
-        `RecipeError` for other changes."""
+        """Restore the modules' modes, and return the names of modules whose mode had changed.
+        Raises `RecipeError` for other changes."""
         self.check_parts()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
@@ -82,10 +82,10 @@ class ModelSnapshot:
         return self._restore_modes()
 
     def check_parts(self) -> None:
-        """Raise `RecipeError` if the model has other modules or parameters, or an optimizer other
-        groups."""
+        """Raise `RecipeError` if the model's modules or parameters, or the groups of an optimizer,
+        have changed."""
         if self._members_now() != self._members:
-            # a forward that the script called may have left parameters gathered
+            # a forward that the script called may have left gathered parameters
             reshard(self._model)
             if self._members_now() != self._members:
                 raise RecipeError(
@@ -115,7 +115,7 @@ class ModelSnapshot:
             )
 
     def note_trainable(self) -> None:
-        """Note which parameters are trainable now."""
+        """Record which parameters are trainable now."""
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
     def _restore_modes(self) -> list[str]:
@@ -140,7 +140,7 @@ class ModelSnapshot:
         ]
 
     def _replaced(self) -> str:
-        """Name the first module or parameter that differs from the snapshot."""
+        """Return the name of the first module or parameter that differs from the snapshot."""
         then = iter(self._members)
         for name, module in zip(self._names, self._modules, strict=True):
             owned: dict[str, dict[str, Any]] = {

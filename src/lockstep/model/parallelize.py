@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Parallelized:
-    """The objects that run a parallelized model. `shared_parameters`: parameters on several ranks
-    of the pipeline."""
+    """The objects with which a parallelized model is run. `shared_parameters`: parameters that
+    several ranks of the pipeline have."""
 
     streams: ModuleRandomStreams | None
-    """None if the model's sequential parts are not known."""
+    """Random streams of the model's parts; None if its sequential parts are not known."""
     pipeline: Pipeline | None
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
@@ -83,7 +83,8 @@ def parallelize(
     shared: Sequence[SharedParameter] = ()
     roots = [""]
     if mesh.stages.size > 1:
-        from lockstep.model.pipeline.pipeline import Pipeline  # torch's schedules take long
+        # importing torch's schedules takes long
+        from lockstep.model.pipeline.pipeline import Pipeline
 
         per_rank = STAGES_PER_RANK[plan.schedule]
         split_stages = Stages.split(model, stages, ranks=mesh.stages.size, per_rank=per_rank)
@@ -104,7 +105,8 @@ def parallelize(
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
     sharded = mesh.axis("shard").size > 1
-    # If a weight is used twice, its gradients are added in the precision in which it was gathered.
+    # If a weight is used twice, the gradients of its uses are added in the precision in which it
+    # was gathered.
     short_dtype = autocast_dtype if sharded and plan.numerics == "fast" else None
     short = None if short_dtype is None else AutocastWeights.of(model, short_dtype)
     materialize = partial(initial.materialize, device=mesh.world.device)
@@ -121,7 +123,7 @@ def parallelize(
             "offload": plan.offload,
             "materialize": materialize,
             "short": short,
-            "keep_casts": autocast_dtype is None,  # then there are none
+            "keep_casts": autocast_dtype is None,  # with autocast off there are no casts
         }
         if pipeline is None:
             shard(model, mesh, block_names, **options)
@@ -144,8 +146,8 @@ def parallelize(
 
 
 def check_plan_devices(plan: Plan, home: torch.device) -> None:
-    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first of
-    them."""
+    """Raise `PlanError` if this process lacks the devices that the plan needs. `home`: the first
+    device."""
     if plan.offload and home.type == "cpu":
         raise PlanError(
             "offload=yes on a CPU, where parameters already are; it moves them from a GPU; leave "
@@ -157,10 +159,12 @@ def check_plan_devices(plan: Plan, home: torch.device) -> None:
 
 
 def _keep_own_stages(initial: InitialModel, stages: Stages, mesh: Mesh) -> list[str]:
-    """Remove the tensors of other ranks' stages. Return the parts that this rank holds."""
+    """Remove the tensors of other ranks' stages. Return the names of the parts that this rank
+    has."""
     pipeline = mesh.stages
     own = stages.parts_on_rank(pipeline.rank)
-    # one rank checks the values of another's stages, which nobody else computes
+    # one rank also computes the values of another rank's stages to check them, because no other
+    # rank does
     if pipeline.size == mesh.world.size:
         initial.compute_checksums(stages.parts_on_rank((pipeline.rank + 1) % pipeline.size))
     keep_only_parts(initial.module, own)
@@ -173,13 +177,13 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
         if plan.compile:
             compile_forward(block, bitwise=plan.numerics == "bitwise")
         if plan.checkpointing != "none":
-            # Compiled code writes results in place, and uses its own buffers instead of kept
-            # results.
+            # "full" if compiled: compiled code writes results in place, and uses its own buffers
+            # instead of kept results
             checkpoint_activations(block, "full" if plan.compile else plan.checkpointing)
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:
-    """Return the blocks inside these parts. A part that lies inside a block counts as a block."""
+    """Return the blocks inside these parts. A part that is inside a block counts as a block."""
     found = []
     for part in parts:
         if any(part.startswith(f"{block}.") for block in blocks):

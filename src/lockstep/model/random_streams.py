@@ -1,7 +1,7 @@
-"""Random streams of modules: each sequential part draws from its own stream, so dropout does not
-depend on the rank.
+"""Random streams of modules: each sequential part draws from its own stream, so that dropout does
+not depend on the rank.
 
-[Note: streams] A part's stream starts when the part before it ends, so `torch.utils.checkpoint`,
+[Note: streams] A part's stream starts when the previous part ends, so `torch.utils.checkpoint`,
 which saves the generator's state for the recomputation, saves the state of the part's stream. A
 recomputation draws the same numbers as the forward, even if forwards of other microbatches ran in
 between, as in a pipeline. If several parts are checkpointed together, their recomputation starts
@@ -32,21 +32,22 @@ DRAWING = (
 )
 """Torch's modules that may draw random numbers in their forward."""
 REMEMBERED = 2**16
-"""Streams whose followers are kept for recomputations: parts times microbatches in flight."""
+"""Number of streams whose successors are remembered for recomputations: parts times microbatches in
+flight."""
 
 
 class ModuleRandomStreams:
-    """The random streams of a model's sequential parts, under every plan, so that one process has a
-    pipeline's masks. Call `start` or `set_position` before each microbatch's forward. The first
-    part draws from `key(*position)`, part i from `key(*position, i, n)` in the model's n-th forward
-    of this microbatch, and code after the last of P parts (the loss) from `key(*position, P, n)`.
-    If no part can draw, everything draws from `key(*position)`."""
+    """The random streams of a model's sequential parts, under every plan, so that one process has
+    the same masks as a pipeline. Call `start` or `set_position` before each microbatch's forward.
+    The first part draws from `key(*position)`, part i from `key(*position, i, n)` in the model's
+    n-th forward of this microbatch, and code after the last of P parts (such as the loss) from
+    `key(*position, P, n)`. If no part can draw, everything draws from `key(*position)`."""
 
     def __init__(
         self, model: nn.Module, parts: Sequence[str], begin: Callable[[int], None]
     ) -> None:
-        """`parts`: from `stages.sequential_parts`. `begin`: seeds the default generators with a
-        key."""
+        """`parts`: result of `stages.sequential_parts`. `begin`: a function that seeds the default
+        generators with a key."""
         self._begin = begin
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
@@ -64,7 +65,7 @@ class ModuleRandomStreams:
         self._handles = [module.register_forward_hook(self._ended) for module in hooked]
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
-        """Start the stream of `part` in a microbatch's first forward. `part`: the first one of a
+        """Start the stream of `part` in a microbatch's first forward. `part`: the first part of a
         pipeline's stage."""
         self.set_position(position)
         self._begin(key(*position, part, 0) if part and self._several else key(*position))
@@ -75,7 +76,7 @@ class ModuleRandomStreams:
         self._calls.clear()
 
     def stop(self) -> None:
-        """Do not touch the generators until the next `start`: for forwards that belong to no
+        """Stop seeding generators until the next `start`; for forwards that belong to no
         microbatch."""
         self._position = None
 
@@ -85,7 +86,7 @@ class ModuleRandomStreams:
 
     def _ended(self, module: nn.Module, _: Any, __: Any) -> None:
         before = torch.default_generator.initial_seed() & MASK
-        if in_backward():  # a recomputation, in the midst of a backward
+        if in_backward():  # a recomputation, during a backward
             if before in self._followers:
                 self._begin(self._followers[before])
             return

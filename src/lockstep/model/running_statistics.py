@@ -1,12 +1,12 @@
 """Buffers that do not depend on the assignment of microbatches to ranks (law 2).
 
-Each microbatch's forward updates scratch buffers. The update of a running statistic r by one
-microbatch is r -> keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies
-them in the microbatches' order, so the buffers are equal on all ranks and at any world size.
-Self-updating buffers (the vectors of `spectral_norm`, the codes of a vector quantizer) are updated
-once a step, from the first microbatch; every microbatch's forward begins with the values from
-before the step. Changes of other buffers are refused: in the same step if torch counts the change;
-through `.data`, at steps where bits are compared."""
+Each microbatch's forward updates scratch buffers. One microbatch updates a running statistic r to
+keep * r + gain: every rank gathers (keep, gain) of all microbatches and applies them in the order
+of the microbatches, so the buffers are equal on all ranks and at any world size. Self-updating
+buffers (the vectors of `spectral_norm`, the codes of a vector quantizer) are updated once a step,
+from the first microbatch; every microbatch's forward starts with the values from before the step.
+Changes of other buffers are refused: in the same step if torch counts the change; changes through
+`.data` at steps where bits are compared."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class _ScratchBuffers:
         return scratch
 
     def renew(self) -> None:
-        """Make new scratch buffers: autograd has saved the old ones, so they cannot be zeroed in
-        place."""
+        """Make new scratch buffers. (Autograd has saved the old ones, so they cannot be zeroed in
+        place.)"""
         self.taken = {name: torch.zeros_like(buffer) for name, buffer in self.kept.items()}
 
     def swap_in(self, module: nn.Module, _: Any) -> None:
@@ -59,7 +59,7 @@ class _ScratchBuffers:
         own_buffers(module).update(self.kept)
 
     def row(self) -> Tensor:
-        """Return (keep, calls, gains of mean and variance...) of this microbatch, and renew the
+        """Return (keep, calls, gains of mean and variance...) for this microbatch, and make new
         scratch buffers."""
         calls = self.taken["num_batches_tracked"].double()
         momentum = self.module.momentum
@@ -129,7 +129,7 @@ class RunningStatistics:
             for key in own
             if (name := f"{prefix}.{key}" if prefix else key) in self._others
         }
-        """The dict that holds each of the other buffers, and its key there."""
+        """For each of the other buffers: the dict that holds it, and its key in that dict."""
         named = dict(model.named_parameters())
         self._watched = [*self._others.values(), *named.values()]
         self._names = [
@@ -145,10 +145,10 @@ class RunningStatistics:
             hook.remove()
 
     def begin(self, *, compare: bool) -> None:
-        """Before the first forward of a step, save the state of all tensors that a forward must not
-        change. `compare`: also copy the buffers' bits, to find changes that torch does not
-        count."""
-        if self._others:  # one may have been replaced since the last step
+        """Record the state of all tensors that a forward must not change. Called before the first
+        forward of a step. `compare`: also copy the buffers' bits, to find changes that torch does
+        not count."""
+        if self._others:  # a buffer may have been replaced since the last step
             self._others |= {
                 name: buffer
                 for name, (own, key) in self._places.items()
@@ -164,8 +164,8 @@ class RunningStatistics:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Record the updates of the forward that has just ended, but not of a recomputation in the
-        backward."""
+        """Record the updates of the forward that has just ended; updates of a recomputation in the
+        backward are ignored."""
         if self._scratches:
             rows = [scratch.row().to(self._world.device) for scratch in self._scratches]
             self._rows.append(torch.cat(rows))
@@ -173,16 +173,16 @@ class RunningStatistics:
             updating.note_microbatch()
 
     def discard(self) -> None:
-        """Discard the updates by other forwards: recomputations, or forwards of another model."""
+        """Discard updates by other forwards: by recomputations, or by forwards of another model."""
         for scratch in self._scratches:
             scratch.renew()
         for updating in self._updating:
             updating.discard()
 
     def check(self, *, compare: bool) -> None:
-        """Raise `RecipeError` if a forward has changed a parameter, a buffer that is not
-        BatchNorm's, or the shape of a self-updating one. `compare`: as in `begin`; then every rank
-        calls it, and all raise the same error."""
+        """Raise `RecipeError` if a forward has changed a parameter, a buffer that does not belong
+        to BatchNorm, or the shape of a self-updating buffer. `compare`: as in `begin`; if True,
+        every rank calls it, and all raise the same error."""
         changed = self._changed()
         if compare and self._compares:
             flag = torch.tensor([changed is not None])
@@ -234,7 +234,7 @@ class RunningStatistics:
         else:
             mine = torch.zeros((0, sum(widths)), dtype=torch.float64, device=self._world.device)
         self._rows = []
-        # all slices of a microbatch say the same
+        # all slices of a microbatch have the same row
         everyone = in_order(mine, count, assignment, self._data)[:: assignment.slices or 1]
         if apply is not False:
             parts = torch.split(everyone, widths, dim=1)
@@ -256,14 +256,15 @@ ATTRIBUTE = "self_updating_buffers"
 
 
 def self_updating(module: nn.Module) -> Sequence[str]:
-    """Return the names of the module's own buffers that its forward updates. Raises
+    """Return the names of a module's direct buffers that its forward updates. Raises
     `RecipeError`."""
     names = list(getattr(module, ATTRIBUTE, ()))
-    if type(module).__name__ == "_SpectralNorm":  # torch.nn.utils.parametrizations.spectral_norm
-        # a vector needs none
+    # made by torch.nn.utils.parametrizations.spectral_norm
+    if type(module).__name__ == "_SpectralNorm":
+        # a weight with one dim needs none
         names += [name for name in ("_u", "_v") if own_buffers(module).get(name) is not None]
     for hook in forward_pre_hooks(module):
-        if isinstance(hook, SpectralNorm):  # torch.nn.utils.spectral_norm
+        if isinstance(hook, SpectralNorm):  # made by torch.nn.utils.spectral_norm
             names += [f"{hook.name}_u", f"{hook.name}_v"]
     for name in names:
         if own_buffers(module).get(name) is None:
@@ -275,8 +276,8 @@ def self_updating(module: nn.Module) -> Sequence[str]:
 
 
 class SelfUpdatingBuffers:
-    """The buffers of one module. Each call of its forward in a microbatch gets a copy, which that
-    call may change."""
+    """The self-updating buffers of one module. Each call of its forward in a microbatch gets a
+    copy, which it may change."""
 
     def __init__(self, prefix: str, module: nn.Module, names: Sequence[str]) -> None:
         self._prefix = f"{prefix}." if prefix else ""
@@ -292,8 +293,8 @@ class SelfUpdatingBuffers:
         ]
 
     def discard(self) -> None:
-        """Begin the next microbatch's forward, or a recomputation, with the values from before the
-        step."""
+        """Restore the values from before the step, for the next microbatch's forward or a
+        recomputation."""
         self._taken: dict[str, Tensor] | None = None
 
     def begin(self) -> None:
@@ -302,7 +303,7 @@ class SelfUpdatingBuffers:
         self.discard()
 
     def note_microbatch(self) -> None:
-        """Keep the updates of this rank's first microbatch."""
+        """Keep the updated buffers of this rank's first microbatch."""
         if self._first is None and self._taken is not None:
             self._first = self._taken
         self.discard()
@@ -321,7 +322,8 @@ class SelfUpdatingBuffers:
     def commit(
         self, assignment: MicrobatchAssignment, data: World, count: int, *, apply: bool | Tensor
     ) -> None:
-        """Take over the updates of the first of all `count` microbatches. Every rank calls it."""
+        """Set the buffers to their values after the first of all `count` microbatches. Every rank
+        calls it."""
         by_rank = assignment.indices_by_rank(count)
         owner = next(rank for rank, indices in enumerate(by_rank) if 0 in indices)
         for name, buffer in self.kept.items():

@@ -28,18 +28,18 @@ SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
     r" and DTensor"
 )
-"""Errors of torch when user code meets sharded parameters."""
+"""Messages of torch's errors when user code uses sharded parameters."""
 CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being modified inplace")
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that a forward without a backward has all-gathered."""
+    """Free the parameters that were all-gathered by a forward without a backward."""
     for group in fsdp_groups(model):
         group.reshard()
 
 
 def reset_after_error(model: nn.Module) -> None:
-    """Restore the sharded parameters and FSDP2's state of the step after a failed forward."""
+    """After a failed forward, restore the sharded parameters, and FSDP2's state for the step."""
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
@@ -47,8 +47,8 @@ def reset_after_error(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """All-gather the parameters while entered, so that modules hold the tensors of a forward. Every
-    rank enters it."""
+    """All-gather the parameters while the context is entered, so that modules have the same tensors
+    as in a forward. Every rank enters it."""
     groups = fsdp_groups(model)
     for group in groups:
         group.unshard()
@@ -72,10 +72,10 @@ def shard(
     """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank
     calls it. `free_after_forward`: free a block's all-gathered parameters after its forward and
     all-gather them again for its backward. `free_root`: the same for parameters outside the blocks;
-    useless for a whole model, whose backward begins with them. `offload`: shards and their
-    gradients are in the CPU's memory. `materialize`: called with a module just before it is
-    sharded, so that a rank holds at most one full block beside its shards. `short`: weights that
-    are gathered in autocast's precision. Raises `RecipeError`."""
+    it is useless for a whole model, whose backward starts with them. `offload`: keep shards and
+    their gradients in CPU memory. `materialize`: called with a module just before it is sharded, so
+    that a rank has at most one full block besides its shards. `short`: weights to gather in
+    autocast's precision. Raises `RecipeError`."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
@@ -106,7 +106,7 @@ def shard(
     inputs = RepeatedInputs(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
     inputs.install()
-    # FSDP2 prefetches a block in the backward; on a CPU it would wait for it without this.
+    # FSDP2 prefetches a block in the backward; without this, a CPU would wait for the prefetch
     set_unshard_async(root, on_cpu)
     guard.install()
     if not keep_casts:
@@ -117,7 +117,7 @@ def shard(
 
 
 def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise `RecipeError` if trained parameters that FSDP2 would gather together have two
+    """Raise `RecipeError` if trained parameters that FSDP2 would gather together have different
     dtypes."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen: set[int] = set()
@@ -140,7 +140,7 @@ def shard_parts(
     model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any
 ) -> None:
     """Shard each of these parts, which are called separately. `parts`: name -> its blocks. `how`:
-    as in `shard`. Raises `RecipeError` if two parts have a shared parameter."""
+    as in `shard`. Raises `RecipeError` if two parts share a parameter."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -160,8 +160,8 @@ def shard_parts(
 
 
 def error_of_sharding(error: BaseException | None, plan: object) -> PlanError | None:
-    """Explain an error of torch under sharded parameters; None for another error. `plan`: shards
-    them."""
+    """Return an error that explains an error of torch about sharded parameters; None for another
+    error. `plan`: the plan that shards them."""
     if isinstance(error, RuntimeError) and CHANGED_INPUT.search(str(error)):
         return PlanError(
             f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its "
@@ -192,12 +192,12 @@ def modules_of(group: nn.Module) -> Iterator[nn.Module]:
 
 
 class SkippedBlockGuard:
-    """Create it before the model is sharded and install it afterwards, so that its hooks run
-    outside FSDP2's."""
+    """Handles blocks that a forward skips. Create it before the model is sharded and install it
+    afterwards, so that its hooks run outside of FSDP2's."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[Any], *, gathers_ahead: bool) -> None:
-        """`blocks`: in their order. `gathers_ahead`: gather a block's parameters when the block
-        before it runs."""
+        """`blocks`: the blocks in order. `gathers_ahead`: gather a block's parameters while the
+        previous block runs."""
         self._model = model
         self._blocks = list(blocks)
         self._gathers_ahead = gathers_ahead
@@ -220,7 +220,7 @@ class SkippedBlockGuard:
             first = place >= self._next
             skipped, self._next = range(self._next, place), max(self._next, place + 1)
             changed = self._pass_through(skipped, (arguments, keywords)) if skipped else None
-            # gathered blocks run in this forward, before weights can change
+            # gathered blocks are used in this forward, before weights can change
             if first and self._gathers_ahead:
                 for block in self._blocks[place : place + 2]:
                     block.unshard(async_op=True)

@@ -1,11 +1,11 @@
-"""SyncBatchNorm: every microbatch is split over the data ranks, with statistics over all of its
-slices (law 2). All ranks compute their slices of microbatch 0 together, then of microbatch 1, and
-so on. Outputs and gradients equal one process's. Each layer exchanges (mean, variance, number of
-values) in the forward and two sums a channel in the backward, so every rank must run the same
-layers in the same order: a layer in a branch that only some ranks take deadlocks until the process
-group's timeout. Outside of a step's microbatches nothing is split or exchanged. A slice has its own
-random numbers (so here dropout masks and a random `collate` depend on the number of ranks) and its
-own loss, the mean or the sum over its samples."""
+"""SyncBatchNorm: every microbatch is split over the data ranks, and statistics are computed over
+all of its slices (law 2). All ranks compute their slices of microbatch 0 together, then of
+microbatch 1, and so on. Outputs and gradients equal those of one process. Each layer exchanges
+(mean, variance, number of values) in the forward and two sums per channel in the backward, so every
+rank must run the same layers in the same order: a layer in a branch that only some ranks take
+deadlocks until the process group's timeout. Outside of the microbatches of steps, nothing is split
+or exchanged. Each slice has its own random numbers (so dropout masks and a random `collate` depend
+on the number of ranks here), and its own loss, the mean or the sum over its samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SyncBatchNormExchange:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        """The ranks that a microbatch is split over; None if it is not split."""
+        """The ranks over which a microbatch is split; None if it is not split."""
         self.is_dummy: bool | None = None
         """True while this rank computes a dummy instead of a slice, False for a slice; None outside
         of microbatches."""
@@ -43,7 +43,7 @@ class SyncBatchNormExchange:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's layer with a forward that works on CPUs too, and takes its statistics over all slices
+    """Torch's layer with a forward that also works on CPUs, and computes statistics over all slices
     of a microbatch."""
 
     _exchange: SyncBatchNormExchange
@@ -73,8 +73,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def use_exchange(model: nn.Module, exchange: SyncBatchNormExchange) -> None:
-    """Give the model's `nn.SyncBatchNorm` layers the forward of `SyncBatchNorm`, with the exchange.
-    Raises `RecipeError` if a layer has its own process group."""
+    """Give the model's `nn.SyncBatchNorm` layers the forward of this module's `SyncBatchNorm`, with
+    the exchange. Raises `RecipeError` if a layer has a process group."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None:
@@ -98,9 +98,9 @@ def split_microbatches(
     *,
     microbatch: int,
 ) -> MicrobatchAssignment:
-    """Return the assignment, or one that splits microbatches over the data ranks if a model has a
-    SyncBatchNorm in training mode. Every rank calls it. Raises `RecipeError` if other settings do
-    not allow the split."""
+    """Return the assignment; if a model has a SyncBatchNorm in training mode, an assignment that
+    splits microbatches over the data ranks. Every rank calls it. Raises `RecipeError` if other
+    settings do not allow the split."""
     mine = [
         (name, type(layer).__name__, isinstance(layer, nn.SyncBatchNorm))
         for name, layer in training_batchnorms(models)
@@ -126,7 +126,7 @@ def split_microbatches(
 
 
 def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNormBase]]:
-    """Return the names and layers of BatchNorm, SyncBatchNorm too, in training mode."""
+    """Return the names and the layers of BatchNorm (including SyncBatchNorm) in training mode."""
     return [
         (name, module)
         for model in models
@@ -136,9 +136,9 @@ def training_batchnorms(models: Sequence[nn.Module]) -> list[tuple[str, BatchNor
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm of one slice by its microbatch's statistics. Returns (output, mean, variance,
-    values a channel). The last three, in float64 and without gradient, are for the running
-    statistics; the variance is uncorrected."""
+    """BatchNorm of one slice with the statistics of its microbatch. Returns (output, mean,
+    variance, values per channel). The last three are in float64, without gradient, and used for the
+    running statistics; the variance is uncorrected."""
 
     @staticmethod
     def forward(
@@ -196,7 +196,7 @@ class _Normalise(torch.autograd.Function):
             wide - mean.view(shape), (by_scale * deviation).view(shape), value=-1
         )
         if ctx.is_dummy:
-            for_x.zero_()  # not the microbatch's, though its sums reach it
+            for_x.zero_()  # a dummy does not belong to the microbatch, although the sums reach it
         needs = ctx.needs_input_grad
         return (
             for_x.to(x.dtype),

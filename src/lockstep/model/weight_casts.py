@@ -1,13 +1,14 @@
-"""Casts of sharded weights that autocast makes in every use.
+"""Casts of sharded weights, which autocast makes at every use.
 
 FSDP2 gathers the weights of torch's layers in autocast's precision: casting a gathered weight gives
 the same bits as gathering the casts of its shards. Other code could use such a weight in another
-operation and get a rounded one; `check_uses` finds it in the first backward.
+operation, and would get a rounded weight; `check_uses` detects that in the first backward.
 
-A product under autocast saves the cast of any other weight for its backward, where FSDP2 cannot
-free it: the full model in bf16 on every rank. After the forward of a block `drop_casts` replaces
-each such cast by a recipe to make it, to the same bits, from the weight, which FSDP2 gathers again
-for the block's backward. Other tensors that autograd has saved stay."""
+For any other weight, a product under autocast saves the cast for its backward, where FSDP2 cannot
+free it: this would keep the full model in bf16 on every rank. So after the forward of a block,
+`drop_casts` replaces each such cast by a function that makes it again, with the same bits, from the
+weight, which FSDP2 gathers again for the block's backward. Other tensors that autograd has saved
+are kept."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ _WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ("weight",)),
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
-"""Modules of torch -> the parameters that their forwards use in matrix products and convolutions
-alone."""
+"""Modules of torch -> the parameters that their forwards use only in matrix products and
+convolutions."""
 SMALL_PART = 200
 """A weight is small if it has less than 1 / 200 of the elements of its group. A router has at most
 1 / (2 h), where h is the width of the experts' hidden layer; the smallest projection of a large
@@ -59,7 +60,7 @@ VIEWS = (
 """Nodes of autograd's graph that are views."""
 _PRODUCTS = r"Addmm|Mm|Bmm|Baddbmm|Addbmm|Addmv|Mv|Dot|Linear|\w*Convolution"
 _OTHERS = rf"(?!({VIEWS}|{_PRODUCTS})Backward)\w+Backward\d"
-"""Torch's own operations that are no products and no views."""
+"""Torch's own operations that are neither products nor views."""
 _TWO_DTYPES = (
     r"[^\n]*(have the same dtype|should be the same|expected scalar"
     r" type)[^\n]*(BFloat16|Half)[^\n]*"
@@ -72,7 +73,8 @@ _A_FORWARD_OF_ITS_OWN = (
 
 @dataclass(frozen=True, slots=True)
 class AutocastWeights:
-    """The weights of a model that FSDP2 gathers in `dtype`. `owners`: their modules and names."""
+    """The weights of a model that FSDP2 gathers in `dtype`. `owners`: the modules of these weights,
+    and the names in them."""
 
     dtype: torch.dtype
     owners: Collection[tuple[nn.Module, str]]
@@ -95,8 +97,8 @@ class AutocastWeights:
         return cls(dtype, owners)
 
     def gather_short(self, groups: Iterable[nn.Module]) -> None:
-        """Have FSDP2's groups gather these weights in `dtype`, except weights that another module
-        uses too, and small ones: a router may be called outside of autocast."""
+        """Make FSDP2's groups gather these weights in `dtype`, except weights that another module
+        also uses, and small ones: a router may be called outside of autocast."""
         for group in groups:
             held = fsdp_parameter_group(group)
             parameters = [] if held is None else held.fsdp_params
@@ -108,9 +110,9 @@ class AutocastWeights:
 
 
 def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered short in another
-    operation than matrix products and convolutions. Cannot see into compiled code and the user's
-    autograd functions."""
+    """Raise `PlanError` if the graph of `loss` uses a weight that is gathered in `dtype` in
+    operations other than matrix products and convolutions. Compiled code and the user's autograd
+    functions cannot be checked."""
     held = filter(None, map(fsdp_parameter_group, groups))
     parameters = [each for group in held for each in group.fsdp_params]
     names = {id(gathered): name for name, gathered in filter(None, map(gathered_short, parameters))}
@@ -132,8 +134,8 @@ def check_uses(groups: Iterable[nn.Module], loss: Tensor) -> None:
 
 
 def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | None:
-    """Explain an error of torch about two dtypes, if weights are gathered short; None for another
-    error. `plan`: shards them."""
+    """Return an error that explains an error of torch about two dtypes, if weights are gathered in
+    autocast's precision; None for another error. `plan`: the plan that shards them."""
     if not isinstance(error, RuntimeError) or not (said := re.search(_TWO_DTYPES, str(error))):
         return None
     return PlanError(
@@ -144,8 +146,8 @@ def error_of_autocast(error: BaseException | None, plan: object) -> PlanError | 
 
 
 def _name_of(node: Node, names: Mapping[int, str]) -> str | None:
-    """Return the name of the weight whose gradient, or whose view's gradient, `node`
-    accumulates."""
+    """Return the name of the weight for which `node` accumulates the gradient (or the gradient of a
+    view of it)."""
     while (
         re.match(f"{VIEWS}Backward", node.name())
         and (following := node.next_functions[0][0]) is not None
@@ -212,8 +214,8 @@ def drop_from_graph(
     compared: set[str],
 ) -> None:
     """Drop the casts of the weights from the graph between these nodes and the `is_end` nodes.
-    `weights`: the name of each, by its id. `compared`: names of weights already compared;
-    the backward adds to them."""
+    `weights`: the name of each, by its id. `compared`: names of weights whose casts were compared
+    already; the backward adds names."""
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -243,7 +245,8 @@ def _in_its_place(cast: _Cast, tensor: Tensor) -> _Cast:
 
 
 def _again_and_compared(expected: Tensor, name: str, compared: set[str], cast: _Cast) -> Tensor:
-    """Return the cast, made again. Raises `PlanError` if it differs from the forward's."""
+    """Return the cast, made again. Raises `PlanError` if it differs from the cast of the
+    forward."""
     again = cast.again()
     if again.untyped_storage().nbytes():
         if not torch.equal(_sum_of_bits(again), expected):
@@ -264,7 +267,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A view of the cast of a view of a gathered weight. `views`: the views before the cast."""
+    """A recipe for a view of the cast of a view of a gathered weight. `views`: the views before the
+    cast."""
 
     weight: Tensor
     views: tuple[View, ...]
@@ -275,7 +279,7 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return a recipe to make `tensor` again; None if it is no cast of these weights, or was
+        """Return a recipe to make `tensor` again; None if it is not a cast of these weights, or was
         changed."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
@@ -306,8 +310,8 @@ class _Cast:
         return source
 
     def again(self) -> Tensor:
-        """Return the cast of the weight, if its memory exists: a backward also unpacks tensors that
-        it does not use."""
+        """Make the cast of the weight again, if the weight's memory exists: a backward also unpacks
+        tensors that it does not use."""
         if not self.weight.untyped_storage().nbytes():
             device = self.weight.device
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
@@ -323,7 +327,8 @@ def _is_cast_or_view(kind: Any) -> bool:
 
 
 def _view_of(node: Any, place: int) -> View | None:
-    """Return the view whose backward, for output `place`, is `node`; None for another operation."""
+    """Return the view whose backward, for output number `place`, is `node`; None for another
+    operation."""
 
     def saved(*names: str) -> dict[str, Any]:
         return {name: saved_value(node, name) for name in names}

@@ -1,5 +1,5 @@
-"""Charts of curves over steps or time: HTML with an SVG that stretches to any size, but not its
-text and lines. Pure."""
+"""Charts of curves over steps or time: HTML with an SVG that stretches to any size, while text and
+lines keep theirs. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lockstep.pages.scale import (
 
 GRAIN = 10_000
 DOTS = 60
-"""Largest number of points that are all drawn as dots."""
+"""Up to this number of points, all are drawn as dots."""
 COLOURS = 8
 """Number of curve colours in page.css: --line-0 and so on."""
 
 Point = tuple[float, float]
-"""A position to the right and upwards, each from 0 to 1."""
+"""A position (from the left, from the bottom), each from 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -38,14 +38,14 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Append a value. Discards values of this step and later ones, which were computed before a
-        resumption."""
+        """Append a value. Discards earlier values for this step and later steps, which were
+        computed before the run was resumed."""
         self.truncate(step)
         self.steps.append(step)
         self.values.append(value)
 
     def truncate(self, step: int) -> None:
-        """Discard this step and later ones."""
+        """Discard the values of this step and later ones."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
@@ -64,7 +64,7 @@ class Curve:
     series: Series
     kind: Literal["line", "dashed", "band"] = "line"
     run: int = 0
-    """Index of its run on the page."""
+    """Index of the curve's run on the page."""
     upper: Series | None = None
 
     @property
@@ -90,11 +90,12 @@ class Chart:
     unit: Unit = ""
     from_zero: bool = False
     logarithmic: bool | None = None
-    """None: if a few values would hide the others. True: zero is on the lower edge."""
+    """True: a logarithmic axis, with zero at the lower edge. None: logarithmic only if a few values
+    would hide the others."""
     note: str = ""
     marks: Sequence[EventMark] = ()
     microseconds: int | None = None
-    """The end of the horizontal axis if it is time: the steps of the curves are then
+    """The end of the horizontal axis, if that is time; the steps of the curves are then
     microseconds."""
 
 
@@ -183,8 +184,8 @@ def figure(
     scrolls: bool = False,
     **attributes: Any,
 ) -> Html:
-    """Return a figure. `caption`: follows its title. `inside`: a drawing, and labels over it.
-    `spoken`: its content for readers who cannot see it. `kind`: a further class of the plot."""
+    """Return a figure. `caption`: text after the title. `inside`: a drawing, and labels over it.
+    `spoken`: a description for readers who cannot see it. `kind`: a further class for the plot."""
     kinds = f"plot {kind}".strip()
     plot = element("div", inside, kind=kinds, role="img", aria_label=spoken, **attributes)
     head = element("figcaption", element("span", title, kind="title"), caption)
@@ -218,7 +219,7 @@ def grid(y_scale: Scale) -> Html:
 
 
 def coordinates(point: Point) -> str:
-    """Return a point as in the `d` of a path."""
+    """Return a point in the syntax of a path's `d` attribute."""
     return f"{round(GRAIN * point[0])} {round(GRAIN * (1 - point[1]))}"
 
 
@@ -234,8 +235,8 @@ def axis_labels(x_scale: Scale, axis: str, y_scale: Scale | None) -> Html:
 
 
 def downsample(series: Series, last: int, columns: int) -> list[DownsampledPoint]:
-    """Return the series as `columns` points at most, each of an equal part of the axis. Empty parts
-    are left out."""
+    """Return the series as at most `columns` points, each for an equal part of the axis. Parts
+    without values are left out."""
     pairs = list(zip(series.steps, series.values, strict=True))
     if len(pairs) <= columns:
         return [_point([pair]) for pair in pairs]
@@ -265,7 +266,8 @@ def _point(pairs: list[tuple[int, float]]) -> DownsampledPoint:
 
 
 def statistics_of(series: Series) -> dict[str, Any]:
-    """Return statistics of a series. Without a finite value, mean, minimum and maximum are None."""
+    """Return statistics of a series. If there is no finite value, mean, minimum and maximum are
+    None."""
     pairs = zip(series.values, series.steps, strict=True)
     finite = [(value, step) for value, step in pairs if math.isfinite(value)]
     lowest, highest = min(finite, default=(None, None)), max(finite, default=(None, None))
@@ -325,7 +327,7 @@ def _line(
 
 
 def _finite_segments(points: Sequence[DownsampledPoint]) -> list[list[DownsampledPoint]]:
-    """Split the points at those that have no finite value, and drop these."""
+    """Split the points at points without a finite value, which are dropped."""
     found: list[list[DownsampledPoint]] = [[]]
     for point in points:
         if math.isfinite(point.mean):
@@ -355,8 +357,8 @@ def _legend(chart: Chart, y_scale: Scale) -> Html:
 
 
 def _latest(chart: Chart) -> Html | None:
-    """Return the latest value of the first curve, or over time its largest. None for several
-    runs."""
+    """Return the latest value of the first curve; if the axis is time, the largest. None for
+    several runs."""
     lines = [line for line in chart.lines if line.kind != "band"]
     if len({line.run for line in lines}) > 1 or not lines or not lines[0].series.values:
         return None

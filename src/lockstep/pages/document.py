@@ -1,5 +1,5 @@
-"""The whole HTML document, in one file that loads no other. Its content security policy forbids
-requests."""
+"""The whole HTML document, in a single file that loads no others. Its content security policy
+forbids requests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def document(
     made: float | None = None,
     maker: str = "",
 ) -> str:
-    """Return the document. `command`: named at its top. `data`: values that page.js shows. `made`:
-    time of creation, in seconds since 1970. `maker`: the command that writes the file, if it is
-    another one."""
+    """Return the document. `command`: the command named at the top. `data`: values that page.js
+    shows. `made`: time of creation, in seconds since 1970. `maker`: the command that writes the
+    file, if it differs from `command`."""
     script, style = _own("page.js"), _own("page.css")
     light, dark = (
         f"--ramp:linear-gradient(90deg,{','.join(ramp)});"

@@ -1,4 +1,4 @@
-"""Heat maps: cells of values by row and step, as a small PNG for light and one for dark displays.
+"""Heat maps: cells with values by row and step, as two small PNGs, for light and for dark displays.
 Pure."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.pages.scale import format_number, step_scale
 
 SHADES = 63
 MOST_NAMES = 16
-"""Largest number of rows that are named beside the picture."""
+"""Largest number of rows whose names are shown next to the picture."""
 _NARROWEST = 0.2
 """Minimum width of a colour scale, as a share of its median. Smaller differences are noise, and
 must not stand out."""
@@ -32,8 +32,8 @@ def render_heatmap(
     last_step: int,
     spoken: str,
 ) -> Html:
-    """Return a heat map of seconds with its colour scale. NaN: no value. `index`: of its data on
-    the page."""
+    """Return a heat map of seconds with its colour scale. NaN: no value. `index`: index of its data
+    on the page."""
     low, high = color_limits(rows)
     shades = [[shade(value, low, high) for value in row] for row in rows]
     light, dark = (
@@ -89,8 +89,7 @@ def shade(value: float, low: float, high: float) -> int:
 
 
 def palette(*, dark: bool) -> bytes:
-    """Return red, green and blue of each colour. The first colour, of index 0, stands for no
-    value."""
+    """Return red, green and blue of each colour. The first colour (index 0) stands for no value."""
     stops = [bytes.fromhex(colour[1:]) for colour in (reversed(RAMP) if dark else RAMP)]
     found = bytearray(3)
     for each in range(SHADES):

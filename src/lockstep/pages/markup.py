@@ -1,5 +1,4 @@
-"""Hypertext. A text gets into a page through `join`, `element` and `table` alone, which escape
-it."""
+"""HTML. Text gets into a page only through `joined`, `element` and `table`, which escape it."""
 
 from __future__ import annotations
 
@@ -12,19 +11,19 @@ from lockstep.base.foreign_text import printable
 
 
 class Html(str):
-    """Text that is hypertext already."""
+    """Text that is HTML already, and is not escaped."""
 
     __slots__ = ()
 
 
 Content: TypeAlias = "str | Iterable[Content] | None"
-"""The inside of an element: texts, which are escaped, and hypertext. None is left out."""
+"""The contents of an element: texts, which are escaped, and HTML. None is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers, or with `number=False` of texts, for which a table also takes the name
-    alone."""
+    """A column of numbers, or of texts if `number=False`. For a column of texts, a table also
+    accepts just the name."""
 
     name: Content
     number: bool = True
@@ -39,7 +38,7 @@ class Row(list[Content]):
 
 
 def joined(*contents: Content) -> Html:
-    """Return contents as hypertext."""
+    """Return contents as HTML."""
     parts = []
     for content in contents:
         if isinstance(content, Html):
@@ -63,23 +62,23 @@ def element(name: str, *contents: Content, **attributes: Any) -> Html:
 
 
 def paragraph(*contents: Content, kind: str = "") -> Html:
-    """Return a paragraph; empty if its contents are."""
+    """Return a paragraph; empty if its contents are empty."""
     inside = joined(contents)
     return element("p", inside, kind=kind) if inside else inside
 
 
 def remark(*contents: Content) -> Html:
-    """Return a paragraph in small, faint letters; empty if its contents are."""
+    """Return a paragraph in small, faint letters; empty if its contents are empty."""
     return paragraph(contents, kind="note")
 
 
 def graded(text: str, good: bool) -> Html:
-    """Return a verdict in the colour of what is right, or wrong."""
+    """Return a verdict in the colour for right (`good`) or wrong."""
     return element("strong", text, kind="good" if good else "bad")
 
 
 def section(name: str, title: str, *contents: Content) -> Html:
-    """Return a section with a heading; empty if its contents are."""
+    """Return a section with a heading; empty if its contents are empty."""
     inside = joined(contents)
     return element("section", element("h2", title), inside, id=name) if inside else inside
 
@@ -95,8 +94,8 @@ def table(
 ) -> Html:
     """Return a table in a box that scrolls; empty if it has no rows.
 
-    `columns`: empty for a table without a head. A cell may be a `td` already. `row_heads`: the
-    first cell names its row.
+    `columns`: empty for a table without a head. A cell may already be a `td`. `row_heads`: the
+    first cell is the heading of its row.
     """
     heads = [each if isinstance(each, Column) else Column(each, number=False) for each in columns]
     body = []
@@ -120,26 +119,26 @@ def table(
 
 
 def legend_key(name: Content, mark: str, colour: str | None = None, **attributes: Any) -> Html:
-    """Return an entry of a legend: a small picture, and what it stands for. `mark`: its class in
+    """Return an entry of a legend: a small picture and its meaning. `mark`: class of the picture in
     page.css. `colour`: a variable in page.css."""
     style = None if colour is None else f"--colour:var(--{colour})"
     return element("span", element("b", kind=mark, style=style), name, kind="key", **attributes)
 
 
 def swatch(colour: str) -> Html:
-    """Return a square of a colour, a variable in page.css."""
+    """Return a coloured square. `colour`: a variable in page.css."""
     return element("b", kind="swatch", style=f"--colour:var(--{colour})")
 
 
 def tiles(values: Iterable[tuple[str, Content]]) -> Html:
-    """Return named values, large."""
+    """Return named values in large letters."""
     items = [element("div", element("dt", name), element("dd", value)) for name, value in values]
     return element("dl", items, kind="tiles")
 
 
 def bar(parts: Iterable[tuple[str, float, str]], longest: float) -> Html:
-    """Return a bar of parts side by side. Each has its colour, a variable in page.css; its value;
-    its tooltip. `longest`: the value of a whole bar."""
+    """Return a bar with parts side by side. Each part is (colour: a variable in page.css, value,
+    tooltip). `longest`: the value of a whole bar."""
     inside = []
     for colour, value, tip in parts:
         style = f"--colour:var(--{colour});width:{100 * value / longest:.2f}%"

@@ -20,8 +20,8 @@ _DURATIONS = (
     *(_DAY * days for days in (1, 2, 7)),
 )
 _SKEWED = 20.0
-"""An axis is logarithmic if the largest value is more than this many times the median, and all
-values are positive."""
+"""An axis is logarithmic if all values are positive, and the largest is more than this many times
+the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,15 @@ def scale_of(
 
 
 def logarithmic_scale(values: Sequence[float], unit: Unit = "") -> Scale:
-    """Return a logarithmic axis over values above zero. What is below them is at its lower edge."""
+    """Return a logarithmic axis for values above zero. Smaller values are drawn at its lower
+    edge."""
     low = min(values, default=1e-8)
     return _logarithmic(low, max([10 * low, *values]), unit, 4)
 
 
 def nice_step(span: float, most: int) -> float:
-    """Return 1, 2 or 5 times a power of ten, such that at most `most` of them cover `span`."""
+    """Return 1, 2 or 5 times a power of ten, such that at most `most` steps of this size cover
+    `span`."""
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
     return next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9) or f == 10)
@@ -190,7 +192,7 @@ def _scientific(value: float, digits: int) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """A decimal number without zeros at its end."""
+    """Return a decimal number without zeros at its end."""
     return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
 
 

@@ -10,7 +10,7 @@ from lockstep.pages.markup import Html, element, legend_key
 from lockstep.pages.scale import Scale, time_scale
 
 _APART = 0.06
-"""Labels that are closer together than this share of the timeline are left out."""
+"""If labels are closer together than this share of the timeline, some are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,14 +18,14 @@ class TimeMark:
     """A mark at a moment, or a span of time."""
 
     kind: str
-    """Its class in page.css."""
+    """Class of the mark in page.css."""
     at: float
-    """Seconds since the start."""
+    """Seconds since the start of the timeline."""
     tip: str
     seconds: float | None = None
-    """None: a moment."""
+    """Length of the span. None: a single moment."""
     label: str = ""
-    """Text above it."""
+    """Text above the mark."""
 
 
 def timeline(
@@ -35,8 +35,8 @@ def timeline(
     keys: Sequence[tuple[str, str]],
     spoken: str,
 ) -> Html:
-    """Return a timeline from 0 to `seconds`. `lanes`: name and marks of each. `keys`: the legend's
-    classes and words. `spoken`: its content for readers who cannot see it."""
+    """Return a timeline from 0 to `seconds`. `lanes`: name and marks of each lane. `keys`: classes
+    and texts of the legend. `spoken`: a description for readers who cannot see it."""
     x_scale = time_scale(seconds)
     named = len(lanes) > 1
     rows = [

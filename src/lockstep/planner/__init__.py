@@ -1,1 +1,1 @@
-"""`lockstep plan`: memory and time of a step under each plan, predicted without the devices."""
+"""`lockstep plan`: predicts memory and time of a step under each plan, without the devices."""

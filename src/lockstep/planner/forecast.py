@@ -15,10 +15,10 @@ from lockstep.planner.prediction import Outcome, Prediction
 from lockstep.planner.search import closest
 
 HOURS_BETWEEN_FAILURES = 50_000.0
-"""A device's: 419 failures in 54 days on 16,384 GPUs (arXiv 2407.21783, "The Llama 3 Herd of
-Models")."""
+"""Mean time between failures of one device: 419 failures in 54 days on 16,384 GPUs (arXiv
+2407.21783, "The Llama 3 Herd of Models")."""
 SAVE_SECONDS = 10.0
-"""A background checkpoint holds up training for so long."""
+"""Time for which a background checkpoint stops training."""
 RESTART_SECONDS = 300.0
 LIMITS = {
     "matmul": "arithmetic",
@@ -32,14 +32,14 @@ LIMITS = {
     "contention": "network (beside computation)",
     "loader": "loader",
 }
-"""Names of limits; a mesh axis stands for its communication."""
+"""Texts for what limits a step. The name of a mesh axis stands for its communication."""
 HEAD = (
     *("plan", "step", "80% of such plans", "samples/s", "memory", "limited by"),
     "twice the network",
 )
 SIDE_BY_SIDE = ("devices", *HEAD[:6], "days", "cost")
 LEFT = ("devices", "plan", "limited by")
-"""Columns of text."""
+"""Columns that are aligned to the left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Budget:
     device_hours: float
     cost: float | None
     goodput: float
-    """Part of the time in steps that are not lost again."""
+    """Share of the time spent in steps that are not lost again."""
 
 
 def budget(
@@ -61,11 +61,12 @@ def budget(
     save_seconds: float = SAVE_SECONDS,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Budget:
-    """Return a training's budget. `hours_between_failures`: a device's. Checkpoints are optimal
-    (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
+    """Return the budget of a training. `hours_between_failures`: mean time between failures of one
+    device. The interval between checkpoints is optimal (Young, "A first order approximation to the
+    optimum checkpoint interval", 1974)."""
     rate = devices / (hours_between_failures * 3600)
-    # At the interval √(2 × save_seconds / rate), saving takes as long as the steps that a failure
-    # loses.
+    # At the interval √(2 × save_seconds / rate), saving takes as much time as the steps that a
+    # failure loses.
     goodput = max(0.0, 1 - math.sqrt(2 * save_seconds * rate) - rate * restart_seconds)
     total = math.inf if goodput == 0 else seconds * steps / goodput
     hours = total * devices / 3600
@@ -84,13 +85,13 @@ class Forecast:
     script: str
     cluster: Cluster
     outcomes: Sequence[Outcome]
-    """The fastest that fits first, whatever order is given."""
+    """Sorted: the fastest plan that fits is first."""
     interval: Interval
-    """Quantiles of measured over predicted seconds."""
+    """Quantiles of the ratio of measured to predicted seconds."""
     tokens: float | None
-    """Tokens to train on; None: the recipe's steps."""
+    """Number of tokens to train on; None: as many as the recipe's steps have."""
     price_per_hour: float | None
-    """Price of a device."""
+    """Price of one device per hour."""
     remarks: Sequence[str] = ()
     """Lines above the table, such as why devices are not used."""
 
@@ -104,7 +105,7 @@ class Forecast:
 
     @property
     def fitting(self) -> list[Prediction]:
-        """Plans that fit, the fastest first."""
+        """Predictions for the plans that fit, fastest first."""
         return [each.prediction for each in self.outcomes if each.prediction and not each.reason]
 
     @property
@@ -117,7 +118,7 @@ class Forecast:
         )
 
     def bounds(self, prediction: Prediction) -> tuple[float, float]:
-        """Return the seconds that hold 80% of measured steps."""
+        """Return the interval of seconds that contains 80% of measured steps."""
         return prediction.seconds * self.interval.low, prediction.seconds * self.interval.high
 
     def rows(self, most: int) -> Iterator[tuple[str, ...]]:
@@ -178,8 +179,8 @@ class Forecast:
         yield from (f"not {each}" for each in struck(others))
 
     def loader_rate(self, prediction: Prediction) -> float:
-        """Return the samples a second that a machine's loaders must deliver. Processes that share
-        samples, as on the tensor axis, load them each."""
+        """Return the samples per second that a machine's loaders must deliver. If processes share
+        samples, as on the tensor axis, each of them loads them."""
         data = Plan.parse(prediction.plan).resolve(self.cluster.count).data_ranks
         return prediction.samples / prediction.seconds / data * self.cluster.devices_per_node
 
@@ -198,7 +199,8 @@ class Forecast:
         )
 
     def _budget_json(self, found: Budget) -> dict[str, float | None]:
-        """Return a budget with intervals of what follows from the step's time; None: infinite."""
+        """Return a budget as JSON, with intervals for values that depend on the time of a step;
+        None: infinite."""
         told: dict[str, float | None] = asdict(found)
         for name in ("days", "cost"):
             for end, ratio in asdict(self.interval).items():
@@ -232,7 +234,7 @@ class Forecast:
         )
 
     def _days_and_cost(self, found: Budget) -> tuple[str, str]:
-        """Return the intervals in words; the cost's is empty without a price."""
+        """Return the intervals of days and cost as text; the cost is empty without a price."""
         low, high = self.interval.low, self.interval.high
         days = f"{_days(found.days * low)} to {_days(found.days * high)}"
         if found.cost is None:
@@ -276,7 +278,7 @@ def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
 
 
 def struck(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield the reasons why plans were struck out, each once."""
+    """Yield the reasons why plans were excluded, each reason once."""
     plans: dict[str | None, list[str]] = {}
     for outcome in outcomes:
         plans.setdefault(outcome.reason, []).append(outcome.plan)
@@ -290,7 +292,7 @@ def _largest(by_cause: Mapping[str, int], most: int) -> str:
 
 
 def time_in_words(seconds: float) -> str:
-    """Return a time to three digits: 81.2 ms, 1.25 s; a long one in whole seconds."""
+    """Return a time as text with three digits: 81.2 ms, 1.25 s; long times in whole seconds."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"

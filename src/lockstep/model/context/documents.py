@@ -1,5 +1,5 @@
-"""Documents packed into the rows of a batch: which tokens are of one document, and positions that
-restart at each."""
+"""Documents packed into the rows of a batch: the document of each token, and positions that restart
+at each document."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ RULE = (
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents in the rows of one microbatch. Indices are those of tokens in the whole row."""
+    """The documents in the rows of one microbatch. Indices refer to tokens in the whole row."""
 
     ids: Tensor
-    """(samples, tokens): counted from 0 in each row; padding is the last one."""
+    """Shape (samples, tokens): the number of each token's document, counted from 0 in each row;
+    padding counts as the last document."""
     positions: Tensor
-    """(samples, tokens): 0 at the first token of each document."""
+    """Shape (samples, tokens): the position of each token in its document, from 0."""
 
     @classmethod
     def of(cls, ids: Any, device: torch.device) -> Documents:
-        """Check the result of `Sequence.documents`. Raises `DataError`; on an accelerator the order
-        of ids is asserted there, without waiting for it."""
+        """Check the result of `Sequence.documents`. Raises `DataError`; on an accelerator, the
+        order of ids is asserted on the device, without waiting for it."""
         ids = _checked(ids).to(device).long()
         # padding comes last
         order = torch.where(ids == PADDING, torch.iinfo(torch.long).max, ids)
@@ -55,7 +56,7 @@ class Documents:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row."""
+        """Number of tokens in a row."""
         return self.ids.shape[1]
 
     @property
@@ -64,17 +65,19 @@ class Documents:
         return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids]
 
     def places(self, indices: Tensor) -> Tensor:
-        """Positions of these tokens: (tokens,) of a single row, or (samples, tokens)."""
+        """Positions of these tokens in their documents: shape (tokens,) for a single row, else
+        (samples, tokens)."""
         positions = self.positions[:, indices]
         return positions[0] if len(positions) == 1 else positions
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """True where query and key are of one document: (samples, 1, queries, keys)."""
+        """A mask of shape (samples, 1, queries, keys): True where query and key belong to the same
+        document."""
         return self.ids[:, None, queries, None] == self.ids[:, None, None, keys]
 
     def lasts(self) -> Tensor:
-        """True at the last token of each document that another follows in its row: (samples,
-        tokens)."""
+        """A mask of shape (samples, tokens): True at the last token of each document that is
+        followed by another one in its row."""
         return torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (0, 1))
 
 

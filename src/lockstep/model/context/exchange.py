@@ -1,10 +1,10 @@
-"""Attention over a sequence whose tokens are on several ranks: by the keys and values of all
-tokens, or by all tokens of some heads.
+"""Attention over a sequence whose tokens are on several ranks: either each rank gathers the keys
+and values of all tokens, or each rank computes all tokens of some heads.
 
-`keys` gathers keys and values: each rank computes its own tokens' attention to all. Any attention
-works. `heads` exchanges tokens for heads (all-to-all; Jacobs et al., DeepSpeed Ulysses, 2023): each
-rank computes all tokens' attention in some heads, and needs as many heads as ranks. Whatever the
-exchange, sums of gradients run in the order of ranks.
+`keys` gathers keys and values: each rank computes the attention of its own tokens to all tokens. It
+works with any attention. `heads` exchanges tokens for heads (all-to-all; Jacobs et al., DeepSpeed
+Ulysses, 2023): each rank computes the attention of all tokens in some heads, so there must be at
+least as many heads as ranks. In both exchanges, gradients are summed in the order of ranks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from lockstep.model.context.remade import Remade
 from lockstep.sequence import chunks_of, spans
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query, key, value) -> attention; all of (samples, heads, tokens, features)."""
+"""(query, key, value) -> attention; all have shape (samples, heads, tokens, features)."""
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The tokens of a sequence that each rank of the axis `context` holds. A rank holds its chunks
-    in paired order; a single rank holds the sequence as it is."""
+    """The tokens of a sequence that each rank of the axis `context` has. A rank has its chunks in
+    paired order; a single rank has the sequence unchanged."""
 
     tokens: int
-    """Tokens of the whole sequence."""
+    """Number of tokens in the whole sequence."""
     chunks: int
     world: World
     """The ranks of the axis."""
 
     def spans_of(self, rank: int) -> tuple[range, ...]:
-        """Return the places in the sequence of each of the rank's chunks, in its order."""
+        """Return the span of indices in the sequence of each of a rank's chunks, in the rank's
+        order."""
         if self.world.size == 1:
             return tuple(
                 contiguous_range(self.tokens, chunk, self.chunks) for chunk in range(self.chunks)
@@ -58,27 +59,27 @@ class TokenLayout:
 
     @cached_property
     def own_spans(self) -> tuple[range, ...]:
-        """The places of each of this rank's chunks, in the order of its tokens."""
+        """The span of indices of each of this rank's chunks, in the order of its tokens."""
         return self.spans_of(self.world.rank)
 
     @cached_property
     def widths(self) -> list[int]:
-        """Tokens in each of this rank's chunks."""
+        """Number of tokens in each of this rank's chunks."""
         return list(map(len, self.own_spans))
 
     @cached_property
     def counts(self) -> list[int]:
-        """Tokens of each rank."""
+        """Number of tokens of each rank."""
         return [sum(map(len, self.spans_of(rank))) for rank in range(self.world.size)]
 
     @property
     def local(self) -> int:
-        """Tokens of this rank."""
+        """Number of tokens of this rank."""
         return self.counts[self.world.rank]
 
     @cached_property
     def places(self) -> Tensor:
-        """The place in the sequence of each of this rank's tokens."""
+        """The index in the sequence of each of this rank's tokens."""
         return self.places_of(self.world.rank)
 
     def places_of(self, rank: int) -> Tensor:
@@ -88,27 +89,28 @@ class TokenLayout:
 
     @cached_property
     def gathered_places(self) -> Tensor:
-        """The place in the sequence of each token of all ranks, in rank order."""
+        """The index in the sequence of each token of all ranks, in rank order."""
         return torch.cat([self.places_of(rank) for rank in range(self.world.size)])
 
     @cached_property
     def true_order(self) -> Tensor:
-        """The indices that bring all ranks' tokens, in rank order, into the sequence's order."""
+        """The indices that sort the tokens of all ranks, given in rank order, into the order of the
+        sequence."""
         return torch.argsort(self.gathered_places)
 
     def take(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of a tensor that has all of them along `dim`."""
+        """Return this rank's tokens of a tensor that has all tokens along `dim`."""
         return tensor if self.world.size == 1 else tensor.index_select(dim, self.places)
 
 
 def chosen_exchange(
     exchange: Literal["auto", "keys", "heads"], *, heads: int, key_heads: int, ranks: int
 ) -> Literal["keys", "heads"]:
-    """Return the exchange that sends fewer bytes, if `exchange` is auto.
+    """Return `exchange`; if it is "auto", the exchange that sends fewer bytes.
 
-    With A bytes of one activation and N ranks, a rank sends in forward and backward
-    4 (1 + g) A (N - 1) / N² for `heads`, and 6 g A (N - 1) / N for `keys`, with g key heads a head.
-    `heads` needs key heads that N divides.
+    With A bytes in one activation, N ranks, and g key heads per query head, a rank sends in forward
+    and backward 4 (1 + g) A (N - 1) / N² bytes for `heads`, and 6 g A (N - 1) / N for `keys`.
+    `heads` is possible only if N divides the number of key heads.
     """
     if exchange != "auto":
         return exchange
@@ -121,8 +123,8 @@ def attend_by_keys(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
     """Return `attend(query, all keys, all values)`, in the sequence's order. Every rank calls it.
-    What the attention saves of keys and values is dropped, and gathered again in the backward,
-    except where activations are checkpointed: then it is gathered again anyway."""
+    The keys and values that the attention saves are dropped, and gathered again in the backward,
+    except under activation checkpointing, where the recomputation gathers them anyway."""
     keys, values = key, value
     if layout.world.size > 1:
         whole = gather_tokens(layout, torch.cat([key, value], -1), 2)
@@ -138,8 +140,9 @@ def attend_by_keys(
 def attend_by_heads(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend
 ) -> Tensor:
-    """Return the attention of this rank's tokens, of which `attend` computes all tokens in some of
-    the heads. Every rank calls it. The number of ranks divides the heads of keys and of queries."""
+    """Return the attention of this rank's tokens. On each rank, `attend` computes all tokens in
+    some of the heads. Every rank calls it. The number of ranks must divide the numbers of key heads
+    and of query heads."""
     world = layout.world
     if world.size == 1:
         return attend(query, key, value)
@@ -176,7 +179,8 @@ def _with_tokens(tensor: Tensor, tokens: int) -> tuple[int, ...]:
 def _exchanged(
     world: World, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Tensor]]:
-    """Give each rank its tensors of `parts`. Return those of each rank, in the shapes given."""
+    """Send each rank its tensors in `parts`. Return the tensors received from each rank, in the
+    given shapes."""
     several = len(parts[0])
     flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
         world,
@@ -188,7 +192,8 @@ def _exchanged(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Gives each rank `several` tensors, in one collective; the backward returns the gradients."""
+    """Sends each rank `several` tensors, in one collective; the backward sends the gradients
+    back."""
 
     @staticmethod
     def forward(
@@ -215,14 +220,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _sums(sizes: Sequence[int], several: int) -> list[int]:
-    """Sum `several` sizes at a time."""
+    """Return the sums of consecutive groups of `several` sizes."""
     ends = list(accumulate(sizes, initial=0))[::several]
     return [stop - start for start, stop in pairwise(ends)]
 
 
 class _GatherRows(torch.autograd.Function):
     """Gathers the rows of all ranks, in rank order; the backward sums the gradients of a row in
-    rank order too, so that its bits do not depend on timing."""
+    rank order too, so that the bits do not depend on timing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors that a backward makes again instead of keeping them."""
+"""Tensors that are made again in the backward, instead of being kept."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ Make = Callable[[], Tensor]
 
 
 class Remade:
-    """Inside the context, autograd keeps no added tensor, or view of one: a backward makes it
-    again, and keeps it until it has used all that was saved of it. Other tensors go to the hooks of
-    the context around. Enter it once, for the forward of one attention."""
+    """Inside the context, autograd does not keep tensors that were added, or views of them: a
+    backward makes such a tensor again, and keeps it until all of its saved views have been used.
+    Other tensors are passed to the hooks of the surrounding context. Enter it once, for the forward
+    of one attention."""
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}
         self._hooks: saved_tensors_hooks | None = None
 
     def add(self, tensor: Tensor, make: Make) -> None:
-        """`make` returns the tensor, or a view of it, again, in the same order in memory. With
-        collectives in it, every rank adds the same tensors."""
-        # the source keeps the tensor, so that no other gets its address
+        """Add a tensor. `make` returns it (or a view of it) again, with the same order in memory.
+        If `make` calls collectives, every rank must add the same tensors."""
+        # the source keeps the tensor alive, so that no other tensor gets its address
         self._sources[storage_address(tensor.untyped_storage())] = _Source(make, tensor)
 
     def drop(self, tensor: Tensor) -> None:
@@ -89,7 +90,7 @@ class _Source:
 
 
 class _Saved:
-    """A view of a tensor that is made again."""
+    """A saved view of a tensor that is made again."""
 
     def __init__(self, source: _Source, view: Tensor) -> None:
         source.saved += 1

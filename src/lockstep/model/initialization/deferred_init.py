@@ -1,11 +1,11 @@
 """Deferred initialization: a model is built without values, and the initial value of each tensor is
-computed alone.
+computed separately.
 
 Under `KeyedInit` each random operation draws from a generator seeded by the operation's number, so
 its result does not depend on earlier operations. `DeferredModel.build` runs the user's factory on
 fake tensors and logs every operation that writes; `materialize` replays only the operations on
-which one tensor depends. Tensors made from values (lists, NumPy, a file), and results of such
-tensors alone, have their values at once. If Python asks for a value (`.item()`, `if mask.any():`),
+which one tensor depends. Tensors made from values (lists, NumPy, a file), and results computed from
+such tensors only, have their values at once. If Python needs a value (`.item()`, `if mask.any():`),
 it is computed from the log."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class DeferredModel:
     """A model without storage, whose tensors can be computed one at a time."""
 
     module: Any
-    """The factory's model: parameters and buffers on the meta device, other tensors with their
-    values."""
+    """The model that the factory made: its parameters and buffers are on the meta device, other
+    tensors have their values."""
 
     def __init__(
         self,
@@ -61,18 +61,20 @@ class DeferredModel:
         self.module = module
         self._log = log
         self._sources = sources
-        self._tensors = tensors  # so that no other tensor gets the identity of one of them
+        # keeps them alive, so that no other tensor gets the id of one of them
+        self._tensors = tensors
         self._names = {
             name: tensor
             for named in (module.named_parameters, module.named_buffers)
             for name, tensor in named(remove_duplicate=False)
         }
         self.names = {id(tensor): name for name, tensor in reversed(self._names.items())}
-        """The first name of each parameter and buffer, by its identity in `module`."""
+        """The first name of each parameter and buffer of `module`, by its id."""
 
     @classmethod
     def build(cls, factory: Callable[[], Any], key: int) -> DeferredModel:
-        """Run `factory` without computing its tensors. Raises `CannotDefer`, also if it fails."""
+        """Run `factory` without computing its tensors. Raises `CannotDefer` if that is not
+        possible, or if `factory` raises."""
         recorder = InitRecorder(key)
         with _older_objects_frozen():
             try:
@@ -81,14 +83,14 @@ class DeferredModel:
                     fake_parameters_keep_class(recorder.fake_class, recorder.is_fake),
                     warnings.catch_warnings(),
                 ):
-                    # copy.deepcopy does
+                    # copy.deepcopy causes this warning
                     warnings.filterwarnings(
                         "ignore", message="Accessing the data pointer of FakeTensor"
                     )
                     module = factory()
             except Exception as error:
                 raise CannotDefer(_reason(error, recorder)) from error
-            # the factory caught the error, and took another branch than with values
+            # the factory caught the error, and took a different branch than with values
             if recorder.failure is not None:
                 raise CannotDefer(_reason(recorder.failure, recorder)) from recorder.failure
             if not isinstance(module, nn.Module):
@@ -99,17 +101,17 @@ class DeferredModel:
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of the values from NumPy, lists and files, which stay in memory as long as this
-        object."""
+        """Number of bytes of values from NumPy, lists and files, which stay in memory as long as
+        this object."""
         made = sum(value.nbytes() for value in self._log.constants.values())
         given = (each for each in self._sources.values() if isinstance(each, Tensor))
         return made + sum(each.nbytes for each in given)
 
     @torch.no_grad()
     def materialize(self, tensor: str | Tensor) -> Tensor:
-        """Compute one parameter or buffer, given as its name or the module's tensor, as a new plain
-        tensor on the CPU. Needs memory only for this tensor and its dependencies. Torch's default
-        generator keeps its state."""
+        """Compute one parameter or buffer, given by its name or as the module's tensor. Returns a
+        new plain tensor on the CPU. Needs memory only for this tensor and its dependencies, and
+        does not change the state of torch's default generator."""
         meta = self._names[tensor] if isinstance(tensor, str) else tensor
         source = self._sources[id(meta)]
         if isinstance(source, Tensor):
@@ -119,8 +121,8 @@ class DeferredModel:
 
 
 def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder) -> DeferredModel:
-    """Move parameters and buffers to the meta device, and give the factory's other tensors their
-    values, in place."""
+    """Move parameters and buffers to the meta device, and fill other tensors of the factory with
+    their values, in place."""
     named = {
         id(tensor): (name, tensor)
         for name, tensor in (*module.named_buffers(), *module.named_parameters())
@@ -146,7 +148,7 @@ def _finish(cls: type[DeferredModel], module: nn.Module, recorder: InitRecorder)
 @contextmanager
 def _older_objects_frozen() -> Iterator[None]:
     """Exclude older objects, such as torch's modules, from the search for the factory's tensors."""
-    if is_frozen():  # somebody has frozen objects before: they could not be told apart
+    if is_frozen():  # objects were frozen before, and could not be told apart
         yield
         return
     gc.freeze()
@@ -185,8 +187,8 @@ def _check(recorder: InitRecorder, tensors: list[tuple[str, Any]]) -> None:
 
 
 def _reason(error: Exception, recorder: InitRecorder) -> str:
-    """Return the failed operation, and the last line outside torch and this package that led to
-    it."""
+    """Return text with the failed operation, and the last line outside of torch and this package
+    that led to it."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -199,8 +201,8 @@ def _reason(error: Exception, recorder: InitRecorder) -> str:
 
 
 def replace_contents(tensor: Any, new: Any) -> Any:
-    """Exchange two tensors' contents; `tensor` keeps identity, class and attributes. Returns its
-    former contents."""
+    """Exchange the contents of two tensors; `tensor` keeps its id, class and attributes. Returns
+    the tensor with its former contents."""
     kind = _plain_class(tensor)
     if issubclass(kind, nn.Parameter):
         new = make_subclass(kind, new, tensor.requires_grad)

@@ -1,4 +1,5 @@
-"""A model with its initial values, computed at once, or later for the tensors of this rank."""
+"""A model with its initial values, which are computed at once, or later for the tensors of this
+rank only."""
 
 from __future__ import annotations
 
@@ -29,17 +30,18 @@ from lockstep.model.initialization.recorder import CannotDefer
 
 @dataclass(slots=True)
 class InitialModel:
-    """A model from its factory, deferred if the plan shards or splits it and if the factory allows
-    that."""
+    """A model from its factory. Its initialization is deferred if the plan shards or splits the
+    model, and the factory allows it."""
 
     module: Any
     deferred: DeferredModel | None
     """Computes the values of single tensors; None if the module was initialized at once."""
     reason: str | None
-    """Why the module was initialized at once although the plan defers; else None."""
+    """The reason why the module was initialized at once although the plan defers it; else None."""
 
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums of the values computed on this rank, by name, if there are other ranks."""
+    """Checksums of the values that were computed on this rank, by name, if there are other
+    ranks."""
     given: frozenset[str] = frozenset()
     """First names of the tensors whose values are loaded later; their initial values are not
     computed."""
@@ -49,8 +51,8 @@ class InitialModel:
         cls, factory: Callable[[], Any], key: int, mesh: Mesh, *, without_values: bool = False
     ) -> InitialModel:
         """Call the factory. The values depend on `key` alone, not on the plan. Every rank calls it.
-        `without_values`: leave tensors empty, and call a factory that cannot be deferred under the
-        caller's modes. Raises `RecipeError` if two ranks' models differ in their structure."""
+        `without_values`: leave tensors empty; a factory that cannot be deferred is called under the
+        modes of the caller. Raises `RecipeError` if the models of two ranks differ in structure."""
         deferred, reason = None, None
         if mesh.torch_mesh is not None or without_values:
             try:
@@ -59,7 +61,8 @@ class InitialModel:
             except CannotDefer as error:
                 reason = str(error)
             reason = next(filter(None, mesh.world.gather_values(reason)), None)
-            deferred = deferred if reason is None else None  # if one rank cannot defer, none does
+            # if one rank cannot defer, no rank does
+            deferred = deferred if reason is None else None
         initial = cls(
             build(factory, key) if deferred is None else deferred.module, deferred, reason
         )
@@ -71,8 +74,8 @@ class InitialModel:
         return initial
 
     def materialize(self, part: nn.Module, device: torch.device) -> None:
-        """Give a part's meta parameters and buffers their values, under all their names in the
-        model."""
+        """Replace the meta parameters and buffers of a part by tensors with values, under all of
+        their names in the model."""
         if self.deferred is None:
             return
         values = {
@@ -87,8 +90,8 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts for `check_values`, which compares them with the rank
-        that holds them."""
+        """Compute the values of these parts for `check_values`, which compares them with those of
+        the rank that holds the parts."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)
@@ -97,8 +100,8 @@ class InitialModel:
                         self.checksums[name] = tensor_checksum(self.deferred.materialize(tensor))
 
     def check_values(self, world: World) -> None:
-        """Raise `RecipeError` on all ranks if two have different values of a tensor. Every rank
-        calls it."""
+        """Raise `RecipeError` on all ranks if two ranks have different values for a tensor. Every
+        rank calls it."""
         check_checksums(self.checksums, world)
 
     def _value(self, tensor: Tensor, deferred: DeferredModel, device: torch.device) -> Tensor:

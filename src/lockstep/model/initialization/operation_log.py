@@ -1,6 +1,6 @@
-"""The log of all operations that wrote to a storage, and the replay of the ones on which a tensor
-depends. The log knows storages; a view is a storage with size, strides and offset. So views need no
-entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q`
+"""The log of all operations that wrote to a storage, and the replay of those on which a tensor
+depends. The log contains storages; a view is a storage with size, strides and offset. So views need
+no entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q`
 need no special rule."""
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class LoggedOperation:
     reads: frozenset[int]
     writes: frozenset[int]
     fresh: frozenset[int]
-    """The storages whose former contents do not affect it."""
+    """The storages whose former contents do not affect the operation."""
     number: int | None
     generator: Tensor | None
     dtype: torch.dtype
-    """Torch's default dtype when it ran."""
+    """Torch's default dtype when the operation ran."""
 
 
 class OperationLog:
@@ -82,10 +82,10 @@ class OperationLog:
         self._entries: list[LoggedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self.storages: dict[int, Any] = {}
-        """The storages seen, by address. They are kept alive so that addresses stay unique; fake
-        ones have no memory."""
+        """The storages that occurred, by address. They are kept alive, so that addresses stay
+        unique; fake storages have no memory."""
         self.constants: dict[int, torch.UntypedStorage] = {}
-        """The values of storages that no operation writes."""
+        """The values of storages that no operation has written."""
 
     def keep(self, storage: Any) -> int:
         address = storage_address(storage)
@@ -102,8 +102,8 @@ class OperationLog:
         return view.offset == 0 and is_full and _is_dense(view)
 
     def replay(self, views: Iterable[StorageView]) -> list[Tensor]:
-        """Run the operations on which `views` depend again. Return their values at the end of the
-        log."""
+        """Run again the operations on which `views` depend. Return the values of the views at the
+        end of the log."""
         views = list(views)
         wanted = {view.storage for view in views}
         chosen = self._slice(wanted)
@@ -130,7 +130,7 @@ class OperationLog:
     def _slice(self, wanted: set[int]) -> list[int]:
         """Return the indices of the entries on which the storages depend, ascending."""
         chosen: set[int] = set()
-        live: set[int] = set()  # for each of these exactly one pair is in next_writes
+        live: set[int] = set()  # each of these has exactly one pair in next_writes
         next_writes: list[tuple[int, int]] = []
 
         def follow(storage: int, before: int) -> None:

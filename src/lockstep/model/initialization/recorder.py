@@ -1,4 +1,4 @@
-"""The dispatch modes in which a model's factory runs: keyed random operations, and a log of
+"""The dispatch modes in which a model's factory runs: one keys random operations, one logs
 writes."""
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class CannotDefer(LockstepError):
 
 class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Seeds torch's default CPU generator with `key(key, n)` before the n-th random operation
-    inside the context. An operation with its own generator draws from it; `torch.manual_seed`
+    inside the context. An operation that is given a generator draws from that; `torch.manual_seed`
     inside has no effect. Python's and NumPy's generators are seeded once at the start, and all
     three once at the end. Operations in other threads, and on devices other than the CPU, are not
     covered."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else each operation goes through torch._dynamo, whose import takes a second
+        # otherwise each operation goes through torch._dynamo, whose import takes a second
+        return False
 
     def __init__(self, key: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +70,8 @@ class KeyedInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
-    """Logs operations without values; runs operations on tensors that have values."""
+    """Logs operations on tensors without values; executes operations on tensors that have
+    values."""
 
     def __init__(self, key: int) -> None:
         super().__init__(key)
@@ -92,7 +94,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         )
 
     def values(self, tree: Any) -> Any:
-        """Return `tree` with the values of its tensors."""
+        """Return `tree` with each fake tensor replaced by its value."""
         views = [self.view(item) for item in tensor_leaves(tree) if self.is_fake(item)]
         values = iter(self.log.replay(views))
         return tree_map(lambda item: next(values) if self.is_fake(item) else item, tree)
@@ -121,7 +123,7 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         state = None
         if given is not None:
             state = given.get_state()
-            # for its effect on the generator
+            # executed for its effect on the generator
             self._now(func, self.values(args), self.values(kwargs), None)
         args, kwargs = tree_map(self._constant, (args, kwargs))
         try:
@@ -140,8 +142,8 @@ class InitRecorder(KeyedInit):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _constant(self, item: Any) -> Any:
-        """Return a fake tensor for a tensor with values, and copy its present values: NumPy may
-        change them unseen."""
+        """Return a fake tensor for a tensor with values, and copy the current values, because NumPy
+        may change them unnoticed."""
         if not isinstance(item, Tensor) or self.is_fake(item):
             return item
         copy = item.detach().clone()

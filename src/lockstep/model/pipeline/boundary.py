@@ -14,30 +14,30 @@ from lockstep.base.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoss:
-    """A microbatch's loss, as scalars: the backward accumulates the gradient of `grad_output *
+    """The loss of a microbatch, as scalars. The backward accumulates the gradient of `grad_output *
     total`."""
 
     total: Tensor
     grad_output: Tensor
     record: Sequence[Tensor | float]
-    """Numbers that are sent to every rank, such as the loss's value and weight."""
+    """Numbers that are sent to every rank, such as the value and the weight of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
-    """One microbatch. Every rank has the same ones in the same order; a rank may pass anything for
-    functions that it does not call."""
+    """One microbatch. Every rank has the same microbatches in the same order; a rank may pass
+    anything for functions that it does not call."""
 
     position: tuple[int, ...]
-    """The start of its random streams, see `ModuleRandomStreams.start`."""
+    """The key of its random streams, see `ModuleRandomStreams.start`."""
     inputs: Callable[[], Any]
-    """The first part's arguments: a tuple, a dict of keywords, or one tensor. Called twice, on the
-    first rank."""
+    """Returns the arguments of the first part: a tuple, a dict of keywords, or one tensor. Called
+    twice, on the first rank."""
     score: Callable[[Any], Any]
-    """(output) -> `PipelineLoss`, or anything in a forward without backward. Called on the last
-    rank."""
+    """(output) -> `PipelineLoss`; in a forward without backward it may return anything. Called on
+    the last rank."""
     is_dummy: bool = False
-    """True if it is computed only for other ranks' collectives."""
+    """True if the microbatch is computed only because of other ranks' collectives."""
 
 
 class Boundary(NamedTuple):
@@ -52,8 +52,8 @@ class Boundary(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
-        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a part is
-        no tensor."""
+        """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a member of
+        it is not a tensor."""
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
@@ -89,7 +89,8 @@ class Boundary(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """All but the shapes: the same for all microbatches in one call of a schedule."""
+        """Everything except the shapes. It is the same for all microbatches in one call of a
+        schedule."""
         return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -118,20 +119,20 @@ class Boundary(NamedTuple):
 
 
 def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return received tensors so that the first part may change them in place, and their gradients
-    can be sent back."""
+    """Return received tensors in a form that the first part may change in place, and whose
+    gradients can be sent back."""
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
-    """Return a stage's output as tensors that can be sent and detached: contiguous, and no
+    """Return a stage's output as tensors that can be sent and detached: contiguous, and not
     views."""
     return _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):
-    """The identity on tensors that share memory with the leaves they come from. Their gradients
-    become contiguous."""
+    """The identity on tensors; the results share memory with the leaves. Gradients become
+    contiguous."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -144,7 +145,7 @@ class _StageInputs(torch.autograd.Function):
 
 
 class _StageOutputs(torch.autograd.Function):
-    """The identity on tensors that are no views."""
+    """The identity on tensors; the results are not views."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,5 @@
-"""Discovery of the shapes that a pipeline's stages exchange, and errors that reach every rank.
+"""Discovery of the shapes that a pipeline's stages exchange, and errors that are raised on every
+rank.
 
 One microbatch of each kind is computed stage by stage. Torch's own shape inference repeats every
 part and the loss for each schedule, and deadlocks if one rank fails."""
@@ -27,7 +28,7 @@ class StageFailed(LockstepError):
 
 
 class PipelineFailure:
-    """The first error on this rank since `clear`. Every rank of the pipeline has one."""
+    """The first error on this rank since `clear`. Every rank of the pipeline has such an object."""
 
     def __init__(self, world: World) -> None:
         self.error: Exception | None = None
@@ -45,13 +46,13 @@ class PipelineFailure:
 
     def raise_if_any(self) -> None:
         """Raise on every rank if any rank has an error. Every rank calls it."""
-        # exchanged between hosts, which do not wait for their devices
+        # exchanged between hosts, without waiting for their devices
         if self._world.any(self.error is not None):
             self.raise_known()
 
     def raise_known(self) -> None:
-        """Raise this rank's error, or the first of another rank. Every rank calls it once all know
-        of an error."""
+        """Raise the error of this rank, or the first error of another rank. Every rank calls it
+        once all know that there is an error."""
         mine, self.error = self.error, None
         told = None if mine is None else [type(mine).__name__, str(mine)]
         everyone = self._world.gather_values(told)
@@ -66,8 +67,8 @@ class PipelineFailure:
 
 
 class SequentialCheck:
-    """The parts of a model, and its original forward. Create it before any axis changes the
-    modules' calls."""
+    """The parts of a model, and its original forward. Create it before any axis changes how modules
+    are called."""
 
     def __init__(self, model: nn.Module, parts: Sequence[str]) -> None:
         self._forward = model.forward
@@ -76,9 +77,9 @@ class SequentialCheck:
         self._forwards = {id(module): module.forward for module in model.modules()}
 
     def check(self, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Raise `RecipeError` unless the forward passes each part the output of the one before, and
-        returns the last. `call`: calls a function with the model's inputs. The parts are not
-        computed, so they need no values."""
+        """Raise `RecipeError` unless the forward passes each part the output of the previous part,
+        and returns the last output. `call`: a function that calls its argument with the model's
+        inputs. The parts are not computed, so they need no values."""
         handed: list[_Placeholder] = []
         original: Any = nn.Module.__call__
         known = {id(module) for module in self._modules}
@@ -148,8 +149,8 @@ FAILED = -1
 
 
 class BoundaryDiscovery:
-    """The boundaries of every kind of microbatch so far. Every rank of the pipeline makes the same
-    calls on it."""
+    """The boundaries for every kind of microbatch that has occurred. Every rank of the pipeline
+    makes the same calls on it."""
 
     def __init__(
         self, model: nn.Module, forwards: StageForwards, world: World, failure: PipelineFailure
@@ -163,21 +164,22 @@ class BoundaryDiscovery:
         self._sequential_check = SequentialCheck(model, self._stages.parts)
         self._checked_modes: set[bool] = set()
         self._known: dict[tuple[int, bool], list[Boundary]] = {}
-        """(hash of the inputs' shapes, backward) -> the boundary after each stage but the last."""
+        """(hash of the inputs' shapes, backward) -> the boundary after each stage except the
+        last."""
 
     def routes(
         self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool
     ) -> list[list[Boundary]]:
-        """Return each microbatch's boundaries after the stages but the last. Every rank calls
-        it."""
+        """Return, for each microbatch, the boundaries after all stages except the last. Every rank
+        calls it."""
         keys = [(signature, backward) for signature in self._signatures(microbatches)]
         for index in self._undiscovered(keys):
             self._known[keys[index]] = self._discover(microbatches[index], backward)
         return [self._known[key] for key in keys]
 
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
-        """The first microbatch of each new kind; if ranks run in lockstep, of each kind that is new
-        to any rank."""
+        """The first microbatch of each new kind; if ranks must run the same forwards, of each kind
+        that is new to any rank."""
         if self._forwards.lockstep_ranks is None:
             new_kinds = dict.fromkeys(key for key in keys if key not in self._known)
             return [keys.index(key) for key in new_kinds]
@@ -186,8 +188,8 @@ class BoundaryDiscovery:
         return [index for index, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
-        """A hash of the shapes and types of each microbatch's inputs, from the first rank. Hosts
-        exchange it without waiting for their devices."""
+        """A hash of the shapes and types of each microbatch's inputs, computed on the first rank.
+        Hosts exchange it without waiting for their devices."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
         if self._world.rank == 0:
             try:
@@ -216,7 +218,7 @@ class BoundaryDiscovery:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
-        """Find this microbatch's boundaries by computing its stages one after another. Every rank
+        """Find the boundaries of a microbatch by computing its stages one after another. Every rank
         calls it."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
@@ -239,7 +241,8 @@ class BoundaryDiscovery:
             if described is None:
                 self._failure.raise_known()
             route.append(Boundary.from_json(described))
-            if backward and not any(route[-1].gradients):  # every stage has something to train
+            # every stage must have something to train
+            if backward and not any(route[-1].gradients):
                 raise RecipeError(
                     f"the part {self._stages.last_part(stage)!r} of the model hands on "
                     f"{route[-1].describe()}, so no gradient reaches the trainable parameters up "
@@ -252,8 +255,8 @@ class BoundaryDiscovery:
     def _sent_to_next_stage(
         self, stage: int, value: tuple[Tensor, ...], boundary: Boundary
     ) -> tuple[Tensor, ...]:
-        """Send the value, or receive it. Return the input of the next stage, if it is on this
-        rank."""
+        """Send the value, or receive it. Returns the input of the next stage if that stage is on
+        this rank."""
         source, target = stage % self._stages.ranks, (stage + 1) % self._stages.ranks
         if source == target or self._world.rank not in (source, target):
             return value

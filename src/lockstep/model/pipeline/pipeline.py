@@ -1,10 +1,10 @@
-"""The `pipeline` axis: each rank holds some stages of the model, and microbatches go through all
+"""The `pipeline` axis: each rank has some stages of the model, and microbatches go through all
 stages.
 
-Torch's schedules order the forwards, backwards, sends and receives. Added here: the loss is
-computed in the last stage's forward, with a factor for each microbatch; microbatches of different
-shapes share a schedule; each part draws from its own random stream; and if a forward fails, the
-schedule runs to its end before every rank raises."""
+Torch's schedules order the forwards, backwards, sends and receives. This module adds: the loss is
+computed in the forward of the last stage, with a factor for each microbatch; microbatches of
+different shapes share a schedule; each part draws from its own random stream; and if a forward
+fails, the schedule runs to its end before every rank raises."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from lockstep.plan import Schedule
 
 
 class Pipeline:
-    """The stages of one model on one rank. Every rank of the pipeline makes one, and the same calls
-    on it. `model`: this rank's parts must have values by the first call. `shards`: the ranks in the
-    collectives of a stage's forward, as with sharded parameters; None without collectives."""
+    """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same
+    calls on it. `model`: this rank's parts must have values before the first call. `shards`: the
+    ranks in the collectives of a stage's forward (as with sharded parameters); None without
+    collectives."""
 
     def __init__(
         self,
@@ -74,8 +75,8 @@ class Pipeline:
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
-        """The exchange among a microbatch's slices; None if microbatches are not split over
-        pipelines."""
+        """The exchange of statistics between the slices of a microbatch; None if microbatches are
+        not split over pipelines."""
         return self._forwards.exchange
 
     @exchange.setter
@@ -96,10 +97,10 @@ class Pipeline:
         return (len(self.stages.ranges) - 1) % self.stages.ranks
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
-        """Forward and backward of all microbatches: adds the gradient of Σ grad_output * total to
-        this rank's `.grad`. Returns every microbatch's `PipelineLoss.record`: (microbatches,
-        columns), float64, the same on every rank. If a forward fails, every rank raises; the
-        gradients are then invalid."""
+        """Compute forward and backward of all microbatches. Adds the gradient of Σ grad_output *
+        total to this rank's `.grad`. Returns every microbatch's `PipelineLoss.record`: shape
+        (microbatches, columns), float64, the same on every rank. If a forward fails, every rank
+        raises; the gradients are then invalid."""
         if not microbatches:
             return torch.zeros((0, columns), dtype=torch.float64, device=self.world.device)
         self._run_all(microbatches, backward=True)
@@ -121,7 +122,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[PipelineMicrobatch]) -> list[Any]:
-        """Forward without backward. Returns each microbatch's `score` on the last rank, an empty
+        """Compute the forward only. Returns each microbatch's `score` on the last rank, an empty
         list on the others. All activations between stages are in memory at once: pass a few
         microbatches at a time."""
         if not microbatches:
@@ -194,7 +195,8 @@ class Pipeline:
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank
-        waits for its output; but raise if the forward has collectives, which cannot be replaced."""
+        waits for its output. If the forward has collectives, raise instead, because these cannot be
+        replaced."""
         try:
             return self._compute(stage, local, index, received)
         except Exception as error:
@@ -209,7 +211,7 @@ class Pipeline:
             value = self._forwards.output(stage, microbatch, received, route)
             if stage == len(route):
                 value = microbatch.score(value)
-                # torch frees the graph
+                # without the graph, so that torch frees it
                 self._results[index] = value.record if torch.is_grad_enabled() else value
         if torch.is_grad_enabled() and not microbatch.is_dummy:
             self._after(local)
@@ -229,8 +231,8 @@ class Pipeline:
         )
 
     def _zeros_with_gradient(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Zeros instead of a failed forward's output. The gradient of the received tensors is zero
-        too."""
+        """Return zeros in place of the output of a failed forward. The gradient of the received
+        tensors is zero too."""
         arrived = received_inputs(received) if received else ()
         link = sum(
             (tensor.sum() * 0 for tensor in arrived if tensor.requires_grad),
@@ -252,7 +254,7 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """A stage as torch's pipelining calls it: it holds the stage's parameters."""
+    """The module that torch's pipelining calls for a stage. It holds the stage's parameters."""
 
     def __init__(
         self, parts: Sequence[nn.Module], compute: Callable[[int, tuple[Tensor, ...]], Any]

@@ -1,6 +1,6 @@
-"""A rank's stages of a pipeline: their forwards, one microbatch at a time, and torch's stage,
-extended: microbatches of different shapes, missing gradients noticed, memory freed early. It
-imports torch's schedules, which takes long; only pipelines import it."""
+"""A rank's stages of a pipeline: their forwards, one microbatch at a time, and an extension of
+torch's stage, which allows microbatches of different shapes, handles missing gradients, and frees
+memory early. It imports torch's schedules, which takes long, so only pipelines import it."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ SEVERAL_STAGES_A_RANK: dict[str, Any] = {
 class VariableShapeStage(PipelineStage):
     submod: Any
     routes: Sequence[Sequence[Boundary]]
-    """For each microbatch of the call, the boundary after each stage but the last."""
+    """For each microbatch of the call, the boundary after each stage except the last."""
     losses: list[Tensor]
     first: int
-    """The number of the call's first microbatch."""
+    """The number of the first microbatch in the call."""
     around: Callable[[int], AbstractContextManager[Any]]
-    """The context of a microbatch's backward."""
+    """(microbatch) -> the context for its backward."""
     on_missing_gradient: Callable[[], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.received: dict[int, tuple[Tensor, ...]] = {}
-        """Inputs from the stage before, by microbatch, until its backward."""
+        """Inputs from the previous stage, by microbatch; kept until the microbatch's backward."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:
@@ -78,7 +78,8 @@ class VariableShapeStage(PipelineStage):
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._free(self.args_recv_info[bwd_chunk_id])
-        self._free(self.grad_recv_info.get(bwd_chunk_id, ()))  # an evaluation has none
+        # an evaluation has no gradient buffers
+        self._free(self.grad_recv_info.get(bwd_chunk_id, ()))
         needed = [isinstance(tensor, Tensor) and tensor.requires_grad for tensor in received]
         gradients = stage_input_gradients(self)
         found = gradients.get(bwd_chunk_id, ())
@@ -90,7 +91,8 @@ class VariableShapeStage(PipelineStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Free the graph of the loss, which torch's stage keeps until the end of the call."""
+        """Compute the weight gradients, and free the graph of the loss, which torch's stage would
+        keep until the end of the call."""
         with self.around(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         if self.is_last and self.has_backward:
@@ -124,14 +126,14 @@ class VariableShapeStage(PipelineStage):
 
 
 def _allocates_at_receive(info: Any) -> bool:
-    """True from torch 2.15 on: a stage has a description of what it receives, and no buffer for
-    each microbatch."""
+    """True from torch 2.15 on: a stage then has a description of the tensors that it receives,
+    instead of a buffer for each microbatch."""
     return hasattr(info, "allocate_buffer")
 
 
 class StageForwards:
-    """Calls a stage's parts one after another, with the microbatch's random streams. `shards`: as
-    in `Pipeline`."""
+    """Calls the parts of a stage one after another, with the random streams of the microbatch.
+    `shards`: as in `Pipeline`."""
 
     def __init__(
         self,
@@ -148,7 +150,8 @@ class StageForwards:
             for stage in self.own
         }
         self.exchange: SyncBatchNormExchange | None = None
-        """The exchange among a microbatch's slices; None if microbatches are not split."""
+        """The exchange of statistics between the slices of a microbatch; None if microbatches are
+        not split."""
         self.around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
         self.streams = streams
         self._shards = shards
@@ -160,8 +163,8 @@ class StageForwards:
         received: tuple[Tensor, ...],
         route: Sequence[Boundary],
     ) -> Any:
-        """Return the stage's output. `received`: from the stage before. `route`: the known
-        boundaries."""
+        """Return the stage's output. `received`: tensors from the previous stage. `route`: the
+        known boundaries."""
         parts = self.parts[stage]
         self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
@@ -183,8 +186,8 @@ class StageForwards:
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
-        """Tell SyncBatchNorm which microbatch is computed, in its forward and, for recomputation,
-        in its backward."""
+        """Tell SyncBatchNorm which microbatch is computed: in the forward, and in the backward for
+        recomputation."""
         exchange = self._exchange_in_training
         if exchange is None:
             yield
@@ -209,13 +212,13 @@ def call_with(function: Callable[..., Any], inputs: Any) -> Any:
 
 @contextmanager
 def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore the buffers of `parts` afterwards."""
+    """On leaving, restore the buffers of `parts`."""
     kept = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in kept:
-                # torch counts a version for each write, but for those of BatchNorm
+                # torch counts a version for each write, except for those of BatchNorm
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -20,8 +20,8 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter on several ranks (ascending) of a pipeline: its gradients are summed, and the
-    first rank counts it in the norm."""
+    """A parameter that several ranks of a pipeline have (in ascending order). Its gradients are
+    summed, and only the first rank includes it in the norm."""
 
     name: str
     ranks: tuple[int, ...]
@@ -29,12 +29,12 @@ class SharedParameter:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A model split into stages, of `parts` that run in order. Stage s is on the pipeline's rank s
-    mod `ranks`."""
+    """A model split into stages, which consist of `parts` that run in order. Stage s is on rank s
+    mod `ranks` of the pipeline."""
 
     parts: tuple[str, ...]
     ranges: tuple[range, ...]
-    """The indices in `parts` of each stage's parts."""
+    """For each stage, the indices of its parts in `parts`."""
     ranks: int
     shared_parameters: tuple[SharedParameter, ...]
 
@@ -87,9 +87,10 @@ class Stages:
 
 def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """Return the names of the model's sequential parts, in the order of their calls. Empty if the
-    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise `patterns` name
-    modules: in the order of the patterns, and for one pattern in the model's order. Raises
-    `RecipeError` if these cannot be parts, or leave out a tensor."""
+    order is unknown. The parts of an `nn.Sequential` are its members. Otherwise they are the
+    modules that `patterns` name, in the order of the patterns; modules that match the same pattern
+    are in the model's order. Raises `RecipeError` if these cannot be parts, or leave out a
+    tensor."""
     if patterns is None:
         if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
             return []
@@ -109,8 +110,8 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
 
 
 def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
-    """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum, and then
-    most evenly."""
+    """Split `costs` into `count` non-empty contiguous runs with the smallest maximum sum; of
+    several such splits, the most even one."""
     most = _best(costs, count, lambda cost: cost, max, math.inf)[-1][0]
     table = _best(costs, count, lambda cost: cost * cost, lambda one, other: one + other, most)
     runs: list[range] = []
@@ -124,9 +125,9 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the
-    schedule's name. Torch's 1F1B needs at least as many microbatches as stages; GPipe runs fewer.
-    Its interleaved schedules need a multiple of the number of rounds; the remainder is a second
-    call."""
+    schedule's name. Torch's 1F1B needs at least as many microbatches as stages; fewer are run by
+    GPipe. Torch's interleaved schedules need a multiple of the number of rounds; the remainder is a
+    second call."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -137,8 +138,8 @@ def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int,
 
 
 def check_microbatches(count: int, stages: Stages) -> None:
-    """Raise `RecipeError` if a full global batch has fewer microbatches on a data rank, `count`,
-    than stages."""
+    """Raise `RecipeError` if a full global batch has fewer microbatches on a data rank (`count`)
+    than there are stages."""
     if count < len(stages.ranges):
         raise RecipeError(
             f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer "
@@ -148,8 +149,8 @@ def check_microbatches(count: int, stages: Stages) -> None:
 
 
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
-    """Remove the parameters and buffers outside of these parts. Modules and names of other tensors
-    stay."""
+    """Remove the parameters and buffers outside of these parts. Modules, and the names of the other
+    tensors, do not change."""
     held = {id(tensor) for name in names for tensor in module_tensors(model.get_submodule(name))}
     for module in model.modules():
         for tensors in (own_parameters(module), own_buffers(module)):
@@ -220,8 +221,8 @@ def _shared_parameters(
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:
-    """Group the parts: each group is a part with trainable parameters and the parts without that
-    follow it."""
+    """Group the parts: each group is a part with trainable parameters, and the following parts
+    without any."""
     starts = [place for place, can in enumerate(trainable) if can]
     if not starts:
         return []
@@ -235,9 +236,9 @@ def _best(
     join: Callable[[float, float], float],
     most: float,
 ) -> list[tuple[float, int]]:
-    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop has the
-    least value of costs[:stop] in `row` runs with no sum above `most`, and the start of the last
-    run."""
+    """Dynamic programming over the number of runs. Entry row * (len(costs) + 1) + stop contains the
+    least value for costs[:stop] in `row` runs, none of which has a sum above `most`, and the start
+    of the last run."""
     length, sums = len(costs), list(accumulate(costs, initial=0.0))
     table = [(math.inf, 0)] * ((count + 1) * (length + 1))
     table[0] = (0.0, 0)

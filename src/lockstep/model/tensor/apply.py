@@ -1,9 +1,9 @@
-"""The `tensor` axis: layers' weights are DTensors sharded over the ranks, which compute each
+"""The `tensor` axis: the weights of layers are DTensors, sharded over the ranks that compute each
 microbatch together.
 
-A `colwise` layer gives each rank a shard of its outputs. The `rowwise` layer after it takes such a
-shard and sums over the ranks. Between the two, user code runs on smaller tensors
-(`sharded_features.py`); elsewhere ranks have equal ones.
+A `colwise` layer computes a shard of its outputs on each rank. The `rowwise` layer after it takes
+this shard as input and sums over the ranks. Between the two, user code runs on smaller tensors
+(`sharded_features.py`); elsewhere, ranks have equal tensors.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def tensor_parallel(
     *,
     materialize: Callable[[nn.Module], None],
 ) -> None:
-    """Shard the layers of `model` over `mesh`, one axis, in place. Every rank calls it, before
-    FSDP2 shards the model. `styles`: from `tensor_styles`. `materialize`: called with a layer just
-    before it is sharded; all ranks must get the same values, because nothing is sent. Other
+    """Shard the layers of `model` over `mesh` (one axis), in place. Every rank calls it, before
+    FSDP2 shards the model. `styles`: result of `tensor_styles`. `materialize`: called with a layer
+    just before it is sharded; all ranks must get the same values, because nothing is sent. Other
     parameters without values stay on the meta device. Shared parameters stay shared."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
@@ -83,7 +83,7 @@ def tensor_parallel(
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
     """All-reduce gradients that are partial sums, such as a norm's weight's under `sequence`. Every
     rank of the axis calls it once, after a step's last backward, with zeros for gradients that only
-    others have."""
+    other ranks have."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -95,11 +95,11 @@ def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 class _ShardedLayer:
-    """The hooks of one sharded layer: they place its parameters, its input and its output as its
-    style says."""
+    """The hooks of one sharded layer: they place its parameters, its input and its output according
+    to its style."""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str]) -> None:
-        """`unsharded_now`: names of layers that run at present with full inputs and weights."""
+        """`unsharded_now`: names of the layers that currently run with full inputs and weights."""
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
@@ -183,7 +183,8 @@ class _ShardedLayer:
 
 class _TensorParallelForward:
     """Runs the forward of a module with sharded layers inside, and explains its errors about sizes.
-    `name`: the module's, empty for the model. `layers`: the sharded layers directly inside it."""
+    `name`: name of the module, empty for the model. `layers`: the sharded layers directly inside
+    it."""
 
     def __init__(
         self,
@@ -205,7 +206,8 @@ class _TensorParallelForward:
     def install(self, module: Any) -> None:
         """Replace the forward in a new class of the module, so that a copy of the module runs its
         own forward."""
-        if "forward" in vars(module):  # an attribute of the module, which goes before its class's
+        # a forward that is an attribute of the module has priority over its class's
+        if "forward" in vars(module):
             run = functools.partial(self.run, module, module.forward)
             module.forward = functools.wraps(module.forward)(run)
         else:

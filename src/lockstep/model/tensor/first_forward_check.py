@@ -1,13 +1,13 @@
-"""A check at the first forward: modules with sharded layers inside compute the same as with full
-layers.
+"""A check at the first forward: do modules that contain sharded layers compute the same as with
+full layers?
 
-Code on a shard of the features can be wrong without an error:
-`query.view(batch, length, heads, -1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a
-rank no value at all. So a module's first forward computes it twice more, in evaluation mode and
-without gradients: with sharded and with full layers. Its inputs and outputs must be unsharded. Of
-several equal modules only the first is checked. Meanwhile a rank holds these layers' full weights:
-one attention's, or one MLP's. Both forwards leave out arguments other than tensors and plain values
-(a second forward would lengthen a cache of keys)."""
+Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
+-1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So in its
+first forward a module is computed twice more, in evaluation mode and without gradients: with
+sharded and with full layers. Its inputs and outputs must be unsharded. Of several equal modules,
+only the first is checked. During the check, a rank has the full weights of these layers: those of
+one attention, or of one MLP. Both forwards leave out arguments other than tensors and plain values
+(a second forward would append to a cache of keys)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ all sharded layers' elements."""
 
 
 class FirstForwardCheck:
-    """Compares outputs of sharded and full layers, once for each of `layers`, whose shards the
-    user's code sees. Every rank of the tensor axis makes one. `unsharded_now`: gets the layers that
-    run with full weights."""
+    """Compares the outputs of sharded and full layers, once for each of `layers`: those whose
+    shards the user's code sees. Every rank of the tensor axis makes one. `unsharded_now`: filled
+    with the layers that currently run with full weights."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], unsharded_now: set[str]) -> None:
         self._modules = {name: model.get_submodule(name) for name in layers}
@@ -96,8 +96,8 @@ class FirstForwardCheck:
                     given = tree_map(gather_full, given)
                     with self._whole(inside):
                         whole = _tensors(forward(*given[0], **given[1]))
-                # a module that draws numbers in evaluation mode draws others for a part than for
-                # the whole
+                # a module that draws random numbers in evaluation mode draws different ones for a
+                # part
                 if not drew:
                     self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
@@ -113,7 +113,7 @@ class FirstForwardCheck:
 
     @contextmanager
     def _whole(self, names: list[str]) -> Iterator[None]:
-        """Inside the context, give these layers their full weights, and let them ignore other
+        """While the context is entered, these layers have their full weights and ignore other
         ranks."""
         parts = {name: dict(own_parameters(self._modules[name])) for name in names}
         try:
@@ -174,7 +174,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
-    """Restore torch's generators afterwards. Yields a function that returns True if they have been
+    """On leaving, restore torch's generators. Yields a function that returns True if they have been
     used."""
     devices = {
         leaf.device

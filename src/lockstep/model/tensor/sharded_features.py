@@ -1,8 +1,8 @@
-"""Plain tensors that hold a shard of the features (or heads), between the layers that return and
-take them.
+"""Plain tensors that contain a shard of the features (or heads), between the layer that returns
+them and the layer that takes them.
 
-User code written for full tensors runs there, and `ShardedFeatures` intercepts each torch function
-in it:
+User code between these layers is written for full tensors; `ShardedFeatures` intercepts each torch
+function that it calls:
 
 - The result of a function of a sharded tensor is sharded. If the model returns one, that is an
   error.
@@ -60,8 +60,8 @@ def is_sharded(tensor: Any) -> bool:
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """The identity on an unsharded tensor before it meets a sharded one. Its gradient is summed
-    over the ranks."""
+    """The identity on an unsharded tensor, before it is combined with a sharded one. Its gradient
+    is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,8 +76,7 @@ class _AllReduceGradient(torch.autograd.Function):
 
 
 class ShardedFeatures(TorchFunctionMode):
-    """The mode around the forward of each module with sharded layers inside. It may be entered
-    inside itself."""
+    """The mode around the forward of each module with sharded layers inside. It may be nested."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -155,8 +154,7 @@ class ShardedFeatures(TorchFunctionMode):
         return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
-        """Return the computation of a dropout that drops anything; None if `func` is something
-        else."""
+        """Return the computation if `func` is a dropout that drops something; else None."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func not in DROPOUT:
@@ -189,7 +187,8 @@ class ShardedFeatures(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Callable[[], Tensor] | None:
-        """Attention on a CPU with dropout, step by step, with the mask of all heads."""
+        """Return the computation of attention with dropout on a CPU, step by step, with the dropout
+        mask of all heads."""
         if not dropout_p:
             return None
         if query.device.type != "cpu" or not is_sharded(query):
@@ -224,8 +223,8 @@ class ShardedFeatures(TorchFunctionMode):
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` with this rank's seed. The default generators advance equally on all
-        ranks."""
+        """Call `func` with this rank's seed. The default generators advance by the same amount on
+        all ranks."""
         device = next(_tensors(args, kwargs)).device
         seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
         with accelerator.preserved_generators(device):
@@ -235,7 +234,7 @@ class ShardedFeatures(TorchFunctionMode):
 
 def checked_output(output: Any, name: str) -> Any:
     """Return a model's output with all DTensors gathered except `ShardedLogits`. Raises
-    `RecipeError` for a plain tensor that is sharded."""
+    `RecipeError` if a plain tensor in it is sharded."""
 
     def leave(item: Any) -> Any:
         if is_sharded(item):
@@ -250,7 +249,7 @@ def checked_output(output: Any, name: str) -> Any:
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors among a call's arguments, and in lists and tuples among them."""
+    """Yield the tensors among the arguments of a call, including those in lists and tuples."""
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):
             yield item
@@ -259,7 +258,8 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _mapped(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Return a call's arguments with `change` applied to each, also in lists, tuples and dicts."""
+    """Return the arguments of a call with `change` applied to each, including those in lists,
+    tuples and dicts."""
     if isinstance(nest, dict):
         return {name: _mapped(change, item) for name, item in nest.items()}
     if type(nest) in (list, tuple):

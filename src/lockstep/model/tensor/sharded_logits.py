@@ -1,6 +1,6 @@
 """Logits whose classes are sharded over the tensor axis: the output of the style `loss`. Their
-cross-entropy is computed on shards and sends three numbers a token. Other operations gather the
-logits."""
+cross-entropy is computed on shards, and communicates three numbers per token. Other operations
+gather the logits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KEEPS_CLASSES = frozenset(
         "_is_view",
     ]
 )
-"""Names of functions that compute nothing: their result is still sharded, or no tensor."""
+"""Names of functions that compute nothing: their result is still sharded, or is not a tensor."""
 WRITES = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 """Names of functions that change a tensor in place."""
 
@@ -93,7 +93,7 @@ def as_sharded_logits(item: Any) -> Any:
 
 
 def gather_full(item: Any) -> Any:
-    """Gather a DTensor into a plain tensor with a gradient; return anything else unchanged."""
+    """Gather a DTensor into a plain tensor, with a gradient; return anything else unchanged."""
     if not isinstance(item, DTensor):
         return item
     return local_shard(item.redistribute(placements=[Replicate()] * item.device_mesh.ndim))
@@ -113,7 +113,8 @@ class _LocalShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # where the code after the layer transposes, it is not; layers' own backwards count on it
+        # the gradient is not contiguous if the code after the layer transposes, but the layer's
+        # backward relies on it
         gradient = gradients[0].contiguous()
         stride = make_contiguous_strides_for(ctx.shape)
         return DTensor.from_local(
@@ -122,7 +123,8 @@ class _LocalShard(torch.autograd.Function):
 
 
 def _is_simple(arguments: tuple[Any, ...]) -> bool:
-    """True if no argument is a tensor, or what torch converts to one (a list of indices)."""
+    """True if no argument is a tensor, or something that torch converts to a tensor (a list of
+    indices)."""
     return not any(
         isinstance(item, Tensor | list) or (isinstance(item, tuple) and not _is_simple(item))
         for item in arguments
@@ -158,8 +160,8 @@ def _cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(..., this rank's classes) logits, (...) targets, (...) True if it counts -> (...) losses, 0
-    if it does not."""
+    """Cross-entropy. Inputs: logits (..., this rank's classes), targets (...), a mask (...) of
+    targets that count. Output: losses (...), 0 where the mask is False."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any) -> Tensor:

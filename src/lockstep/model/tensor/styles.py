@@ -1,5 +1,5 @@
-"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module, also
-of layers that peft has wrapped in LoRA adapters. No communication."""
+"""The styles of the `tensor` axis: patterns of module names, and the sharding of each module,
+including layers that peft has wrapped in LoRA adapters. No communication."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ class Style:
     heads)."""
 
     kinds: tuple[str, ...]
-    """The kinds of module that it applies to: `linear` (also `Conv1D` of transformers),
+    """The kinds of module to which the style applies: `linear` (also `Conv1D` of transformers),
     `embedding`, `any`."""
     shards: Literal["outputs", "inputs", "nothing"]
-    """The dim of the weight that is sharded: the layer's outputs, or its inputs (an embedding's
+    """The dim along which the weight is sharded: the layer's outputs, or its inputs (an embedding's
     vocabulary)."""
     input_layout: Literal["replicated", "sharded", "sequence"]
-    """`sequence`: this rank's shard of dim 1."""
+    """Layout of the input. `sequence`: this rank's shard of dim 1."""
     output_layout: Literal["replicated", "sharded", "sequence", "classes"]
-    """`sequence` and `classes` are DTensors, sharded along dim 1 and along the last dim."""
+    """Layout of the output. `sequence` and `classes` are DTensors, sharded along dim 1 and along
+    the last dim."""
     slices_input: bool = False
-    """True if the input is full and the layer takes this rank's shard of it."""
+    """True if the input is a full tensor, of which the layer takes this rank's shard."""
 
     @property
     def exposes_shards(self) -> bool:
@@ -69,13 +70,14 @@ HUGGING_FACE = {
     "replicated": "replicated",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""Styles by their names in transformers."""
+"""Name of a style in transformers -> style."""
 
 SAME_SHARDS: Mapping[str, Mapping[int | None, str]] = {
     "embedding": {0: "embedding", 1: "colwise_gathered"},
     "linear": {0: "vocabulary", 1: "rowwise_split"},
 }
-"""Kind of a layer without a style -> dim of its shared weight that is sharded -> its style."""
+"""Kind of a layer without a style -> the dim along which its shared weight is sharded -> the style
+to give it."""
 HEADS = re.compile(r"(n|num|number_of)?_?((attention|key_value|kv|q|query)_)?n?heads?")
 FUSED = re.compile(
     r"(^|[._])(qkv|w?qkv_?proj|query_key_value|c_attn|in_proj|gate_up(_proj)?)$", re.IGNORECASE
@@ -85,15 +87,15 @@ FUSED = re.compile(
 
 def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
     """Return the style of each sharded module, by its name, in the order of the model's modules.
-    Raises `RecipeError`. `given`: `Recipe.tensor`; of several patterns that match, the last one
-    counts. None: the model's `tensor_plan`, or a Hugging Face model's plan. A layer that shares its
+    Raises `RecipeError`. `given`: `Recipe.tensor`; if several patterns match, the last one is used.
+    None: the model's `tensor_plan`, or the plan of a Hugging Face model. A layer that shares its
     weight (tied embeddings) gets the matching style."""
     source, patterns = _source(model, given)
     chosen = styles_with_adapters(model, _matched(model, source, patterns))
     _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
-        # transformers knows how its own layers lie
+        # transformers knows the layout of its own layers
         if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):
             raise RecipeError(
                 f"the style {style!r} for {name!r}, which by its name stacks several matrices; a "
@@ -122,8 +124,8 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
 
 
 def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
-    """Return the source of the patterns, for errors, and the patterns, with our styles for Hugging
-    Face's."""
+    """Return the source of the patterns (for errors), and the patterns, with lockstep's styles in
+    place of Hugging Face's."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
@@ -166,7 +168,7 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
                 f"{source} has {pattern!r}: {style!r}, an unknown style; known are"
                 f" {', '.join(STYLES)}"
             )
-        # a plan of transformers may name layers of other models
+        # a plan of transformers may name layers that only other models have
         if source or any(fnmatchcase(name, pattern) for name in names):
             matching = matching_names(names, pattern, f"{source} has", "blocks.*.query")
             chosen |= dict.fromkeys(matching, style)
@@ -259,8 +261,8 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:
-    """Raise `RecipeError` if the axis does not divide an attention's number of heads: each rank has
-    full heads."""
+    """Raise `RecipeError` if the size of the axis does not divide an attention's number of heads,
+    because each rank has whole heads."""
     children = [
         child
         for own, child in module.named_children()
@@ -304,7 +306,7 @@ def kind_of(module: nn.Module) -> str:
 def is_transposed(module: nn.Module) -> bool:
     """True if it is the linear layer of GPT-2 in transformers, whose weight is (inputs,
     outputs)."""
-    # a layer that FSDP2 gathers alone is of a class that FSDP2 derives from its own
+    # FSDP2 gives a layer that it gathers alone a class derived from its own
     kinds = type(module).__mro__
     return any(kind.__name__ == "Conv1D" for kind in kinds) and hasattr(module, "nf")
 
@@ -332,13 +334,13 @@ _ADAPTER_STYLES = {
     "rowwise": ("rowwise", ""),
     "rowwise_split": ("", ""),
 }
-"""Style of a layer -> styles of its adapter's matrices: features -> rank, and rank -> features. "":
-unsharded."""
+"""Style of a layer -> styles of the two matrices of its adapter (features -> rank, and rank ->
+features). "": unsharded."""
 
 
 def without_adapters(model: Any) -> tuple[str, Any]:
-    """Return the name and the module of the model that peft has wrapped; ("", `model`) for any
-    other."""
+    """Return the name and the module of the model that peft has wrapped; ("", `model`) if it has
+    wrapped none."""
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return "", model
     inner = model.get_base_model()
@@ -346,7 +348,8 @@ def without_adapters(model: Any) -> tuple[str, Any]:
 
 
 def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, with each wrapper's replaced by styles of its layer and adapters."""
+    """Return the styles, where the style of each wrapper is replaced by styles of its layer and
+    adapters."""
     found: dict[str, str] = {}
     for name, style in chosen.items():
         module: Any = model.get_submodule(name)

@@ -1,8 +1,8 @@
 """Seconds of a kernel (a roofline with tiles) and of a collective (latency and bandwidth) on
-devices of data sheets, and the machine that these make.
+devices from data sheets, and the machine that is built from these.
 
-A rate is the data sheet's peak, times the part that the best kernel reaches (`hardware.py`), times
-what was fitted (`fitted.toml`).
+A rate is the peak in the data sheet, times the fraction that the best kernel reaches
+(`hardware.py`), times a fitted factor (`fitted.toml`).
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ from lockstep.planner.trace import ALIGNED, Collective, Operation, sent_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Rates in a training step that data sheets do not give."""
+    """Fitted factors for rates in a training step, which data sheets do not give."""
 
     matmul: Mapping[str, float]
-    """Rate of matrix products in a long run to the data sheet's best, by generation: heat and power
-    hold newer devices back more. `other`: any other."""
+    """Rate of matrix products in a long run, relative to the best in the data sheet, by generation:
+    heat and power limit newer devices more. `other`: any other generation."""
     attention: float
-    """Rate of fused attention to the data sheet's."""
+    """Rate of fused attention, relative to the data sheet's."""
     backward_attention: float
-    """Rate of attention's backward to its forward."""
+    """Rate of the backward of attention, relative to its forward."""
     memory: float
-    """Rate of kernels that move bytes to a plain copy's."""
+    """Rate of kernels that move bytes, relative to a plain copy."""
     inner: float
     """Inner dimension at which a product runs at half its rate."""
     waves: float
-    """Part of a partly filled last wave of tiles that is lost in fact."""
+    """Fraction of a partly filled last wave of tiles that is actually lost."""
     misaligned: float
-    """Rate of a product whose rows are no multiple of 16 bytes."""
+    """Rate of a product whose rows are not a multiple of 16 bytes, relative to an aligned one."""
     misaligned_batch: float
-    """The same of a batch of products, as in attention that is not fused."""
+    """The same for a batch of products, as in attention that is not fused."""
     short_lines: float
-    """Part of a product's rate lost for each halving below 128 of the bytes that divide its
-    rows."""
+    """Fraction of a product's rate that is lost for each factor of 2 by which the power of two that
+    divides its row size is below 128 bytes."""
     eager: float
-    """Bytes that eager element-wise kernels move to those in their list."""
+    """Bytes that eager element-wise kernels actually move, relative to the bytes in their list."""
     contention: float
-    """Part of a collective beside computation that still costs time."""
+    """Fraction of a collective's time, if it overlaps with computation, that still costs time."""
     tensor_overlap: float
-    """Part of tensor parallelism's collectives that overlapping software hides."""
+    """Fraction of tensor parallelism's collectives that overlapping software hides."""
     jitter: float
-    """Part of a step that each doubling of the devices adds, waiting for the slowest."""
+    """Fraction of a step that each doubling of the number of devices adds, because all wait for the
+    slowest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Measured over predicted, for 80% of a source's rows, made without this source."""
+    """Ratio of measured to predicted values for 80% of the rows of a source, fitted without this
+    source."""
 
     low: float
     high: float
@@ -78,29 +80,31 @@ TILES = (
     (64, 128, 0.8),
     (64, 64, 0.6),
 )
-"""Sizes of tiles, and a multiprocessor's rate on each."""
+"""Sizes of tiles, and the relative rate of a multiprocessor on each."""
 ATTENTION_KEYS, ATTENTION_HEAD = 400, 32
-"""Keys, and head dimension, at which fused attention runs at half its rate."""
+"""Number of keys, and head dimension, at which fused attention runs at half its rate."""
 LOADED = 16
-"""A thread loads so many bytes at once, and rows of other multiples in pieces."""
+"""Number of bytes that a thread loads at once; rows that are not a multiple of it are loaded in
+pieces."""
 CONVOLUTION = 0.6
-"""Rate of convolutions to matrix products'."""
+"""Rate of convolutions, relative to matrix products."""
 OVERHEAD_BYTES = 1_300_000_000
 """Memory of a GPU's driver context and libraries."""
 
 
 def operation_seconds(operation: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return the longer of an operation's arithmetic and bytes, at least a kernel's launch."""
+    """Return the time of an operation: the longer of arithmetic and memory traffic, but at least
+    the launch of a kernel."""
     bandwidth = device.memory_bytes_per_second * device.memory_fraction * fitted.memory
     arithmetic = _arithmetic_seconds(operation, device, fitted)
     return max(arithmetic, operation.bytes / bandwidth, device.launch_seconds)
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Return the time of a collective, alone on its links, among ranks that run it together.
+    """Return the time of a collective that uses its links alone.
 
-    Ranks of a node follow each other. A group with several ranks in each node uses all their
-    adapters, as rings and trees do.
+    Ranks of a node are consecutive. A group with several ranks in each node uses the network
+    adapters of all of them, as rings and trees do.
     """
     n = collective.ranks
     if n < 2:
@@ -134,15 +138,15 @@ def _arithmetic_seconds(operation: Operation, device: Device, fitted: Fitted) ->
 
 
 def matmul_rate(product: Operation, device: Device, fitted: Fitted = FITTED) -> float:
-    """Return a product's rate to the best shape's, at most 1."""
+    """Return the rate of a product relative to the best shape, at most 1."""
     *_, k = product.shape
     lost = fitted.waves * (1 / _filled(product.shape, device.multiprocessors) - 1)
     return k / (k + fitted.inner) / (1 + lost) * _aligned(product, fitted)
 
 
 def _aligned(product: Operation, fitted: Fitted) -> float:
-    """Return a product's rate by the power of two that divides its rows' bytes: cores load 16 at
-    once, memory 128."""
+    """Return the relative rate of a product, which depends on the power of two that divides its row
+    size: cores load 16 bytes at once, memory 128."""
     if product.aligned_bytes < LOADED:
         return fitted.misaligned_batch if product.shape[0] > 1 else fitted.misaligned
     rate: float = (1 - fitted.short_lines) ** log2(ALIGNED / product.aligned_bytes)
@@ -151,7 +155,7 @@ def _aligned(product: Operation, fitted: Fitted) -> float:
 
 @cache
 def _filled(shape: tuple[int, ...], multiprocessors: int) -> float:
-    """Return the part of the multiprocessors' time that the best tiles fill."""
+    """Return the fraction of the multiprocessors' time that the best tiles use."""
     batch, m, n, _ = shape
     time = min(
         ceil(batch * ceil(m / a) * ceil(n / b) / multiprocessors) * a * b / rate
@@ -191,13 +195,14 @@ class Machine:
     overhead_bytes: int
     is_gpu: bool = True
     contention: float = 0.0
-    """Part of the communication beside computation that costs time all the same."""
+    """Fraction of communication that still costs time when it overlaps with computation."""
     jitter: float = 0.0
-    """Part of a step that each doubling of the devices adds."""
+    """Fraction of a step that each doubling of the number of devices adds."""
 
     @classmethod
     def of(cls, cluster: Cluster, memory_bytes: int | None) -> Machine:
-        """Return the machine of data sheets. `memory_bytes`: of a device, unless the sheet's."""
+        """Return the machine for a cluster from data sheets. `memory_bytes`: memory of a device;
+        None: as in the data sheet."""
         return cls(
             cluster=cluster,
             costs=Costs(
@@ -219,7 +224,7 @@ class Machine:
 
 @cache
 def host_costs(*, is_compiled: bool = False) -> HostCosts:
-    """Return a host's costs. `is_compiled`: without Python's and autograd's work for each
+    """Return the costs of a host. `is_compiled`: leave out the work of Python and autograd for each
     operation."""
     sheet = _sheet("host.toml")
     launch, marks = sheet["launch"], dict[str, float](sheet["marks"])

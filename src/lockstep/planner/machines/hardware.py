@@ -1,8 +1,8 @@
-"""Devices, links and clusters: data sheets as values, and the text that names a cluster: by data
-sheets, or this machine's accelerators.
+"""Devices, links and clusters: data sheets as values, and parsing of the text that names a cluster,
+which may be this machine's accelerators.
 
-The figures, with sources, are in TOML files in `devices/` and `links/`. The path of a user's file
-with the same keys may be named instead.
+The figures, with sources, are in TOML files in `devices/` and `links/`. A text may also contain the
+path of a user's file with the same keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEEDED: Mapping[str, frozenset[str]] = {
     "peak_flops": frozenset({"float32"}),
     "attention_fraction": frozenset({"flash", "cudnn"}),
 }
-"""Keys that a table of a sheet must have."""
+"""Keys that each table of a data sheet must have."""
 TARGET = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?(\S.*?)(?:\s+over\s+(\S.*?))?\s*")
 THIS = re.compile(r"\s*(?:(\d+)\s*[x×*]\s*)?this\s*")
 
@@ -37,25 +37,25 @@ class Device:
     name: str
     generation: str
     peak_flops: Mapping[str, float] = field(hash=False)
-    """FLOP/s of dense matrix products by operand dtype."""
+    """Peak FLOP/s of dense matrix products, by operand dtype."""
     matmul_fraction: float
-    """Part of the peak that the best shape of a product reaches."""
+    """Fraction of the peak that the best shape of a product reaches."""
     attention_fraction: Mapping[str, float] = field(hash=False)
-    """Part of the peak that fused attention reaches on long sequences, by kernel: `flash`,
+    """Fraction of the peak that fused attention reaches on long sequences, by kernel: `flash`,
     `cudnn`."""
     memory_bytes: int
     memory_bytes_per_second: float
     memory_fraction: float
-    """Part of the bandwidth that a kernel which only moves bytes reaches."""
+    """Fraction of the bandwidth that is reached by a kernel that only moves bytes."""
     launch_seconds: float
-    """Least time of a kernel."""
+    """Shortest time of a kernel."""
     multiprocessors: int
-    """Units that work on a tile each."""
+    """Number of units that each work on a tile."""
     devices_per_node: int
     inside: str
-    """The link between devices of a node."""
+    """Name of the link between devices of a node."""
     between: str
-    """The link between nodes."""
+    """Name of the link between nodes."""
     aliases: tuple[str, ...] = ()
     source: str
 
@@ -64,29 +64,31 @@ class Device:
 class Link:
     name: str
     bytes_per_second: float
-    """One direction, one device."""
+    """Bandwidth in one direction, for one device."""
     fraction: float
-    """Part of the bandwidth that large collectives reach."""
+    """Fraction of the bandwidth that large collectives reach."""
     latency_seconds: float
-    """Time of an empty collective of two ranks."""
+    """Time of an empty collective between two ranks."""
     hop_seconds: float
-    """Added by each further rank; for links between nodes by each doubling of nodes."""
+    """Time that each further rank adds; for links between nodes, that each doubling of the number
+    of nodes adds."""
     few_ranks: float = 0.0
-    """Groups of n ranks take 1 + few_ranks / n times as long, with fewer channels."""
+    """Groups of n ranks take 1 + few_ranks / n times as long, because they use fewer channels."""
     all_reduce_gain: float = 1.0
-    """Rate of an all-reduce inside a node to other collectives': switches that sum."""
+    """Rate of an all-reduce inside a node relative to other collectives, above 1 if switches
+    compute sums."""
     aliases: tuple[str, ...] = ()
     source: str
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of large collectives."""
+        """Bytes per second of large collectives."""
         return self.bytes_per_second * self.fraction
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal devices in nodes, with one link inside and one between nodes."""
+    """Equal devices in nodes, with one kind of link inside nodes and one between them."""
 
     device: Device
     count: int
@@ -95,7 +97,7 @@ class Cluster:
     between: Link
 
     def of(self, count: int) -> Cluster:
-        """Return so many of its devices."""
+        """Return the cluster with only `count` of its devices."""
         return replace(self, count=count, devices_per_node=min(count, self.devices_per_node))
 
 
@@ -173,7 +175,8 @@ def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
 
 
 def is_known_device(name: str) -> bool:
-    """True if a data sheet has this name, with its vendor or without, or it is a file's path."""
+    """True if a data sheet has this name (with or without its vendor), or if the name is the path
+    of a file."""
     return name.endswith(".toml") or _known("devices", name) is not None
 
 
@@ -213,7 +216,7 @@ def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
 
 
 def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
-    """Return the rule that a value breaks."""
+    """Return the rule that a value breaks; None if it breaks none."""
     rule = "it is a string"
     holds = isinstance(value, str)
     if annotation in ("int", "float"):
@@ -238,8 +241,8 @@ def _is_quantity(value: Any, *, is_whole: bool = False, or_zero: bool = False) -
 
 
 def devices_here(text: str) -> tuple[int, str] | None:
-    """Return number and product name of this machine's accelerators that a target names; None if it
-    names others. Raises `PlanError`."""
+    """Return the number and the product name of this machine's accelerators, if a target names
+    them; None if it names others. Raises `PlanError`."""
     match = THIS.fullmatch(text)
     if match is None:
         return None
@@ -262,16 +265,16 @@ def devices_here(text: str) -> tuple[int, str] | None:
 
 
 def cluster_of(text: str) -> Cluster | int:
-    """Return the devices of a target; their number alone if they are this machine's and no data
-    sheet describes them. Raises `PlanError`."""
+    """Return the devices of a target; only their number if they belong to this machine and have no
+    data sheet. Raises `PlanError`."""
     if (here := devices_here(text)) is None:
         return parse_target(text)
     return parse_target(f"{here[0]} x {here[1]}") if is_known_device(here[1]) else here[0]
 
 
 def named(text: str, folder: Path) -> str:
-    """Return the target, with this machine's accelerators named by their data sheet, or by one that
-    is measured into `folder` now. Raises `PlanError`, `LaunchError`."""
+    """Return the target; this machine's accelerators are replaced by the name of their data sheet,
+    or of one that is now measured and written into `folder`. Raises `PlanError`, `LaunchError`."""
     if (here := devices_here(text)) is None:
         return text
     count, name = here

@@ -1,7 +1,7 @@
 """Measures accelerators (matrix products, attention, copies, launches, collectives), and writes
 their data sheets for `--on`.
 
-Sizes double until a call is long enough to be timed, so that slow devices take no longer.
+Sizes are doubled until a call is long enough to be timed, so that slow devices do not take longer.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from lockstep.planner.machines.hardware import Device, Link
 from lockstep.planner.trace import Collective, CollectiveKind, sent_bytes
 
 LONG_SECONDS = 5e-3
-"""A call so long hides its launch."""
+"""A call of this length hides its launch."""
 REPEATS = 5
-"""The shortest call counts, because other load only adds."""
+"""Number of repetitions; the shortest one counts, because other load only adds time."""
 WIDTHS = (512, 1024, 2048, 4096, 8192)
-"""Rows, columns and inner dimension of products."""
+"""Numbers of rows, columns and inner dimension of products."""
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-"""Queries and keys of attention."""
+"""Numbers of queries and keys in attention."""
 HEADS, HEAD_DIM = 16, 128
 COPIED_BYTES = tuple(2**power for power in range(20, 31, 2))
 LAUNCHED = 400
-"""Small kernels of one measurement: fewer than a stream holds before the host waits."""
+"""Number of small kernels in one measurement: fewer than a stream accepts before the host waits."""
 AHEAD_SECONDS = 0.03
-"""The device computes so long, while the host launches the small kernels."""
+"""Time for which the device computes, while the host launches the small kernels."""
 GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 86: "Ampere", 89: "Ada", 90: "Hopper"}
 """10 × major + minor compute capability -> generation."""
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 ALONE, BETWEEN = "PCIe4", "Ethernet-100G"
-"""Links that were not measured: inside a machine with one device, and between machines."""
+"""Links that are assumed, because they cannot be measured: inside a machine with one device, and
+between machines."""
 MEASURED: Mapping[str, CollectiveKind] = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
 }
-"""Collectives that show a link's bandwidth, by the doctor's names."""
+"""Collectives from which a link's bandwidth is computed, by their names in the doctor."""
 Call = Callable[[], Any]
 Timer = Callable[[Call], float]
-"""Returns the seconds of a call on the device."""
+"""A function that returns the seconds that a call takes on the device."""
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
-    """Measure accelerators; write the device's sheet to `path` and the link's beside it. Returns
-    the files. Raises `LaunchError`."""
+    """Measure accelerators. Writes the data sheet of the device to `path`, and that of the link
+    next to it. Returns the files. Raises `LaunchError`."""
     readings = spawn(measure_accelerator, nproc=1)
     sheets: dict[Path, Device | Link] = {}
     inside = ALONE
@@ -72,8 +73,9 @@ def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
 
 
 def timed_collectives(ranks: int) -> list[dict[str, Any]]:
-    """Return the doctor's times of collectives. Raises `LaunchError` without any."""
-    from lockstep.doctor.diagnose import diagnose  # reads Linux's /proc
+    """Return the times of collectives, measured by the doctor. Raises `LaunchError` if there are
+    none."""
+    from lockstep.doctor.diagnose import diagnose  # imported here, because it reads Linux's /proc
 
     diagnosis = diagnose(nproc=ranks)
     rows: list[dict[str, Any]] | None = diagnosis.results.get("timed")
@@ -135,7 +137,7 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> fl
 
 
 def _best_rate(calls: Iterable[tuple[int, Call]], seconds: Timer) -> float:
-    """Return the best rate of calls with their work, until one is long."""
+    """Return the best rate of `calls`, which are (call, work) pairs, up to the first long call."""
     best = 0.0
     for work, call in calls:
         taken = seconds(call)
@@ -156,10 +158,11 @@ def _float32_in_tensor_cores() -> Iterator[None]:
 
 
 def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -> dict[str, float]:
-    """Return causal attention's rate by kernel, or the rate of what torch does instead."""
+    """Return the rate of causal attention by kernel, or the rate of torch's alternative."""
     found = {}
     for kernel, backend in KERNELS.items():
-        with sdpa_kernel(backend), suppress(RuntimeError):  # torch's, where a kernel is missing
+        # torch raises it if it does not have the kernel
+        with sdpa_kernel(backend), suppress(RuntimeError):
             found[kernel] = _attention_rate(dtype, device, seconds)
     return found or {"flash": _attention_rate(dtype, device, seconds)}
 
@@ -185,7 +188,7 @@ def _copy_rate(total_bytes: int, device: torch.device, seconds: Timer) -> float:
 
 
 def _launch_seconds(device: torch.device, seconds: Timer) -> float:
-    """Return the device's time for an empty kernel, with the host ahead."""
+    """Return the device's time for an empty kernel when the host is ahead of the device."""
     large, small = torch.randn(2048, 2048, device=device), torch.ones(1, device=device)
     times = max(1, round(AHEAD_SECONDS / seconds(partial(torch.mm, large, large))))
 
@@ -224,16 +227,16 @@ class GpuReadings:
     memory_bytes: int
     multiprocessors: int
     matmul: Mapping[str, float]
-    """FLOP/s of the best product by dtype; at least `float32`."""
+    """FLOP/s of the best product, by dtype; `float32` is always included."""
     attention: Mapping[str, float]
-    """FLOP/s on a long sequence by kernel: `flash`, `cudnn`, or both."""
+    """FLOP/s of attention on a long sequence, by kernel: `flash`, `cudnn`, or both."""
     attention_dtype: str
     copied_bytes_per_second: float
-    """Read and written."""
+    """Bytes per second of a copy, counting bytes read and written."""
     launch_seconds: float
 
     def device(self, *, devices_per_node: int, inside: str) -> Device:
-        """Return the device. `inside`: name or file of the link in a machine."""
+        """Return the device. `inside`: name or file of the link inside a machine."""
         peak = self.matmul[self.attention_dtype]
         reached = {kernel: rate / peak for kernel, rate in self.attention.items()}
         slowest = min(reached.values())
@@ -261,7 +264,8 @@ class GpuReadings:
 
 
 def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link:
-    """Return the link. `timed`: ranks -> the doctor's rows, for two ranks and perhaps all."""
+    """Return the link. `timed`: number of ranks -> the doctor's rows; for two ranks, and perhaps
+    for all."""
     few, most = min(timed), max(timed)
     latency = {
         ranks: min(row["seconds"] for row in rows if row["collective"] == "all-reduce")
@@ -292,7 +296,7 @@ def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link
 
 
 def as_toml(sheet: Device | Link) -> str:
-    """Return the text of a sheet's file."""
+    """Return a data sheet as TOML text."""
     values = {each.name: getattr(sheet, each.name) for each in fields(sheet)}
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
     lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]
@@ -302,7 +306,7 @@ def as_toml(sheet: Device | Link) -> str:
 
 
 def link_path(path: Path) -> Path:
-    """Return the path of the link's file beside the device's."""
+    """Return the path of the link's file, next to the device's."""
     return path.with_name(f"{path.stem}-link.toml")
 
 
@@ -311,7 +315,8 @@ def _toml(value: Any) -> str:
 
 
 def _rate(rows: Sequence[Mapping[str, Any]], collective: str, ranks: int, latency: float) -> float:
-    """Return the bytes a second of a rank in the largest collective, beyond its latency."""
+    """Return the bytes per second of a rank in the largest collective, after subtracting its
+    latency."""
     sizes = (row for row in rows if row["collective"] == collective)
     row = max(sizes, key=lambda row: row["size_bytes"])
     kind = MEASURED.get(collective, "all_reduce")
