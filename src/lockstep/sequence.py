@@ -1,9 +1,9 @@
 """The tokens of a sequence that each rank of the axis `context` computes: pure arithmetic.
 
-A sequence is cut into chunks whose widths differ by one token at most, so any length can be cut and
+A sequence is cut into chunks whose widths differ by at most one token, so any length can be cut and
 nothing is padded. Ranks take contiguous shares of the chunks in *paired order*: 0, last, 1, last
-but one, … Causal attention costs more the later a token stands, and a pair of chunks costs the same
-as every other, so the ranks' work is equal where their shares are whole pairs.
+but one, … Causal attention costs more for later tokens, and every pair of chunks costs the same, so
+the ranks' work is equal if their shares are whole pairs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lockstep.assignment import contiguous_range
 
 
 def chunk_widths(tokens: int, chunks: int) -> list[int]:
-    """Return the number of tokens of each chunk, in the order of the sequence. Some are 0 if there
-    are fewer tokens than chunks."""
+    """Return the number of tokens of each chunk, in the order of the sequence. Some widths are 0 if
+    there are fewer tokens than chunks."""
     return [len(contiguous_range(tokens, chunk, chunks)) for chunk in range(chunks)]
 
 
@@ -29,14 +29,14 @@ def paired_order(chunks: int) -> list[int]:
 
 def chunks_of(chunks: int, ranks: int, rank: int) -> list[int]:
     """Return the chunks of a rank, in paired order. The shares of all ranks, one after another, are
-    `paired_order`; a power of two of chunks on a power of two of ranks gives each a subtree of the
-    tree over that order (`lockstep.tree`)."""
+    `paired_order`; if the numbers of chunks and of ranks are powers of two, each rank gets a
+    subtree of the tree over that order (`lockstep.tree`)."""
     share = contiguous_range(chunks, rank, ranks)
     return paired_order(chunks)[share.start : share.stop]
 
 
 def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
-    """Return the places in the sequence of each of a rank's chunks, in the order of
+    """Return the range of indices in the sequence of each of a rank's chunks, in the order of
     `chunks_of`."""
     return tuple(
         contiguous_range(tokens, chunk, chunks) for chunk in chunks_of(chunks, ranks, rank)
@@ -45,8 +45,8 @@ def spans(tokens: int, chunks: int, ranks: int, rank: int) -> tuple[range, ...]:
 
 @lru_cache(maxsize=64)
 def places(tokens: int, chunks: int, ranks: int, rank: int) -> NDArray[np.int64]:
-    """Return the place in the sequence of each of a rank's tokens, in the order in which it holds
-    them. Read-only."""
+    """Return the index in the sequence of each of a rank's tokens, in the rank's order. The array
+    is read-only."""
     found = np.concatenate(
         [np.arange(each.start, each.stop) for each in spans(tokens, chunks, ranks, rank)]
     )

@@ -107,7 +107,7 @@ class DownsampledPoint:
     last: int
     count: int
     mean: float
-    """Mean of the finite values. Without any, this, `low` and `high` are NaN."""
+    """Mean of the finite values. If there are none, `mean`, `low` and `high` are NaN."""
     low: float
     high: float
     not_finite: int

@@ -1,5 +1,5 @@
-"""The page of `lockstep plan`: all plans, what their time and memory go to, and what was struck
-out. Pure."""
+"""The page of `lockstep plan`: all plans, how they use time and memory, and the plans that were
+excluded. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from lockstep.planner.forecast import (
 
 
 def plan_page(forecasts: Sequence[Forecast]) -> str:
-    """Return the HTML document. Several targets: a table of their best plans comes first."""
+    """Return the HTML document. If there are several targets, a table of their best plans comes
+    first."""
     first, several = forecasts[0], len(forecasts) > 1
     targets = ", ".join(each.target for each in forecasts)
     best = _plans(SIDE_BY_SIDE, side_by_side(forecasts)) if several else None

@@ -1,4 +1,4 @@
-"""Predict a recipe's step under a plan: trace its ranks, simulate them on a cluster."""
+"""Predicts a recipe's step under a plan: traces its ranks, and simulates them on a cluster."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from lockstep.recipe.recipe import Recipe
 from lockstep.training.loop import steps_of
 
 PCIE_BYTES_PER_SECOND = 25e9
-"""Copies from pinned memory over PCIe 4.0 x16: https://en.wikipedia.org/wiki/PCI_Express gives
-31.5e9."""
+"""Rate of copies from pinned memory over PCIe 4.0 x16, for which
+https://en.wikipedia.org/wiki/PCI_Express gives 31.5e9."""
 HOST_BYTES_PER_SECOND = 25e9
-"""Each of eight devices' part of a host's 200e9."""
+"""Memory bandwidth of a host for each of its eight devices: an eighth of 200e9."""
 TRACED = 3
-"""A first, a repeated and a last microbatch."""
+"""Number of traced microbatches: a first, a repeated and a last one."""
 ROUNDS = 3
-"""Times that a pipeline's trace fills it."""
+"""Number of times that a pipeline's trace fills the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ class _Shape:
 
     microbatch: int
     count: int
-    """Microbatches of the rank with the most."""
+    """Number of microbatches on the rank with the most."""
     traced: int
-    """Microbatches of that rank in the trace."""
+    """Number of microbatches of that rank in the trace."""
     load: float
-    """Microbatches of all ranks, as a part of the most that they could have."""
+    """Number of microbatches of all ranks, relative to the most that they could have."""
     recipe: Recipe
-    """The recipe of the trace."""
+    """The recipe that is traced."""
     plan: Plan
 
 
 def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = True) -> Prediction:
-    """Predict a step. `plan`: with sizes or `auto`. `is_fake=False`: compute with values on this
-    CPU. Raises `PlanError` and `RecipeError` as a run would, and `ValueNeeded`."""
+    """Predict a step. `plan`: axes may have sizes or be `auto`. `is_fake=False`: compute with
+    values on this CPU. Raises `PlanError` and `RecipeError` like a run, and `ValueNeeded`."""
     if plan.microbatch_splits and not is_splittable(recipe, model_size(recipe)):
         raise RecipeError(
             f"microbatch_splits={plan.microbatch_splits}; half a microbatch of an ls.Stream has"
@@ -99,15 +99,15 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
 
 
 def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[Costs], float]:
-    """Trace a step. Returns a function that predicts its seconds with other costs."""
+    """Trace a step. Returns a function that predicts the seconds of the step for given costs."""
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     whole = _whole(_traces(shape, machine, is_fake=True), shape)
     return lambda costs: _simulated(whole, costs, shape, machine).seconds
 
 
 def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
-    """Return the traces with all microbatches (not a pipeline's), and fused kernels if the plan
-    compiles."""
+    """Return the traces with all microbatches added (except for a pipeline), and with fused kernels
+    if the plan compiles."""
     whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.count)]
     return [fused(trace) for trace in whole] if shape.plan.compile else whole
 
@@ -139,18 +139,18 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
     changes: dict[str, Any] = {"microbatch": microbatch}
     if traced != count:
         changes["global_batch"] = microbatch * data * traced
-        if isinstance(recipe.data, Stream):  # it has a shard for each microbatch
+        if isinstance(recipe.data, Stream):  # a stream has a shard for each microbatch
             changes["data"] = replace(recipe.data, shards=data * traced)
     if recipe.precision == "auto":
         changes["precision"] = "fp32"
-    # FSDP computes what a rank lacks as dummies
+    # FSDP computes dummies where a rank lacks microbatches
     load = 1.0 if plan.has_rounds else total / (count * data)
     changed, unsplit = replace(recipe, **changes), replace(plan, microbatch_splits=0)
     return _Shape(microbatch, count, traced, load, changed, unsplit)
 
 
 def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
-    """Return the trace of each stage's rank; without a pipeline one."""
+    """Return the trace of the rank of each stage; without a pipeline, of one rank."""
     cluster = machine.cluster
     options = TraceOptions(
         world_size=cluster.count,
@@ -176,7 +176,7 @@ def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
 def _simulated(
     traces: Sequence[TracedStep], costs: Costs, shape: _Shape, machine: Machine
 ) -> StepTime:
-    """Simulate the step, slowed by communication beside it and by the slowest device."""
+    """Simulate the step, slowed down by overlapping communication and by the slowest device."""
     step = simulate(traces, replace(costs, load=shape.load))
     if shape.plan.pipeline != 1:
         step = _extended(step, shape)
@@ -191,8 +191,8 @@ def _simulated(
 
 
 def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
-    """Return the time of copies between device and CPU, and of the optimizer there. Parameters are
-    copied for each forward and backward, gradients after each."""
+    """Return the time of copies between device and CPU, and of the optimizer on the CPU. Parameters
+    are copied for each forward and backward, gradients after each."""
     held = dict.fromkeys(ON_HOST, 0)
     for each in trace.allocations:
         if each.bytes > 0 and (cause := trace.causes[each.number]) in held:
@@ -202,7 +202,7 @@ def _offload_seconds(trace: TracedStep, shape: _Shape) -> float:
 
 
 def _extended(step: StepTime, shape: _Shape) -> StepTime:
-    """Add a pipeline's untraced microbatches, at the slowest stage's time."""
+    """Add the microbatches of a pipeline that were not traced, at the time of the slowest stage."""
     more = shape.count / shape.traced - 1
     parts = step.by_limit.items()
     added = {name: 0.0 if name == "bubble" else seconds * more for name, seconds in parts}
@@ -215,7 +215,8 @@ def _extended(step: StepTime, shape: _Shape) -> StepTime:
 
 
 def _twice(costs: Costs, what: str) -> Costs:
-    """Return the costs if `what` (arithmetic, memory or network) were twice as fast."""
+    """Return the costs of a machine whose `what` (arithmetic, memory or network) is twice as
+    fast."""
 
     def operation(each: Operation) -> float:
         faster = (what == "memory") == (each.kind == "memory")

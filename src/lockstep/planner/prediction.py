@@ -14,7 +14,7 @@ from lockstep.planner.trace import Peak
 from lockstep.scripts.request import ScriptRequest
 
 MARGIN = 0.08
-"""Part of a device's memory that stays free: fragmentation, and libraries."""
+"""Fraction of a device's memory that is kept free, for fragmentation and libraries."""
 OUTCOMES, ENDED = "outcomes.jsonl", "ended.json"
 
 
@@ -25,32 +25,32 @@ class PlanRequest(ScriptRequest):
     answered_by: ClassVar[str] = "lockstep.planner.worker"
     calls: str = "train"
     target: str
-    """The devices: `64 x H100`."""
+    """The devices, such as `64 x H100`."""
     plans: tuple[str, ...]
-    """Empty: search."""
+    """The plans; empty: search for plans."""
     memory_bytes: int | None
     slots: int
-    """Plans that are predicted at once."""
+    """Number of plans that are predicted at the same time."""
     folder: str
     is_here: bool
-    """True if the devices are this machine's, so that the loader is measured too."""
+    """True if the devices belong to this machine, so that the loader is measured too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The end of a search, as JSON in a file: without it the script has failed."""
+    """The end of a search, as JSON in a file. If the file is missing, the script has failed."""
 
     devices: int | None = None
-    """Devices that the plans use, if they cannot use all."""
+    """Number of devices that the plans use, if they cannot use all."""
     why: str | None = None
-    """Why they cannot, and what to change."""
+    """The reason why they cannot, and what to change."""
 
     def write(self, folder: Path) -> None:
         (folder / ENDED).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Ended | None:
-        """Read what `write` wrote; None if the search has not ended."""
+        """Read the file of `write`; None if the search has not ended."""
         path = folder / ENDED
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
@@ -59,20 +59,20 @@ class Ended:
 class Prediction:
     plan: str
     microbatch: int
-    """Samples of a microbatch."""
+    """Number of samples in a microbatch."""
     microbatches: int
-    """Microbatches of the rank with the most."""
+    """Number of microbatches on the rank with the most."""
     seconds: float
     by_limit: Mapping[str, float]
-    """Seconds of the slowest rank by what they go to."""
+    """Limit -> seconds of the slowest rank that it accounts for."""
     seconds_with_twice: Mapping[str, float]
-    """Seconds of a step with twice the `arithmetic`, `memory` or `network`."""
+    """Seconds of a step if `arithmetic`, `memory` or `network` were twice as fast."""
     samples: int
-    """Samples of a step."""
+    """Number of samples in a step."""
     tokens: float | None
     """Sum of a step's weights; None without `Recipe.weight`."""
     steps: int | None
-    """None for epochs of data without a length."""
+    """Number of steps of the training; None for epochs of data without a length."""
     memory: Sequence[Peak]
     """The peak of each kind of rank."""
     capacity_bytes: int | None
@@ -99,7 +99,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """The largest part of the step, in a word."""
+        """The limit that accounts for the largest part of the step, as a word."""
         return max(self.by_limit, key=lambda name: self.by_limit[name])
 
     def as_json(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Prediction:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Prediction:
-        """Invert `as_json`."""
+        """Make a `Prediction` from the result of `as_json`."""
         derived = ("fits", "limit", "needed_bytes")
         given = {name: value for name, value in told.items() if name not in derived}
         return cls(**{**given, "memory": [Peak(**each) for each in told["memory"]]})
@@ -116,14 +116,14 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A plan, with its prediction or a reason."""
+    """A plan, with its prediction, or the reason why it has none."""
 
     plan: str
     prediction: Prediction | None = None
     reason: str | None = None
-    """Why the plan cannot run or does not fit, if so."""
+    """The reason why the plan cannot run or does not fit; None if it does."""
     is_refused: bool = False
-    """True if it cannot run, whatever the memory."""
+    """True if the plan cannot run even with unlimited memory."""
 
     @property
     def seconds(self) -> float:
@@ -137,13 +137,13 @@ class Outcome:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Outcome:
-        """Invert `as_json`."""
+        """Make an `Outcome` from the result of `as_json`."""
         prediction = told["prediction"] and Prediction.from_json(told["prediction"])
         return cls(**{**told, "prediction": prediction})
 
 
 def text(plan: Plan) -> str:
-    """Return a plan as a user writes it."""
+    """Return a plan as text, in the form of `--plans`."""
     axes = [f"{name}={size}" for name, size in plan.axis_sizes.items() if size != 1]
     rest = [part for part in str(plan).split(",") if part.split("=")[0] not in plan.axis_sizes]
     options = [part for part in rest if part != "numerics=fast"]

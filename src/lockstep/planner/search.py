@@ -1,4 +1,4 @@
-"""The search among legal plans. Pure: `evaluate` predicts plans, several at once."""
+"""The search over valid plans. Pure: `evaluate` predicts plans, several at the same time."""
 
 from __future__ import annotations
 
@@ -19,51 +19,57 @@ LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "microbatch_splits": 2},
     {"checkpointing": "full", "offload": True},
 )
-"""Changes of a plan that does not fit, in order: each takes less memory and more time."""
+"""Changes to a plan that does not fit, in order: each needs less memory and more time than the one
+before."""
 SMALLER: tuple[dict[str, Any], ...] = tuple({"microbatch_splits": splits} for splits in (1, 2, 4))
-"""Tried before these, if the plan chooses the microbatch: nothing is computed twice."""
+"""Changes that are tried before `LESS_MEMORY` if the plan chooses the microbatch: they recompute
+nothing."""
 FILLED = 4
-"""Microbatches for each stage, if the plan chooses the microbatch."""
+"""Number of microbatches for each stage, if the plan chooses the microbatch."""
 SCHEDULED = 3
-"""Fastest pipelines that are tried with other schedules."""
+"""Number of the fastest pipelines that are tried with other schedules."""
 SCHEDULES = ("interleaved", "zero-bubble")
 REFINED = 2
-"""Fastest plans that are tried with each refinement."""
+"""Number of the fastest plans that are tried with each refinement."""
 REFINEMENTS: tuple[dict[str, Any], ...] = ({"sharding": "gradients"}, {"compile": True})
-"""Changes that may make a plan faster; later ones are tried on results of earlier ones too."""
+"""Changes that may make a plan faster; later changes are also tried on the results of earlier
+ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Devices and recipe that plans are searched for."""
+    """The devices and the recipe for which plans are searched."""
 
     devices: int
     devices_per_node: int
     samples: int
-    """Samples of a global batch."""
+    """Number of samples in a global batch."""
     microbatch: int | None
-    """Samples; None: the plan chooses, one for each data rank."""
+    """Number of samples in a microbatch; None: the plan chooses it, with one microbatch for each
+    data rank."""
     is_splittable: bool
     """False if no microbatch can be split."""
     state_bytes: int
-    """Bytes of parameters and gradients."""
+    """Number of bytes of parameters and gradients."""
     capacity_bytes: int | None
     stages: int
-    """Most stages of a pipeline. 0 or 1: one pipeline is tried, which says why."""
+    """Largest number of pipeline stages. If it is 0 or 1, one pipeline is still tried, to report
+    the reason."""
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step; each data rank needs one."""
+        """Number of microbatches in a step; each data rank needs one."""
         return -(-self.samples // (self.microbatch or 1))
 
     @property
     def usable_devices(self) -> int:
-        """The most devices for data parallelism alone, in whole nodes if several."""
+        """The largest number of devices that data parallelism alone can use; if they span several
+        nodes, whole nodes."""
         most = min(self.devices, self.microbatches)
         return most if most < self.devices_per_node else most - most % self.devices_per_node
 
     def why_fewer(self) -> str:
-        """Say why no plan uses all devices, and what to change."""
+        """Return the reason why no plan uses all devices, and what to change."""
         size, smaller = self.microbatch or 1, ""
         if self.devices <= self.samples:
             smaller = f", or microbatch={self.samples // self.devices}"
@@ -75,7 +81,7 @@ class Space:
         )
 
     def most_splits(self, plan: Plan) -> int:
-        """Return how often a plan's microbatches can be halved."""
+        """Return the number of times that a plan's microbatches can be halved."""
         size = self.microbatch or self.samples // plan.data_ranks
         return int(math.log2(max(1, size))) if self.is_splittable else 0
 
@@ -84,8 +90,9 @@ Evaluate = Callable[[Sequence[Plan]], Sequence[Outcome]]
 
 
 def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
-    """Return the outcome of each plan, the fastest that fits first. A plan that fits is not tried
-    with less memory; one whose parameters do not fit is not tried unless no other has fewer."""
+    """Return the outcome of each plan; the fastest that fits comes first. A plan that fits is not
+    tried with changes that need less memory; a plan whose parameters do not fit is tried only if no
+    other has fewer parameters per device."""
     outcomes: list[Outcome] = []
     plans = {plan: _held_bytes(plan, space) for plan in layouts(space)}
     smallest = min(plans.values(), default=0)
@@ -105,8 +112,8 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
 
 
 def layouts(space: Space) -> Iterator[Plan]:
-    """Yield a plan for each layout of all devices. Tensor parallelism stays in a node; parameters
-    are sharded over all data ranks, a node's, or none."""
+    """Yield a plan for each layout of all devices. Tensor parallelism stays inside a node;
+    parameters are sharded over all data ranks, over those of a node, or not at all."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
@@ -128,7 +135,7 @@ def layouts(space: Space) -> Iterator[Plan]:
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return the plan that needs the least memory, if none fits."""
+    """If no plan fits, return the outcome that needs the least memory."""
     needed = [(each.prediction.needed_bytes, each) for each in outcomes if each.prediction]
     return min(needed, key=lambda pair: pair[0], default=(0, None))[1]
 
@@ -144,8 +151,9 @@ def _held_bytes(plan: Plan, space: Space) -> int:
 
 
 def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -> Iterator[Outcome]:
-    """Evaluate plans, and those that do not fit with each change that takes less memory. If
-    parameters, gradients and optimizer state alone do not fit, only if no other plan fits."""
+    """Evaluate plans. Those that do not fit are also evaluated with each change that needs less
+    memory; if their parameters, gradients and optimizer state alone do not fit, only if no other
+    plan fits."""
     remaining, one_fits = list(plans), False
     for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
         able = [plan for plan in remaining if _splits(plan, change, space)]
@@ -167,13 +175,13 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
 
 
 def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
-    """True if a change splits no microbatch, or the plan's further."""
+    """True if a change splits no microbatches, or splits those of the plan further."""
     splits = change.get("microbatch_splits")
     return splits is None or plan.microbatch_splits < splits <= space.most_splits(plan)
 
 
 def _may_fit(prediction: Prediction) -> bool:
-    """True if what checkpointing cannot free leaves room."""
+    """True if the memory that checkpointing cannot free is less than the capacity."""
     held = sum(prediction.peak.by_cause.get(cause, 0) for cause in (*ON_HOST, "communication"))
     capacity = prediction.capacity_bytes
     return capacity is None or held + prediction.overhead_bytes < capacity
@@ -186,7 +194,7 @@ def _scheduled(outcomes: Sequence[Outcome]) -> Iterator[Plan]:
 
 
 def _refined(outcomes: Sequence[Outcome], change: dict[str, Any]) -> Iterator[Plan]:
-    """Yield the fastest plans with a real change."""
+    """Yield the fastest plans with a change applied, if it changes them."""
     able = [each for each in outcomes if "sharding" not in change or "shard=" in each.plan]
     for plan in _fastest(able, REFINED):
         yield from (changed for changed in _changed(plan, change) if changed != plan)
@@ -199,7 +207,7 @@ def _fastest(outcomes: Sequence[Outcome], count: int) -> list[Plan]:
 
 
 def _changed(plan: Plan, change: dict[str, Any]) -> list[Plan]:
-    """Return the plan with a change, if it is legal."""
+    """Return the plan with a change applied, if that plan is valid; else nothing."""
     try:
         return [replace(plan, **change)]
     except PlanError:

@@ -22,52 +22,53 @@ from lockstep.planner.trace import (
 
 PIPELINE = "pipeline"
 PADDED = 16
-"""torch.compile pads rows of operands to a multiple of so many bytes."""
+"""torch.compile pads rows of operands to a multiple of this number of bytes."""
 COMPUTED = ("matmul", "attention", "convolution", "memory")
 ON_DEVICE = (*COMPUTED, "launches", "bubble")
-"""Parts of a step beside communication."""
+"""Parts of a step other than communication."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds of Python and torch before a kernel or collective is on its stream."""
+    """Seconds that Python and torch take before a kernel or collective is queued on its stream."""
 
     kernel: float = 0.0
     marks: Mapping[str, float] = field(default_factory=dict)
-    """Mark -> seconds beside kernels and collectives."""
+    """Mark -> seconds, in addition to those for kernels and collectives."""
     collectives: Mapping[str, float] = field(default_factory=dict)
-    """Axis -> seconds of a collective; `pipeline`: of a message, on each side."""
+    """Axis -> host seconds of a collective; for `pipeline`, of a message, on each side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The machine, as the simulation asks."""
+    """The costs of a machine that the simulation uses."""
 
     operation: Callable[[Operation], float]
     """Seconds of a kernel."""
     collective: Callable[[Collective], float]
-    """Seconds of a collective, once all ranks are there."""
+    """Seconds of a collective, once all ranks have called it."""
     host: HostCosts = field(default_factory=HostCosts)
-    """The host's time, beside the device's."""
+    """The time of the host."""
     is_synchronous: bool = False
-    """True if the host computes itself, as a CPU."""
+    """True if the host itself computes (on a CPU)."""
     processes: int = 1
-    """Processes that share the cores."""
+    """Number of processes that share the cores."""
     load: float = 1.0
-    """Microbatches of all processes, as a part of the most that they could have."""
+    """Number of microbatches of all processes, relative to the most that they could have."""
     cores: float = math.inf
-    """Processes that compute at full speed at a time."""
+    """Number of processes that can compute at full speed at the same time."""
     slice_seconds: float = 0.0
-    """A process uses a core so long before a waiting one gets it."""
+    """Time that a process uses a core before a waiting process gets it."""
 
     @property
     def processes_per_core(self) -> float:
         return self.processes * self.load / self.cores
 
     def lateness(self, seconds: float) -> float:
-        """Return by how much the last process is later than with evenly shared cores, where each
-        computes for `seconds` and waits for all. A process waits for others' whole time slices; if
-        all need less than a slice they take turns, as many as processes to a core, rounded up."""
+        """Return the time by which the last process is later than if cores were shared evenly, when
+        each process computes for `seconds` and then waits for all. A process waits for whole time
+        slices of others. If all need less than a slice, they run one after another; the number of
+        turns is processes per core, rounded up."""
         if (shared := self.processes_per_core) <= 1:
             return 0.0
         return min(seconds * (math.ceil(shared) / shared - 1), self.slice_seconds / 2)
@@ -78,11 +79,11 @@ class StepTime:
     seconds: float
     by_limit: dict[str, float]
     """Seconds of the slowest rank: `matmul`, `attention`, `convolution`, `memory`, `launches`,
-    `bubble`, and by axis communication that nothing overlaps."""
+    `bubble`, and by axis, communication that does not overlap with computation."""
     overlapped_seconds: float = 0.0
-    """Seconds of communication beside computation."""
+    """Seconds of communication that overlaps with computation."""
     marks: dict[str, float] = field(default_factory=dict)
-    """Time of each mark, the last of a name."""
+    """Time of each mark; of marks with the same name, the last."""
 
 
 @dataclass(slots=True)
@@ -90,7 +91,8 @@ class _Rank:
     place: int
     items: Sequence[Item]
     shift: int
-    """Added to its messages' peers: its trace is another rank's."""
+    """Number that is added to the peers of its messages, because its trace comes from another
+    rank."""
     position: int = 0
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -103,13 +105,13 @@ class _Rank:
     messages: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
     expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
-    """Messages asked for and not waited for, with the time."""
+    """Messages that were requested but not yet waited for, with the time of the request."""
     together: int = 0
-    """Collectives with the pipeline's other ranks so far."""
+    """Number of collectives with the other ranks of the pipeline so far."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)
-    """Kind and seconds of the default stream's latest kernel or wait."""
+    """Kind and seconds of the latest kernel or wait on the default stream."""
     communication: float = 0.0
     computed: float = 0.0
     """Seconds that the host has computed since the last collective."""
@@ -124,7 +126,7 @@ class _Rank:
 
 
 class Simulation:
-    """The ranks of one pipeline, or one rank."""
+    """A simulation of the ranks of one pipeline, or of one rank."""
 
     def __init__(self, ranks: Sequence[_Rank], costs: Costs) -> None:
         self._ranks, self._costs = ranks, costs
@@ -132,7 +134,7 @@ class Simulation:
         self._arrived: dict[int, dict[int, float]] = defaultdict(dict)
 
     def run(self) -> StepTime:
-        """Let each rank go on until it waits, in turns."""
+        """Simulate each rank in turn until it waits, and repeat."""
         while any(rank.position < len(rank.items) for rank in self._ranks):
             if not sum(self._advance(rank) for rank in self._ranks):
                 raise AssertionError("the ranks of a pipeline wait for each other")
@@ -156,7 +158,7 @@ class Simulation:
         return rank.position > before
 
     def _step(self, rank: _Rank, item: Item) -> bool:
-        """Simulate an item. Returns False if another rank must go first."""
+        """Simulate an item. Returns False if another rank must be simulated first."""
         match item:
             case Compute(operation, stream):
                 self._compute(rank, operation, stream)
@@ -176,7 +178,7 @@ class Simulation:
         return True
 
     def _work(self, rank: _Rank, seconds: float, stream: int = 0) -> None:
-        """Let the host compute; if it is the device too, that waits."""
+        """Add time of the host; if the host is also the device, the device waits."""
         rank.host += seconds
         if self._costs.is_synchronous:
             rank.streams[stream] += seconds
@@ -197,8 +199,8 @@ class Simulation:
             rank.computed += seconds
 
     def _count_as_launches(self, rank: _Rank, idle: float) -> None:
-        """Count the stream's idle time before a launch as launches, and the kernel or wait before
-        it: the host was busy, and a faster device gains nothing."""
+        """Count the idle time of the stream before a launch as launches, and also the kernel or
+        wait before it: the host was busy, so a faster device would gain nothing."""
         kind, seconds = rank.latest
         rank.spent[kind] -= seconds
         rank.spent["launches"] += idle + seconds
@@ -270,19 +272,20 @@ class Simulation:
 
 
 def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
-    """Return the time of a step. `traces`: of each stage's rank, in order. A trace given again
-    stands for later ranks: its messages go to their neighbours."""
+    """Return the time of a step. `traces`: the trace of each stage's rank, in order. A trace may be
+    given several times, for later ranks too: its messages then go to the neighbours of those
+    ranks."""
     first = {id(trace): place for place, trace in reversed(list(enumerate(traces)))}
     ranks = [_Rank(at, trace.items, at - first[id(trace)]) for at, trace in enumerate(traces)]
     per_core = costs.processes_per_core / len(ranks)
-    slower = max(1.0, per_core)  # the processes of one stage share the cores
+    slower = max(1.0, per_core)  # processes of the same stage share cores
     shared = costs
     if slower > 1:
         marks = {name: seconds * slower for name, seconds in costs.host.marks.items()}
         host = replace(costs.host, marks=marks)
         shared = replace(costs, operation=lambda each: costs.operation(each) * slower, host=host)
     step = Simulation(ranks, shared).run()
-    # With too few cores for all stages, the step is no shorter than all work.
+    # With too few cores for all stages, the step takes at least as long as all work.
     work = sum(rank.spent[name] for rank in ranks for name in (*COMPUTED, "launches"))
     if (least := work / slower * per_core) <= step.seconds:
         return step
@@ -291,8 +294,8 @@ def simulate(traces: Sequence[TracedStep], costs: Costs) -> StepTime:
 
 
 def fused(trace: TracedStep) -> TracedStep:
-    """Return the trace with runs of kernels that move bytes made one, of the largest's bytes, as by
-    torch.compile; operands are padded to whole rows."""
+    """Return the trace with kernels fused as by torch.compile: consecutive kernels that only move
+    bytes become one, with the bytes of the largest; rows of operands are padded."""
     items: list[Item] = []
     for item in trace.items:
         last = items[-1] if items else None
@@ -317,7 +320,8 @@ def _fuses(one: Compute, other: Compute) -> bool:
 
 
 def repeated(trace: TracedStep, microbatches: int) -> TracedStep:
-    """Return the trace of `microbatches`: the second of three is repeated."""
+    """Return the trace with `microbatches` microbatches, by repeating the second of the three
+    traced ones."""
     starts = [at for at, item in enumerate(trace.items) if item == Mark("microbatch")]
     if len(starts) >= microbatches:
         return trace

@@ -1,4 +1,5 @@
-"""The trace of a step on one rank: what streams get, in order, and what is in memory."""
+"""The trace of a step on one rank: the work queued on streams, in order, and the changes of
+memory."""
 
 from __future__ import annotations
 
@@ -14,29 +15,29 @@ CollectiveKind = Literal[
 ]
 
 ALIGNED = 128
-"""Bytes of a line of memory."""
+"""Number of bytes in a line of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One kernel."""
+    """One kernel in a trace."""
 
     kind: Kind
-    """`memory`: its time is the time to move its bytes."""
+    """Kind of the kernel. `memory`: its time is the time to move its bytes."""
     dtype: str
     """Dtype of the arithmetic, such as `bfloat16`."""
     flops: int
-    """Two for each multiplication and addition; 0 for `memory`."""
+    """Number of FLOPs: two for each multiplication and addition; 0 for `memory`."""
     bytes: int
-    """Read and written."""
+    """Number of bytes read and written."""
     shape: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim). convolution:
-    (groups, m, n, k) of the forward's product. Else empty."""
+    """Shape. matmul: (batch, m, n, k). attention: (batch × heads, queries, keys, head dim).
+    convolution: (groups, m, n, k) of the forward's product. Else empty."""
     phase: Phase = "other"
     name: str = ""
-    """Torch's name, such as `aten.mm`."""
+    """Torch's name of the operation, such as `aten.mm`."""
     aligned_bytes: int = ALIGNED
-    """matmul: the power of two, at most 128, that divides the bytes of each row."""
+    """For matmul: the largest power of two, up to 128, that divides the bytes of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +46,19 @@ class Collective:
 
     kind: CollectiveKind
     ranks: int
-    """Size of its group."""
+    """Number of ranks in its group."""
     stride: int
     """Distance of neighbours in the group, in ranks."""
     bytes: int
-    """Bytes of the full tensor: what all_reduce sums, all_gather returns, reduce_scatter is given.
-    all_to_all: this rank's. broadcast, send: the message's."""
+    """Size in bytes. all_reduce, all_gather, reduce_scatter: of the full tensor (summed, returned,
+    given). all_to_all: of this rank's tensor. broadcast, send: of the message."""
     axis: str = ""
     phase: Phase = "other"
 
 
 def sent_bytes(collective: Collective) -> int:
-    """Return the least bytes that a rank sends: ring algorithms, or the message."""
+    """Return the minimum number of bytes that a rank sends: with ring algorithms, or the
+    message."""
     n, total = collective.ranks, collective.bytes
     match collective.kind:
         case "all_reduce":
@@ -79,7 +81,7 @@ Cause = Literal[
     "data",
 ]
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
-"""Causes of memory that offload keeps on the host."""
+"""Causes of memory that offload moves to the host."""
 DEFAULT_STREAM = 0
 DISPATCH, REDUCED = "dispatch", "reduced"
 
@@ -92,7 +94,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """A collective, once its stream has come so far and its group is free."""
+    """The start of a collective, once its stream has reached this point and its group is free."""
 
     collective: Collective
     number: int
@@ -105,7 +107,7 @@ class Communicate:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """A stream waits for a collective."""
+    """A wait of a stream for a collective."""
 
     number: int
     stream: int
@@ -119,7 +121,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class AwaitEvent:
-    """A stream waits for another's event."""
+    """A wait of a stream for an event of another stream."""
 
     event: int
     stream: int
@@ -127,7 +129,7 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the program: `microbatch`, `dispatch` (before DTensor's work), `reduced` (a
+    """A point in the program: `microbatch`, `dispatch` (before DTensor's work), `reduced` (a
     gradient in DDP's hooks), `update`, `end`."""
 
     name: str
@@ -143,7 +145,7 @@ class MemoryChange:
     number: int
     bytes: int
     at: int
-    """Items of the trace before it."""
+    """Number of items of the trace before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +154,12 @@ class TracedStep:
     items: Sequence[Item]
     allocations: Sequence[MemoryChange]
     causes: dict[int, Cause]
-    """Block -> what it is for."""
+    """Block -> the cause of its memory."""
     tokens_per_sample: float | None = None
-    """Mean of `Recipe.weight` over this rank's samples; None without it."""
+    """Mean of `Recipe.weight` over this rank's samples; None if the recipe has none."""
 
     def collectives(self) -> list[Collective]:
-        """Return the collectives in order; of a message, the sender's."""
+        """Return the collectives in order; of a message, only the sender's side."""
         return [
             item.collective
             for item in self.items
@@ -173,7 +175,7 @@ class TracedStep:
 
 
 def offloaded(trace: TracedStep) -> TracedStep:
-    """Return the trace of what stays on the device under offload."""
+    """Return the trace without the memory and work that offload moves to the host."""
     return replace(
         trace,
         allocations=[
@@ -183,8 +185,8 @@ def offloaded(trace: TracedStep) -> TracedStep:
 
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
-    """Return the trace with the memory of `count` microbatches, from `traced`. What each leaves
-    until the last backward grows with their number."""
+    """Return the trace with the memory of `count` microbatches instead of `traced`. Memory that
+    each microbatch leaves until the last backward grows with their number."""
     backward = [
         place
         for place, item in enumerate(trace.items)
@@ -220,17 +222,17 @@ def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> Traced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most memory that a rank needs in a step."""
+    """The peak memory of a rank in a step."""
 
     rank: int
     bytes: int
     by_cause: Mapping[str, int]
     moment: str
-    """When in the step, in words."""
+    """The point in the step, as text."""
 
 
 def memory_peak(trace: TracedStep) -> Peak:
-    """Return the peak, and what is in memory then."""
+    """Return the peak, and the memory by cause at that time."""
     total = most = items_before = changes_before = 0
     for index, each in enumerate(trace.allocations):
         total += each.bytes
@@ -246,7 +248,7 @@ def memory_peak(trace: TracedStep) -> Peak:
 
 
 def _moment(items: Sequence[Item]) -> str:
-    """Say where in the step the items end."""
+    """Return the point in the step at which the items end, as text."""
     marks = [item.name for item in items if isinstance(item, Mark)]
     if "update" in marks:
         return "the optimizer's step"

@@ -1,6 +1,7 @@
-"""Runs in the script's process instead of `ls.train`: predicts plans, each in a fork, and ends it.
+"""Runs in the script's process instead of `ls.train`: predicts plans, each in a fork, and ends the
+process.
 
-With plans for this machine, the loader is measured too."""
+For plans on this machine, the data loader is measured too."""
 
 from __future__ import annotations
 
@@ -37,21 +38,21 @@ from lockstep.recipe.data import Stream
 from lockstep.recipe.recipe import Recipe
 
 MOST_COPIES = 8
-"""A model is computed with values if so many copies of it fit into memory."""
+"""A model is computed with values only if this many copies of it fit into memory."""
 LOADER = "loader"
 MEASURED_SECONDS = 1.0
-"""Microbatches are loaded for so long."""
+"""Time for which microbatches are loaded."""
 PATIENCE_SECONDS = 60.0
-"""A loader without one microbatch by then is given up."""
+"""If a loader has not returned a microbatch by then, the measurement is given up."""
 MOST_SAMPLES = 32
-"""Samples of a measured microbatch whose size the plan chooses."""
+"""Number of samples in a measured microbatch if the plan chooses its size."""
 
 
 def train(recipe: Recipe) -> None:
     """Predict the plans of the request for this recipe, and end the process."""
     request = PlanRequest.read(os.environ)
     assert request is not None, "the command has asked"
-    # The command removes the folder, however this process and its forks end.
+    # The command removes the folder, no matter how this process and its forks end.
     tempfile.tempdir = request.folder
     evaluation = _Evaluation(recipe, request)
     ended = Ended()
@@ -62,11 +63,11 @@ def train(recipe: Recipe) -> None:
     ended.write(Path(request.folder))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the script goes no further
+    os._exit(0)  # the script must not continue
 
 
 def _fork(path: Path, compute: Callable[[], float | Outcome]) -> int:
-    """Fork a process that writes to `path` what `compute` returns, as JSON, or the error in a
+    """Fork a process that writes the result of `compute` to `path`, as JSON, or its error in one
     line."""
     own = os.getpid()
     if process := os.fork():
@@ -96,8 +97,8 @@ class _Evaluation:
         self._loader = loader if request.is_here else None
 
     def search(self) -> Ended:
-        """Search all plans; those for fewer devices if a step has too few microbatches and nothing
-        else is legal."""
+        """Search over all plans; if a step has too few microbatches for any valid plan, over plans
+        for fewer devices."""
         space = self._space()
         if self._searched(space) or space.usable_devices == space.devices:
             return Ended()
@@ -109,7 +110,8 @@ class _Evaluation:
         return Ended(devices=cluster.count, why=space.why_fewer())
 
     def _searched(self, space: Space) -> bool:
-        """Search, and write all outcomes. Returns True if a plan can run, whatever the memory."""
+        """Search, and write all outcomes. Returns True if a plan can run, not considering
+        memory."""
         outcomes = search(space, self.evaluate)
         for each in outcomes:
             if each.prediction is None and each.plan not in self._known:
@@ -131,7 +133,7 @@ class _Evaluation:
         )
 
     def evaluate(self, plans: Sequence[Plan]) -> list[Outcome]:
-        """Predict the plans, each in a fork of this process, a few at once."""
+        """Predict the plans, each in a fork of this process, a few at the same time."""
         waiting, running = list(plans), dict[int, tuple[str, Path]]()
         found: dict[str, Outcome] = {}
         while waiting or running:
@@ -191,7 +193,7 @@ def _outcome(plan: str, path: Path, status: int) -> Outcome:
 
 
 def available_bytes() -> int:
-    """Return the memory of this machine that is free."""
+    """Return the free memory of this machine in bytes."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -205,15 +207,16 @@ def _why_not(prediction: Prediction) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoaderTime:
-    """The time of a sample in a process of this machine."""
+    """The time to load a sample in a process of this machine."""
 
     seconds: float
     note: str
 
     @classmethod
     def measured(cls, recipe: Recipe, folder: Path, seconds: float) -> LoaderTime:
-        """Load microbatches by the recipe's data and `collate` for so many seconds, in a fork.
-        Raises `RecipeError` if that fails or the first takes longer than `PATIENCE_SECONDS`."""
+        """Load microbatches with the recipe's data and `collate` for `seconds`, in a fork. Raises
+        `RecipeError` if that fails, or the first microbatch takes longer than
+        `PATIENCE_SECONDS`."""
         path = folder / "loader.json"
         process = _fork(path, lambda: _seconds_of_a_sample(recipe, seconds))
         if not _ends(process, PATIENCE_SECONDS):
@@ -232,8 +235,9 @@ class LoaderTime:
     def added_to(
         self, prediction: Prediction, plan: Plan, *, processes: int, cores: float
     ) -> Prediction:
-        """Return the prediction with each process's loader. Without workers a process loads, then
-        computes; with workers the slower counts. `cores`: of all processes."""
+        """Return the prediction, including the data loader of each process. Without workers, a
+        process loads, then computes; with workers, the slower of the two counts. `cores`: number of
+        cores for all processes."""
         noted = replace(prediction, note="; ".join(filter(None, (prediction.note, self.note))))
         own, samples = cores / processes, prediction.microbatch * prediction.microbatches
         workers = plan.workers if isinstance(plan.workers, int) else max(1, int(own))
@@ -254,7 +258,7 @@ class LoaderTime:
 
 
 def _ends(process: int, seconds: float) -> bool:
-    """Wait for a child; kill it if it is late."""
+    """Wait for a child process; kill it if it is late. True if it ended in time."""
     end = time.monotonic() + seconds
     while os.waitpid(process, os.WNOHANG) == (0, 0):
         if time.monotonic() > end:

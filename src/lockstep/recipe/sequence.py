@@ -1,4 +1,4 @@
-"""The sequences that a model is trained on: the recipe's part of long sequences and documents."""
+"""The recipe's field for long sequences and documents."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from lockstep.recipe.checks import check_callable, check_count, in_words
 @with_field_docs
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequence:
-    """The sequences in a batch, and the chunks that a plan cuts them into. Raises `RecipeError`."""
+    """The sequences in a batch, and the chunks into which a plan cuts them. Raises
+    `RecipeError`."""
 
     dim: int = 1
-    """The dim of the tokens, in the model's inputs and its output; dim 0 is the samples."""
+    """The dim of the tokens in the model's inputs and output; dim 0 is that of the samples."""
     chunks: int = 16
-    """Chunks of each sequence, whose random numbers do not depend on the plan. The axis `context`
-    has at most half as many ranks."""
+    """Number of chunks in each sequence. Each chunk has its own random numbers, which do not depend
+    on the plan. The axis `context` can have at most half as many ranks."""
     documents: Callable[[Any], Any] | None = None
     """(collated batch) -> the document of each token: integers of shape (samples, tokens). Tokens
-    attend to their own document alone. None: each sample is one document."""
+    attend only to tokens of the same document. None: each sample is one document."""
     positions: str | None = None
     """The model's keyword argument that takes the positions of tokens, such as `position_ids`.
-    None: the model makes them itself."""
+    None: the model makes the positions itself."""
 
     def __post_init__(self) -> None:
         check_count("Sequence.dim", self.dim, "dims before that of the tokens (dim 0: samples)")

@@ -1,1 +1,1 @@
-"""`lockstep report`: an HTML page of one run or several."""
+"""`lockstep report`: makes an HTML page of one run or several."""

@@ -24,7 +24,8 @@ from lockstep.report.losses import (
 
 MAX_ROWS = 200
 _NEARBY = 0.004
-"""Events of one kind that are closer together than this share of the timeline are drawn as one."""
+"""Events of the same kind that are closer together than this share of the timeline are drawn as
+one."""
 _ON_CURVES = {"resumed", "recovered", "plan-changed", "preempted", *EVENTS["error"]}
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 _KEYS = (
@@ -40,7 +41,7 @@ _MAIN_DETAILS = ("reason", "error", "change", "text", "checkpoint", "plan")
 
 @dataclass(frozen=True, slots=True)
 class EventGroup:
-    """Consecutive events of one kind."""
+    """Consecutive events of the same kind."""
 
     events: Sequence[RunEvent]
 
@@ -58,7 +59,7 @@ class EventGroup:
 
 
 def group_consecutive(events: Iterable[RunEvent]) -> list[EventGroup]:
-    """Return consecutive events of one kind as one group. Each error is a separate group."""
+    """Return groups of consecutive events of the same kind. Each error is a separate group."""
     groups: list[list[RunEvent]] = []
     for event in events:
         if groups and groups[-1][0].kind == event.kind and severity(event.kind) != "error":
@@ -69,8 +70,8 @@ def group_consecutive(events: Iterable[RunEvent]) -> list[EventGroup]:
 
 
 def curve_marks(events: Iterable[RunEvent]) -> list[EventMark]:
-    """Return marks for the events that explain a change in a curve: errors, resumptions and changes
-    of the plan."""
+    """Return marks for the events that explain a change in a curve: errors, restarts and changes of
+    the plan."""
     return [
         EventMark(event.step, severity(event.kind) == "error", f"{event.kind}{_because(event)}")
         for event in events
@@ -79,7 +80,7 @@ def curve_marks(events: Iterable[RunEvent]) -> list[EventMark]:
 
 
 def event_details(event: RunEvent) -> str:
-    """Return the event's details as text, the most informative first."""
+    """Return the event's details as text, most informative first."""
     main = {name: event.details[name] for name in _MAIN_DETAILS if name in event.details}
     texts = {name: _text(value) for name, value in {**main, **event.details}.items()}
     return ", ".join(text if name in _REASONS else f"{name} {text}" for name, text in texts.items())
@@ -127,8 +128,8 @@ def _time_marks(run: RunHistory, seconds: float) -> Iterator[TimeMark]:
 
 
 def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup]:
-    """Return events of one kind that would overlap as one group. The most severe groups come last,
-    and so on top."""
+    """Group events of the same kind that would overlap. The most severe groups come last, so that
+    they are drawn on top."""
     found: dict[str, list[list[RunEvent]]] = {}
     for event in events:
         groups = found.setdefault(event.kind, [])
@@ -141,7 +142,8 @@ def _group_nearby(events: Iterable[RunEvent], seconds: float) -> list[EventGroup
 
 
 def event_table(run: RunHistory) -> Html:
-    """Return the table of a run's events: of many groups, the first and the last `MAX_ROWS` / 2."""
+    """Return the table of a run's events. If there are many groups, only the first and the last
+    `MAX_ROWS` / 2."""
     groups = group_consecutive(run.events)
     left_out = len(groups) - MAX_ROWS
     half = MAX_ROWS // 2

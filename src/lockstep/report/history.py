@@ -1,5 +1,5 @@
 """The history of a run: its metrics, the step times of its ranks, and its events, joined over
-resumptions. Pure."""
+restarts. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MOST_SERIES = 1000
 _NOT_METRICS = frozenset({"step", "time", "not_finite"})
 LARGEST = 1e290
 _MOST = 2**53
-"""Largest number of bytes or microseconds: JavaScript knows no larger whole number."""
+"""Largest number of bytes or microseconds, because JavaScript represents no larger integers
+exactly."""
 _LONGEST_SECONDS = 1e9
 _BEGINS = "run-started"
 _ENDS: dict[str, RunState] = {
@@ -42,7 +43,7 @@ class Curves:
     """Times of the first and the last row, in seconds since 1970."""
     last_step: int = 0
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Time and step of each row, as written."""
+    """Time and step of each row, in the order of the file."""
     left_out: set[str] = field(default_factory=set)
     """Names of metrics beyond the first `MOST_SERIES`."""
 
@@ -56,7 +57,8 @@ class RankTimes:
     phases: dict[str, list[array[float]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}
     )
-    """For each phase and logging step, a value for each rank. Empty if it was not measured."""
+    """For each phase and logging step: the values of all ranks. Empty if the phase was not
+    measured."""
     hosts: list[str] = field(default_factory=list)
 
 
@@ -66,14 +68,14 @@ class RankMemory:
 
     rank: int
     microseconds: list[int]
-    """Moments since the first profiled step began."""
+    """Times since the first profiled step began."""
     bytes_by_cause: dict[str, list[int]]
-    """For each cause, the bytes from each moment to the next."""
+    """For each cause: the number of bytes from each time to the next."""
     peak_bytes: int
     peak_seconds: float
     peak_phase: str
     at_peak: dict[str, int]
-    """Bytes at the peak by cause."""
+    """Number of bytes at the peak, by cause."""
     largest: list[tuple[int, str, str]]
     """The largest allocations at the peak: bytes, cause, and name."""
 
@@ -83,9 +85,9 @@ class MemoryProfile:
     """Contents of `profile/memory.json`."""
 
     steps: tuple[int, int]
-    """The first profiled step, and the one after the last."""
+    """The first profiled step, and the step after the last one."""
     ranks: list[RankMemory]
-    """Without the ranks whose memory torch does not count."""
+    """The memory of ranks; those whose memory torch does not count are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class RunEvent:
     """A row of `events.jsonl`."""
 
     time: float
-    """Seconds since 1970."""
+    """Time of the event, in seconds since 1970."""
     kind: str
     step: int
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -101,12 +103,12 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Time from a start of the run to its end, or to its last record."""
+    """The time from a start of the run to its end, or to its last record."""
 
     began: float
-    """Seconds since 1970."""
+    """Time of the start, in seconds since 1970."""
     ended: float
-    """Seconds since 1970."""
+    """Time of the end, in seconds since 1970."""
     end: RunState | None
 
 
@@ -117,7 +119,7 @@ class LockHolder:
     pid: int
     host: str
     alive: bool | None
-    """None if it is on another host or in another container, and so unknown."""
+    """None if it is unknown, because the process is on another host or in another container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,13 +130,13 @@ class RunHistory:
     path: str
     metadata: Mapping[str, Any]
     result: Mapping[str, Any] | None
-    """None if the run has not ended."""
+    """Contents of `result.json`; None if the run has not ended."""
     curves: Curves
     ranks: RankTimes
     events: list[RunEvent]
     holder: LockHolder | None
     memory: MemoryProfile | None = None
-    """None if no steps were profiled."""
+    """The memory profile; None if no steps were profiled."""
     unreadable: Mapping[str, int] = field(default_factory=dict)
     """Number of invalid lines in each file that has any."""
 
@@ -151,7 +153,7 @@ class RunHistory:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempts, one for each start. A recovery in place also opens the run, and is no
+        """The attempts, one for each start. A recovery in place also opens the run, but is not a
         start."""
         recoveries = [
             (event.time - seconds_of(event, "open_seconds"), event.time)
@@ -206,8 +208,8 @@ class RunHistory:
 
 
 def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
-    """Join the rows of `metrics.jsonl`. If the steps go back, the run was resumed: later steps are
-    discarded."""
+    """Join the rows of `metrics.jsonl`. If the step number decreases, the run was resumed: rows of
+    later steps are discarded."""
     found = Curves()
     for row in rows:
         step = row["step"]
@@ -227,7 +229,7 @@ def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
                 continue
             number = float(not_finite.get(name, "nan")) if value is None else float(value)
             found.series.setdefault(name, Series()).add(step, _clamp(number))
-    # all may be discarded
+    # all values may have been discarded
     found.series = {name: series for name, series in found.series.items() if series.steps}
     return found
 
@@ -240,7 +242,7 @@ def _clamp(number: float) -> float:
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
-    """Join the rows of `ranks.jsonl`, as `metric_curves` does."""
+    """Join the rows of `ranks.jsonl`, in the same way as `metric_curves`."""
     found = RankTimes()
     for row in rows:
         while found.steps and found.steps[-1] >= row["step"]:
@@ -257,7 +259,7 @@ def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
 
 def memory_profile(found: Mapping[str, Any]) -> MemoryProfile:
     """Read `profile/memory.json`. Raises `ValueError`, `KeyError`, `TypeError` or `OverflowError`
-    if it has another form."""
+    if its contents are invalid."""
     ranks = [
         _rank_memory(rank, each) for rank, each in enumerate(found["ranks"]) if each is not None
     ]
@@ -296,7 +298,7 @@ def _whole(number: float) -> int:
 
 
 def seconds_of(event: RunEvent, name: str) -> float:
-    """Return a duration among an event's details; 0 for a value that no run would write."""
+    """Return a duration from an event's details; 0 for a value that no run would write."""
     value = event.details.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < _LONGEST_SECONDS else 0.0
 

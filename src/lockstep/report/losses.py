@@ -1,4 +1,4 @@
-"""Finds losses of workers in a run's events, with what the run did until it had as many steps as
+"""Finds losses of workers in a run's events, measures the time until the run had as many steps as
 before, and lists them. Pure."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lockstep.pages.scale import format_count, format_duration
 from lockstep.report.history import RunEvent, RunHistory, seconds_of
 
 _Progress = Sequence[tuple[float, int]]
-"""Times, rising, and the optimizer steps done then."""
+"""Increasing times, each with the number of optimizer steps done then."""
 _NO_LOSS = frozenset({"preempted", "out-of-memory"})
-"""A start after one of these follows from no loss: another machine joined, or the plan was
-changed."""
+"""Events. A start after one of them was not caused by a loss: another machine joined, or the plan
+was changed."""
 
 MAX_LOSSES = 100
 _MOST_STEPS = 2**53
@@ -29,37 +29,39 @@ _PARTS = {"wait": "line-1", "open": "line-0", "steps again": "line-4"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLoss:
-    """A loss after which the run went on. A field is None if the run did not record it."""
+    """A loss of a worker after which the run continued. A field is None if the run did not record
+    it."""
 
     time: float
-    """Seconds since 1970 at which it was seen, or at which the last record before it was
-    written."""
+    """Time at which it was detected, or at which the last record before it was written, in seconds
+    since 1970."""
     reason: str
     in_place: bool
     not_in_place: str = ""
-    """Why all had to start again, if the run was to recover in place; else empty."""
+    """The reason why all processes had to start again, if the run was to recover in place; else
+    empty."""
     state: str
-    """Source of the state: replica, image, the name of a checkpoint, or empty if the run began with
-    step 0 again."""
+    """Source of the state: "replica", "image", the name of a checkpoint, or empty if the run
+    started from step 0 again."""
     step: int
-    """The optimizer steps done in that state."""
+    """Number of optimizer steps done in that state."""
     wait_seconds: float | None
-    """Time from the loss until all processes, new ones included, were ready."""
+    """Time from the loss until all processes, including new ones, were ready."""
     open_seconds: float
-    """Time from then until the run was open, with its state."""
+    """Time from then until the run was open and had its state."""
     repeated_steps: int | None
-    """Steps that were done before, and computed again."""
+    """Number of steps that had been done before, and were computed again."""
     repeated_seconds: float | None = None
     """Time that the repeated steps took."""
 
     @property
     def seconds(self) -> float:
-        """The known parts of the time that it took."""
+        """The sum of the known parts of the time that the loss took."""
         return (self.wait_seconds or 0.0) + self.open_seconds + (self.repeated_seconds or 0.0)
 
     @property
     def kind(self) -> str:
-        """Its class on the page."""
+        """Class of the loss on the page."""
         return "in-place" if self.in_place else "restart"
 
     @property
@@ -69,7 +71,7 @@ class WorkerLoss:
 
     @property
     def end(self) -> float:
-        """The time at which the run had done as many steps as before."""
+        """The time at which the run had done as many steps as before the loss."""
         return self.time + self.seconds
 
     def as_json(self) -> dict[str, Any]:
@@ -77,7 +79,7 @@ class WorkerLoss:
 
 
 def losses_of(run: RunHistory) -> list[WorkerLoss]:
-    """Return the losses after which the run went on, in their order."""
+    """Return the losses after which the run continued, in order."""
     begins = [index for index, event in enumerate(run.events) if event.kind == "run-started"]
     starts = [run.events[begin:end] for begin, end in pairwise([*begins, len(run.events)])]
     steps = ((event.time, event.step) for event in run.events if event.step)
@@ -128,8 +130,8 @@ def _between(progress: _Progress, begin: float, end: float) -> _Progress:
 def _loss(
     before: Sequence[RunEvent], after: Sequence[RunEvent], progress: _Progress
 ) -> WorkerLoss | None:
-    """Return the loss between two starts, without the time of the repeated steps; None without a
-    loss. `progress`: between the two starts."""
+    """Return the loss between two starts, without the time of the repeated steps; None if there was
+    none. `progress`: the progress between the two starts."""
     if (recovered := _first(after, "recovered")) is not None:
         wait, opening = seconds_of(recovered, "wait_seconds"), seconds_of(recovered, "open_seconds")
         repeated = recovered.details.get("repeated_steps")
@@ -160,7 +162,7 @@ def _restart(
     seen: tuple[float, int] | None = None
     if failed is not None:
         seen = failed.time, failed.step
-    # rank 0, which writes the events, was lost; another one saved what it had
+    # rank 0, which writes the events, was lost; another rank saved its state
     elif state and state not in saved and progress:
         seen = min(started, _time_of(opened.step, progress)), opened.step
     last = max([before[-1].time, *(time for time, _ in progress[-1:])])
@@ -178,10 +180,10 @@ def _restart(
 
 
 def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> float | None:
-    """Return the seconds that the repeated steps took. None if that is not known, or they are not
-    done.
+    """Return the seconds that the repeated steps took. None if that is not known, or if they are
+    not finished.
 
-    `goes_on`: this was the latest start.
+    `goes_on`: True if this was the latest start.
     """
     if not loss.repeated_steps:
         return None if loss.repeated_steps is None else 0.0
@@ -193,7 +195,8 @@ def _repetition(loss: WorkerLoss, progress: _Progress, *, goes_on: bool) -> floa
 
 
 def _time_of(step: int, progress: _Progress) -> float:
-    """Return when that many steps were done, on the line through the two nearest records."""
+    """Return the time at which that many steps were done, interpolated between the two nearest
+    records."""
     place = next(
         (place for place, (_, done) in enumerate(progress) if done >= step), len(progress) - 1
     )
@@ -206,8 +209,8 @@ def _first(events: Sequence[RunEvent], *kinds: str) -> RunEvent | None:
 
 
 def loss_list(run: RunHistory) -> Html | None:
-    """Return the list; None if there were no losses. Beyond `MAX_LOSSES`, those in the middle are
-    only counted."""
+    """Return the list of losses; None if there were none. If there are more than `MAX_LOSSES`,
+    those in the middle are only counted."""
     found = losses_of(run)
     if not found:
         return None
@@ -228,7 +231,8 @@ def loss_list(run: RunHistory) -> Html | None:
 
 
 def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
-    """Return why workers were lost; if the run has several hosts, with the lost rank's host."""
+    """Return text with the reason why workers were lost; if the run has several hosts, also the
+    host of the lost rank."""
     named = re.match(r"rank (\d{1,6})\b", loss.reason)
     if named is None or len(set(hosts)) < 2 or int(named[1]) >= len(hosts):
         return loss.reason
@@ -236,7 +240,8 @@ def what_was_lost(loss: WorkerLoss, hosts: Sequence[str]) -> str:
 
 
 def how_it_went_on(loss: WorkerLoss) -> str:
-    """Return whether the run recovered in place, from which state, and why if not."""
+    """Return text that says from which state the run continued, and if it did not recover in place,
+    why."""
     if loss.in_place:
         names = {"replica": "a replica's state", "image": "the image in memory"}
         state = names.get(loss.state, loss.state)

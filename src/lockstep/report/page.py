@@ -29,7 +29,7 @@ from lockstep.report.repetitions import group_table, repeated_runs
 GENERATOR = generator_tag("lockstep report")
 """The tag that identifies a page as a report."""
 MEMORY_CHARTS = 8
-"""Number of ranks with a memory chart: the highest peaks. All ranks are in the table."""
+"""Number of ranks with a memory chart: those with the highest peaks. All ranks are in the table."""
 MOST_COLUMNS, LEAST_COLUMNS = 600, 60
 POINTS = 60_000
 """Approximate number of points on the page. If there are many curves, each has fewer points."""
@@ -110,7 +110,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _sole_term(runs: Sequence[RunHistory], names: Iterable[str]) -> str | None:
-    """Return the name of the loss's only term, if its values are those of the loss in every run."""
+    """Return the name of the loss's only term, if its values equal the loss in every run."""
     terms = [name for name in names if name.startswith("loss/")]
     series = [run.curves.series for run in runs]
     is_sole = len(terms) == 1 and all(each.get(terms[0]) == each.get("loss") for each in series)
@@ -142,7 +142,7 @@ def _metric(name: str, runs: Sequence[RunHistory], note: str = "") -> Chart:
 
 
 def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Return the chart of step times: by phase for one run, whole steps alone for several."""
+    """Return the chart of step times: by phase for one run, of whole steps for several runs."""
     timed = [(index, run) for index, run in enumerate(runs) if run.ranks.steps]
     if not timed:
         return []
@@ -256,7 +256,7 @@ def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Ht
 
 
 def memory_charts(runs: Sequence[RunHistory]) -> list[Chart]:
-    """Return a chart for each rank: the memory of each cause, and of all."""
+    """Return a chart for each rank: its memory by cause, and in total."""
     found = []
     for run in runs:
         if run.memory is None:

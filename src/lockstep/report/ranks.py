@@ -24,8 +24,8 @@ _COLOURS = {"data": "line-1", "compute": "line-2", "communication": "line-3", "o
 
 @dataclass(frozen=True, slots=True)
 class HeatmapGrid:
-    """Step times. A row is a rank, or the slowest of several neighbours; a column is a mean over
-    steps."""
+    """Step times. A row is a rank, or the slowest of several neighbouring ranks; a column is a mean
+    over steps."""
 
     ranks: list[tuple[int, int]]
     last_step: int
@@ -36,13 +36,13 @@ class HeatmapGrid:
     """Longest recorded time of the whole step, for each cell."""
 
     def steps(self, column: int) -> tuple[int, int]:
-        """Return the first and last step of a column."""
+        """Return the first and the last step of a column."""
         first = column * self.last_step // self.columns + 1
         return first, max(first, (column + 1) * self.last_step // self.columns)
 
 
 def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
-    """Arrange the times on an axis from step 0 to `last_step`, in `CELLS` cells at most."""
+    """Arrange the times on an axis from step 0 to `last_step`, in at most `CELLS` cells."""
     world = max((len(row) for rows in times.phases.values() for row in rows), default=0)
     ranks_per_row = -(-world // MOST_ROWS) or 1
     ranks = [
@@ -69,8 +69,8 @@ def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
 
 
 def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
-    """Return for each column its rows' indices in `steps`. A row covers the steps since the row
-    before it."""
+    """Return, for each column, the indices in `steps` of its rows. A row covers the steps since the
+    previous row."""
     found: list[list[int]] = [[] for _ in range(columns)]
     before = 0
     for index, step in enumerate(steps):
@@ -164,8 +164,8 @@ def mean_over_ranks(times: RankTimes, phase: str) -> Series:
 
 
 def rank_bars(times: RankTimes) -> Html | None:
-    """Return step times by rank and phase; of more than `BARS` ranks, those with the longest data
-    and compute."""
+    """Return step times by rank and phase; if there are more than `BARS` ranks, those with the
+    longest data and compute time."""
     everyone = [(rank, each) for rank, each in enumerate(mean_times(times)) if "step" in each]
     if not everyone:
         return None

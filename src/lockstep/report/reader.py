@@ -1,4 +1,4 @@
-"""Read run directories, without writing anything there."""
+"""Reads run directories, without writing anything there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LATEST_TIME_SECONDS = 2.5e11
 """Latest valid time, in seconds since 1970: the year 9892."""
 _MOST_PROCESS_ID = 2**31
 _MOST_MEMORY_BYTES = 64 << 20
-"""Largest size of `profile/memory.json`, which has every moment of every rank."""
+"""Largest size of `profile/memory.json`, which has all times of every rank."""
 _MEMORY = "profile/memory.json"
 
 
@@ -138,8 +138,8 @@ def _check(path: str) -> None:
 
 
 def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
-    """Read the memory of the profiled steps. Counts its one line in `unreadable` if that is
-    invalid."""
+    """Read the memory of the profiled steps. If its single line is invalid, counts it in
+    `unreadable`."""
     if not is_there(folder, _MEMORY):
         return None
     try:
@@ -151,8 +151,8 @@ def _memory(folder: Path, unreadable: dict[str, int]) -> MemoryProfile | None:
 
 
 def _holder(folder: Path) -> LockHolder | None:
-    """Return the process that holds the directory. Trying the lock could refuse a run that starts
-    at that moment."""
+    """Return the process that holds the directory. It does not try the lock: a run that starts at
+    that moment could be refused."""
     try:
         values = read_object(folder, "lock", 4096)
         pid, host = values["pid"], str(values["host"])
@@ -165,8 +165,8 @@ def _holder(folder: Path) -> LockHolder | None:
 
 
 def _is_alive(pid: int) -> bool | None:
-    """True if there is such a process on this machine; None on Windows, where asking could
-    interrupt it."""
+    """True if there is a process with this id on this machine; None on Windows, where checking
+    could interrupt it."""
     if sys.platform == "win32":
         return None
     try:
@@ -179,7 +179,7 @@ def _is_alive(pid: int) -> bool | None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path: as few as make the names unique."""
+    """Return the last parts of each path, as few as are needed to make the names unique."""
     for length in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-length:]) for folder in folders]
         if len(set(names)) == len(names):

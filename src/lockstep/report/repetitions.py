@@ -1,5 +1,5 @@
-"""Runs that repeat one recipe with another seed or other data, such as folds, and the mean of what
-they measured. Pure."""
+"""Runs that repeat a recipe with another seed or other data (such as folds), and the means of their
+metrics. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lockstep.pages.scale import format_number
 from lockstep.report.history import LARGEST, RunHistory
 
 OTHERWISE = frozenset({"seed", "data", "fold"})
-"""Fields at any depth of a recipe that may differ between runs that repeat it."""
+"""Fields, at any depth of a recipe, that may differ between runs that repeat it."""
 METRICS = 400
-"""Most metrics of a group that are shown."""
+"""Largest number of metrics of a group that are shown."""
 
 _NOT_LEARNED = frozenset(
     {"lr", "gradient_norm", "samples_per_second", "weight_per_second", "mfu", "memory_bytes"}
@@ -31,11 +31,11 @@ NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that repeat one recipe."""
+    """Runs that repeat the same recipe."""
 
     runs: list[RunHistory]
     values: dict[str, list[float]]
-    """For each metric the last value of each run."""
+    """For each metric, the last value of each run."""
 
     @property
     def title(self) -> str:
@@ -48,7 +48,8 @@ class Group:
 
 
 def repeated_runs(runs: Sequence[RunHistory]) -> list[Group]:
-    """Return the groups of two or more ended runs that repeat one recipe. One model counts once."""
+    """Return the groups of two or more ended runs that repeat the same recipe. Runs with the same
+    final model count once."""
     found: dict[Any, dict[Any, RunHistory]] = {}
     for run in runs:
         if run.state == "ended" and isinstance(recipe := run.metadata.get("recipe"), Mapping):
@@ -110,7 +111,7 @@ def group_table(found: Sequence[Group]) -> Html | None:
 
 
 def group_json(found: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return the groups for programs."""
+    """Return the groups as JSON."""
     return [
         {
             "runs": [run.name for run in each.runs],

@@ -34,7 +34,7 @@ SERIES = 400
 
 _DIGITS = 12
 _WORDS: dict[RunState, str] = {"unfinished": "interrupted", "preempted": "stopped, resumable"}
-"""The states that are not shown by their own names."""
+"""State -> word, for states that are not shown by their own names."""
 
 
 def state_word(run: RunHistory) -> Html:
@@ -61,7 +61,7 @@ def state_reason(run: RunHistory) -> str:
 
 
 def running_seconds(run: RunHistory) -> float:
-    """Return the seconds that the run was running, without the time between its attempts."""
+    """Return the seconds for which the run was running, without the time between its attempts."""
     return sum(each.ended - each.began for each in run.attempts)
 
 
@@ -273,7 +273,7 @@ def breakable(text: str) -> Html:
 
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Return the report for programs. NaN and infinity become null."""
+    """Return the report as JSON. NaN and infinity become null."""
     found: dict[str, Any] = {
         "runs": [
             {

@@ -1,2 +1,2 @@
-"""Starts the user's script for every command: its line, its request, its processes and their
-end."""
+"""Starts the user's script for every command: its command line, its request, its processes and how
+they end."""

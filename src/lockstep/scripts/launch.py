@@ -32,15 +32,16 @@ def launch_script(
     stdout: TextIO | None = None,
     spare_imports: Sequence[str] = (),
 ) -> int:
-    """Run `count` workers to their end; return the exit status. `began`: a Unix time. `request`:
-    the variable of a request to them. `stdout`: the workers'; None: this process's.
-    `spare_imports`: modules that a process imports before it replaces a worker."""
+    """Run `count` workers to their end; return the exit status. `began`: the start time, in seconds
+    since 1970. `request`: the environment variable with a request to the workers. `stdout`: stdout
+    of the workers; None: that of this process. `spare_imports`: modules that a spare process
+    imports."""
     refuse_on_windows("lockstep run")
     with (
         collector_paused(),
         _without_warnings_of_stores() if machines is not None else nullcontext(),
     ):
-        # imports torch: after all checks that do not need it
+        # imports torch: so it comes after all checks that do not need torch
         from lockstep.launch.run_workers import run_workers
 
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -82,7 +83,7 @@ def launch_script(
 @contextmanager
 def _without_warnings_of_stores() -> Iterator[None]:
     """Silence torch's store, which prints 20 lines when its host is gone, if torch is imported
-    within. Not for workers."""
+    inside the context. Not used in workers."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
         yield

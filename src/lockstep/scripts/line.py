@@ -1,4 +1,4 @@
-"""A script on a command line: the checks that it is there, and options of a command among its
+"""A script on a command line: checks that it exists, and detection of a command's options among its
 arguments. No torch."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ScriptLine:
 
     @classmethod
     def parse(cls, text: str, option: str) -> ScriptLine:
-        """Read the value of an option: a path, or a script and its arguments as a shell reads them.
-        Raises `LaunchError`, also if the script cannot be found."""
+        """Read the value of an option: a path, or a script with arguments in shell syntax. Raises
+        `LaunchError`, also if the script cannot be found."""
         words = [text] if Path(text).is_file() else shell_words(option, text)
         is_module = words[:1] == ["-m"]
         if len(words) <= is_module:
@@ -56,7 +56,7 @@ class ScriptLine:
 
     @property
     def name(self) -> str:
-        """The name of the module, or of the file without its ending."""
+        """The name of the module, or of the file without its suffix."""
         return self.script if self.is_module else Path(self.script).stem
 
 
@@ -90,9 +90,9 @@ def _check_module(name: str) -> None:
 def misplaced(
     options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None
 ) -> list[str]:
-    """Return the `options` of a command among a script's arguments, before any `--`, that the code
-    of the file `script` does not mention. `imports`: a package; a script that does not import it
-    hands its arguments on, and none is returned."""
+    """Return those `options` of a command that are among a script's arguments (before any `--`) and
+    that the code of the file `script` does not mention. `imports`: a package; a script that does
+    not import it may pass its arguments on, so nothing is returned."""
     own = takewhile(lambda argument: argument != "--", arguments)
     names = {argument.partition("=")[0] for argument in own if argument[:2] == "--"} & set(options)
     if not names:
@@ -118,7 +118,7 @@ def _packages_of(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _words_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the words in names and strings, but not in docstrings, with `_` for `-`."""
+    """Return the words in names and strings (except docstrings), with `-` replaced by `_`."""
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = [
         value

@@ -1,5 +1,5 @@
-"""A process that runs the user's script for a command: its output, the wait for its end, and the
-end of all of it."""
+"""A process that runs the user's script for a command: its output, the wait for its end, and ending
+everything that it started."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lockstep.scripts.request import REQUEST, ScriptRequest
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0
-"""Seconds from asking a script to end to killing it, and all that it has started."""
+"""Seconds between asking a script to end and killing it with everything that it has started."""
 KILL_SECONDS = 10.0
 """Longest wait for killed processes."""
 TAIL_LINES = 30
-"""Lines of a failed script's output that are kept."""
+"""Number of lines of a failed script's output that are kept."""
 OUTPUT = "output.txt"
 
 
@@ -37,15 +37,16 @@ class ScriptEnd:
     """The end of a script's processes."""
 
     status: int
-    """Exit status as a shell shows it: 128 + N after signal N."""
+    """Exit status as in a shell: 128 + N after signal N."""
     seconds: float
     error: str = ""
-    """The last lines of its output. Empty if the status is 0."""
+    """The last lines of the script's output. Empty if the status is 0."""
     timed_out: bool = False
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
-        """Return the error for a script that ended `before` it did what a command `needs`, both in
-        words. `works`: a command line that has to work first."""
+        """Return the error for a script that ended too early. `before`: text for what it did not
+        reach; `needs`: text for what the command needs. `works`: a command line that has to work
+        first."""
         if self.timed_out:
             return LaunchError(
                 f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"
@@ -76,9 +77,10 @@ def run_script(
     look: Callable[[], bool] = lambda: False,
     echo: BinaryIO | None = None,
 ) -> ScriptEnd:
-    """Run a command line to its end, and end all that it has started. `folder`: of the request and
-    the output. `environ`: all its variables but that of the request. `look`: called now and then;
-    it returns True to end the script. `echo`: is given its output as it comes."""
+    """Run a command line to its end, then end everything that it has started. `folder`: the folder
+    of the request and the output. `environ`: its environment, except the variable of the request.
+    `look`: called regularly; returns True to end the script. `echo`: called with the output as it
+    is written."""
     began, timed_out = time.monotonic(), False
     environ = {**environ, **request.write(folder)}
     with (folder / OUTPUT).open("wb") as output, (folder / OUTPUT).open("rb") as read:
@@ -98,7 +100,7 @@ def run_script(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
             ended = process.poll()
-            _pass_on(read, echo)  # not what a launcher says about being ended
+            _pass_on(read, echo)  # do not pass on what a launcher prints about being ended
         finally:
             _end_all(process, f"{REQUEST}={environ[REQUEST]}")
     status = ended if ended is not None else process.poll()
@@ -116,8 +118,8 @@ def run_script(
 
 
 def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
-    """End a script, and all that it has started, in whatever session: its descendants, and those
-    that have its request in their environment."""
+    """End a script and everything that it has started, in any session: its descendants, and
+    processes that have its request in their environment."""
 
     def started() -> set[int]:
         roots = with_marker(marker) | ({root.pid} if root.poll() is None else set())
@@ -135,15 +137,15 @@ def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
 
 def _pass_on(read: BinaryIO, echo: BinaryIO | None) -> None:
     if (more := read.read()) and echo is not None:
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # nobody reads the output any more
             echo.write(more)
             echo.flush()
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM, and SIGHUP unless it is ignored, into an exception, so that `with` blocks end
-    their processes."""
+    """Convert SIGTERM (and SIGHUP, unless it is ignored) into an exception, so that `with` blocks
+    end their processes."""
     before = {number: signal.getsignal(number) for number in signals("SIGTERM", "SIGHUP")}
     for number, handler in before.items():
         if number == signal.SIGTERM or handler is not signal.SIG_IGN:

@@ -1,8 +1,8 @@
-"""The request of a command to the processes that run its script: a JSON file, which one variable
-names. No torch.
+"""The request of a command to the processes that run its script: a JSON file, named by one
+environment variable. No torch.
 
-A request names the module that answers it, and the function of it that is called: `install`, which
-returns the overrides and hooks of a run, or `train(recipe)`, in the place of training.
+A request names a module, and the function in it that answers the request: `install`, which returns
+the overrides and hooks of a run, or `train(recipe)`, which replaces the training.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FILE = "request.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptRequest:
-    """A request; each command has a child of this class."""
+    """A request; each command has a subclass of this class."""
 
     answered_by: ClassVar[str]
-    """The module that answers it."""
+    """The module that answers the request."""
     calls: str = ""
-    """The function of that module: `install`, `train`, or none."""
+    """The function of that module: `install`, `train`, or empty if none is called."""
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write the request. Returns the variable by which processes find it."""
@@ -39,8 +39,8 @@ class ScriptRequest:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
-        """Return None if no command asks, or another one does. Raises `LaunchError` for a damaged
-        file."""
+        """Read the request to this process. None if there is none, or it belongs to another
+        command. Raises `LaunchError` for a damaged file."""
         found = _read(environ)
         if found is None or found.pop("answered_by") != cls.answered_by:
             return None
@@ -51,14 +51,14 @@ class ScriptRequest:
 
 
 def write_request(folder: Path, request: Mapping[str, Any]) -> dict[str, str]:
-    """Write a request that is JSON already. Returns the variable by which processes find it."""
+    """Write a request that is already JSON. Returns the variable by which processes find it."""
     write_atomically(folder / FILE, json.dumps(request, default=str))
     return {REQUEST: str(folder / FILE)}
 
 
 def answered_by(environ: Mapping[str, str], *calls: str) -> str | None:
-    """Return the module that answers the request to this process, if it has one of these functions
-    called. Raises `LaunchError`."""
+    """Return the module that answers the request to this process, if the request calls one of these
+    functions. Raises `LaunchError`."""
     found = _read(environ)
     return None if found is None or found["calls"] not in calls else found["answered_by"]
 

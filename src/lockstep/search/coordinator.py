@@ -1,5 +1,5 @@
-"""The loop of a search: it fills the machine's slots with trials, answers reports, and notes the
-ends."""
+"""The loop of a search: it fills the machine's slots with trials, answers their reports, and
+records how they end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lockstep.search.study import ClaimedTrial, TrialStorage, check_parameters
 
 POLL_SECONDS = 0.2
 IDLE_SECONDS = 0.5
-"""Between looks for trials that other searches may leave behind."""
+"""Seconds between two checks for trials that other searches have left behind."""
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class RunningTrial:
     slot: TrialSlot
     channel: Channel
     is_probe: bool
-    """True if it only tells the script's parameters."""
+    """True if the process only reports the script's parameters."""
     has_opened: bool = False
-    """True once its script has come to `ls.train`."""
+    """True once its script has reached `ls.train`."""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -60,7 +60,8 @@ class Search:
         processes: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """`processes`: of each trial. `on_end`: called with each ended trial's number."""
+        """`processes`: number of processes of each trial. `on_end`: called with the number of each
+        trial that has ended."""
         self._request, self._storage, self._server = request, storage, server
         self._processes, self._on_end = processes, on_end
         self.proposals = Proposals(request, storage)
@@ -78,8 +79,9 @@ class Search:
         self._ends_early = False
 
     def run(self) -> str | None:
-        """Run trials until all are made, time is over, or a signal asks to end. Returns what ended
-        it early: the signal's name, or `--timeout`. Raises the error of a faulty script."""
+        """Run trials until all are done, the time limit is reached, or a signal asks to end.
+        Returns what ended the search early: the signal's name, or `--timeout`. Raises the error of
+        a faulty script."""
         numbers = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
         with signals_handled(numbers, self._on_signal), reachable(self._storage.url):
             while True:
@@ -100,7 +102,7 @@ class Search:
         return self._ended_by
 
     def _is_done(self) -> bool:
-        """True if no trial is left for this search; other folders' may still run."""
+        """True if no trial is left for this search; trials of other folders may still run."""
         if time.monotonic() - self._looked < IDLE_SECONDS:
             return False
         self._looked = time.monotonic()
@@ -109,7 +111,7 @@ class Search:
     def _fill(self) -> None:
         while self._free and not self._ends_early:
             if self._running and not self.proposals.are_known:
-                return  # the first trial is about to tell the parameters
+                return  # the first trial is about to report the parameters
             if time.monotonic() < self._claims_from:
                 return
             claimed = self._storage.claim(self.proposals.ready)
@@ -180,7 +182,7 @@ class Search:
         (folder / "copied").rename(folder / "checkpoints")
 
     def _on_message(self, running: RunningTrial) -> bool:
-        """Answer a message. Returns False if there is no whole one."""
+        """Answer a message. Returns False if no complete message has arrived."""
         message = running.channel.receive(0.0)
         if message is None:
             if running.channel.has_ended and running.channel in self._selector.get_map():
@@ -197,7 +199,8 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Note a trial's parameters, first of all the search's; refuse another script's."""
+        """Record a trial's parameters; those of the first trial become the parameters of the
+        search. Refuse a trial of another script."""
         running.has_opened = True
         try:
             for name in ("every", "steps"):
@@ -214,7 +217,7 @@ class Search:
             self._stop(error)
             return
         if not running.is_probe:
-            # of the first trial, which began before they were known
+            # the first trial began before the parameters were known
             self.proposals.values(running.claimed)
             running.claimed.trial.set_user_attr("values", message["values"])
         running.channel.send("answer", refused=None)
@@ -245,7 +248,8 @@ class Search:
             needs = "the parameters of a search are those of the recipe that it is given"
             self._stop(never_trained(self._request.line, "a call of ls.train", needs))
         if self._ends_early and outcome.state == "failed":
-            # by the signal that ends the search, or by a mistake that no trial can mend
+            # ended by the signal that ends the search, or by a mistake that no other trial can
+            # avoid
             outcome = TrialOutcome(state="running")
         self._finish(running.claimed, outcome)
 
@@ -284,7 +288,7 @@ class Search:
             self._server.signal(signal.SIGTERM)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """At the first signal trials save and end; at the second they end at once."""
+        """At the first signal, trials save and end; at the second, they end at once."""
         self._signals += 1
         if number == signal.SIGINT and self._signals == 1:
             tell("interrupted: the trials save and end; Ctrl-C again ends them at once")

@@ -1,4 +1,4 @@
-"""A search's database: its address, reaching it, and being alone at it."""
+"""The database of a search: its URL, connecting to it, and exclusive access."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _LOCKS = {
     "postgresql": "SELECT pg_advisory_lock(('x' || :name)::bit(64)::bigint)",
     "mysql": "SELECT GET_LOCK(:name, 1000000)",
 }
-"""Wait for a lock that ends with the connection."""
+"""SQL that waits for a lock that ends with the connection, by the database's dialect."""
 _PACKAGES = {
     "MySQLdb": "mysqlclient",
     "psycopg": "'psycopg[binary]'",
     "psycopg2": "psycopg2-binary",
 }
-"""Module -> package, where the names differ."""
+"""Module -> package, if the names differ."""
 _CONNECT_SECONDS = 10
 
 
 def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
-    """Return the study, made if needed. Raises `LaunchError`."""
+    """Return the study; it is created if it does not exist. Raises `LaunchError`."""
     is_sqlite = parsed(url).get_backend_name() == "sqlite"
     arguments: dict[str, Any] = {
         "connect_args": _connect_arguments(parsed(url)),
@@ -55,7 +55,7 @@ def opened_study(url: str, name: str, direction: Direction) -> optuna.Study:
 
 
 def existing_study(url: str, name: str) -> optuna.Study:
-    """Return a study to be read from a database that the user named, without making tables. Raises
+    """Open a study for reading, in a database that the user named, without creating tables. Raises
     `LaunchError`."""
     address = parsed(url)
     if address.get_backend_name() == "sqlite" and address.database:
@@ -77,8 +77,8 @@ def existing_study(url: str, name: str) -> optuna.Study:
 
 
 def study_in_file(path: Path, name: str) -> optuna.Study:
-    """Return a study to be read from an SQLite file that may come from others: tables alone, opened
-    for reading. Raises `LaunchError`."""
+    """Open a study for reading, in an SQLite file that may come from others: it must contain tables
+    only, and is opened read-only. Raises `LaunchError`."""
 
     def connect() -> sqlite3.Connection:
         os.close(open_below(path.parent, path.name))
@@ -106,7 +106,8 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
 
 
 def _check_schema(url: str, tables: set[str]) -> None:
-    """Raise `LaunchError` unless these are a search's tables: Optuna would write others."""
+    """Raise `LaunchError` unless these are the tables of a search, because Optuna would write
+    others."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
             f"{without_password(url)} holds no search; it may be another file or database; give the"
@@ -116,7 +117,7 @@ def _check_schema(url: str, tables: set[str]) -> None:
 
 @contextmanager
 def _studies(url: str) -> Iterator[None]:
-    """Turn what Optuna raises into `LaunchError`."""
+    """Convert errors of Optuna into `LaunchError`."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     shown = without_password(url)
     try:
@@ -127,7 +128,7 @@ def _studies(url: str) -> Iterator[None]:
             f"{shown} does not have that search; it may be another file or database; give the one"
             " it was made in"
         ) from None
-    except RuntimeError as error:  # tables of another version of Optuna
+    except RuntimeError as error:  # the tables belong to another version of Optuna
         raise LaunchError(
             f"--storage {shown} cannot be used: {' '.join(str(error).split())}"
         ) from error
@@ -135,10 +136,10 @@ def _studies(url: str) -> Iterator[None]:
 
 @contextmanager
 def alone(url: str, name: str) -> Iterator[None]:
-    """Keep other searches of the study waiting. Raises `LaunchError`.
+    """Make other searches of the study wait while the context is entered. Raises `LaunchError`.
 
-    SQLite's transactions, or a lock of the trial's row, would let two searches take one trial: its
-    owner is in another row.
+    With SQLite's transactions, or a lock on the trial's row, two searches could take the same
+    trial, because its owner is in another row.
     """
     address = parsed(url)
     backend = "mysql" if address.get_backend_name() == "mariadb" else address.get_backend_name()
@@ -155,7 +156,7 @@ def alone(url: str, name: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(SQLAlchemyError):  # the database is gone, and the lock with it
+            with suppress(SQLAlchemyError):  # the database is gone, and its lock too
                 connection.close()
     else:
         yield
@@ -163,7 +164,7 @@ def alone(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def reachable(url: str) -> Iterator[None]:
-    """Raise `LaunchError` if the database fails within."""
+    """Raise `LaunchError` if the database fails inside the context."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
-"""Figures of a search: the best value so far, the metric of each trial by step, parallel
-coordinates, and their axes. Pure."""
+"""Figures of a search: the best value so far, the metric of each trial by step, and parallel
+coordinates with their axes. Pure."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults, State, TrialResult
 
 _SHADES = len(RAMP) - 2
-"""Number of colours from worse to better; the two palest of the ramp are no colours of lines."""
+"""Number of colours from worse to better; the two palest of the ramp are not used for lines."""
 _FAINT_FROM = 60
-"""Number of lines from which on each is paler."""
+"""Number of lines from which each line is drawn paler."""
 _POINTS = 60_000
 """Approximate number of points of all curves. If there are many, each has fewer."""
 _MOST_COLUMNS, _LEAST_COLUMNS = 400, 20
@@ -46,19 +46,19 @@ _MOST_TICKS, _MOST_CHOICES = 6, 12
 _LONGEST_LABEL = 16
 _WITH_VALUE: tuple[State, ...] = ("complete", "pruned")
 _ENOUGH = 10
-"""Number of values from which on the worst ones may lie beyond the axis."""
+"""Number of values from which the worst ones may lie outside of the axis."""
 _USUAL = 0.9
 """Share of the values that are always on the axis."""
 _FEWEST = 3
-"""Number of complete trials from which on their values alone decide what is on the axis."""
+"""Number of complete trials from which only their values decide the range of the axis."""
 _FAR = 5.0
-"""The axis ends before the worst value if that is this many times further from the best one than
-the usual ones."""
+"""The axis ends before the worst value if that is this many times as far from the best value as the
+usual values are."""
 
 
 def best_so_far(results: SearchResults) -> Html | None:
-    """Return the best value so far over time, with a mark for each trial that has ended. None if
-    none has."""
+    """Return the best value so far over time, with a mark for each trial that has ended. None if no
+    trial has ended."""
     ended = [(trial, trial.ended) for trial in in_front(results) if is_number(trial.ended)]
     if not ended:
         return None
@@ -73,7 +73,7 @@ def best_so_far(results: SearchResults) -> Html | None:
     worse = 1.0 if results.sign > 0 else 0.0
     marks: list[Html] = []
     for trial, moment in ended:
-        # a trial without a value is at the worse edge
+        # a trial without a value is drawn at the worse edge
         height = _end_height(trial, y_scale)
         path = polyline([(place_on(x_scale, moment - began), worse if height is None else height)])
         has_value = trial.state == "failed" or is_number(trial.value)
@@ -198,7 +198,7 @@ def _trial_figure(
 
 
 def shades(results: SearchResults) -> dict[int, int]:
-    """Return the colour of each complete trial by its number: its rank, of as many as there are
+    """Return the colour of each complete trial by its number: its rank, scaled to the number of
     colours."""
     ranked = results.ranked
     return {
@@ -208,7 +208,7 @@ def shades(results: SearchResults) -> dict[int, int]:
 
 
 def polyline(points: Sequence[Point | None]) -> str:
-    """Return the `d` of a path. None: a gap. A point between two gaps is a dot."""
+    """Return the `d` attribute of a path. None is a gap. A point between two gaps is a dot."""
     runs = [
         [point for point in run if point is not None]
         for is_there, run in groupby(points, lambda each: each is not None)
@@ -222,8 +222,8 @@ def polyline(points: Sequence[Point | None]) -> str:
 def trial_path(
     trial: TrialResult, kind: str, d: str, shade: Mapping[int, int], best: TrialResult | None
 ) -> Html:
-    """Return the SVG path of a trial. `kind`: a CSS class, added to its state's. Empty if `d`
-    is."""
+    """Return the SVG path of a trial. `kind`: a CSS class, added to that of its state. Empty if `d`
+    is empty."""
     if not d:
         return Html()
     place = shade.get(trial.number)
@@ -238,7 +238,7 @@ def trial_path(
 
 
 def in_front(results: SearchResults) -> list[TrialResult]:
-    """Return the trials in the order in which they are drawn: the best one last."""
+    """Return the trials in drawing order: the best one last."""
     ranked = results.ranked
     numbers = {trial.number for trial in ranked}
     order: dict[State, int] = {"pruned": 0, "failed": 1, "running": 2, "waiting": 3, "complete": 4}
@@ -247,8 +247,8 @@ def in_front(results: SearchResults) -> list[TrialResult]:
 
 
 def _line_legend(results: SearchResults, *states: State) -> list[Html]:
-    """Return what the colours of lines mean: of values, and of these states if there are such
-    trials."""
+    """Return the legend for the colours of lines: for values, and for those of `states` that
+    occur."""
     found = []
     if len(results.ranked) > 1:
         ramp = element("span", "worse", element("b", kind="ramp"), "better", kind="key")
@@ -258,8 +258,8 @@ def _line_legend(results: SearchResults, *states: State) -> list[Html]:
 
 
 def trial_tip(trial: TrialResult, metric: str, names: Sequence[str]) -> str:
-    """Return the lines of text about a trial that are shown beside the pointer. `names`: the
-    parameters that are."""
+    """Return the lines of text about a trial that are shown next to the pointer. `names`:
+    parameters to include."""
     after = f" after step {trial.steps:,}" if trial.state == "pruned" else ""
     value = [] if trial.value is None else [f"{metric} {format_value(float(trial.value))}"]
     given = [
@@ -271,7 +271,7 @@ def trial_tip(trial: TrialResult, metric: str, names: Sequence[str]) -> str:
 
 
 def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
-    """Return notes on an axis: that it is logarithmic, and the number of values that are not on
+    """Return notes on an axis: whether it is logarithmic, and the number of values outside of
     it."""
     outside = beyond(scale, values)
     notes = ["logarithmic"] if scale.logarithmic else []
@@ -282,13 +282,13 @@ def _scale_notes(scale: Scale, values: Sequence[float]) -> list[Html]:
 
 
 def _end_height(trial: TrialResult, scale: Scale) -> float | None:
-    """Return the height of a trial's value at its end; None without one."""
+    """Return the height of a trial's final value; None if it has none."""
     has_value = trial.state != "failed" and is_number(trial.value)
     return place_on(scale, trial.value) if has_value and is_number(trial.value) else None
 
 
 def _stairs(steps: Sequence[Point]) -> list[Point]:
-    """Return the corners of a line that keeps each value until the next one."""
+    """Return the corners of a step line, which keeps each value until the next one."""
     ends = [x for x, _ in steps[1:]] + [1.0] * bool(steps)
     return [
         corner for (x, y), end in zip(steps, ends, strict=True) for corner in ((x, y), (end, y))
@@ -311,7 +311,7 @@ def _mark_legend(results: SearchResults) -> list[Html]:
 
 
 def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[float, float | None]]:
-    """Return step and value of each point. None: no value there is finite."""
+    """Return step and value of each point. None: no value in that range is finite."""
     steps = sorted(trial.values)
     values = (float(trial.values[step]) for step in steps)
     series = Series(
@@ -325,7 +325,7 @@ def _downsampled(trial: TrialResult, last: int, columns: int) -> list[tuple[floa
 
 
 def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> Point:
-    """Return a place that may be beyond the axis, which hides it, but not by much."""
+    """Return a position. It may be slightly outside of the axis, where it is hidden."""
     low, high = y_scale.low, y_scale.high
     least = low if y_scale.logarithmic else low - (high - low)
     return x_scale.position(step), y_scale.position(min(max(value, least), high + (high - low)))
@@ -334,7 +334,7 @@ def _place_nearby(step: float, value: float, x_scale: Scale, y_scale: Scale) -> 
 def _axis_places(
     trial: TrialResult, axes: Sequence[ParameterAxis], scale: Scale
 ) -> list[Point | None]:
-    """Return the trial's places on all axes. None: it has no such parameter, or no value."""
+    """Return the trial's positions on all axes. None: it lacks the parameter, or the value."""
     given = trial.parameters
     heights = [axis.position(given[axis.name]) if axis.name in given else None for axis in axes]
     heights.append(_end_height(trial, scale))
@@ -347,7 +347,7 @@ def _axis_places(
 def _axis_head(
     place: float, name: str, ticks: Sequence[tuple[float, str]], remark: str
 ) -> list[Html]:
-    """Return an axis's name, remark and ticks, over the picture."""
+    """Return the name, remark and ticks of an axis, drawn over the picture."""
     left = f"left:{100 * place:.2f}%"
     short = Html(re.sub(r"([/._-])", r"\1<wbr>", joined(shorten(name, _LONGEST_NAME))))
     small = element("small", remark) if remark else None
@@ -365,9 +365,9 @@ class ParameterAxis:
 
     name: str
     ticks: tuple[tuple[float, str], ...]
-    """Position, from 0 to 1, and label of each."""
+    """Position (from 0 to 1) and label of each tick."""
     scale: Scale | None = None
-    """None: its values are choices."""
+    """Scale of the axis. None: its values are choices."""
     choices: tuple[Value, ...] = ()
 
     @property
@@ -375,7 +375,7 @@ class ParameterAxis:
         return "logarithmic" if self.scale is not None and self.scale.logarithmic else ""
 
     def position(self, value: Value) -> float | None:
-        """Return the value's position, from 0 to 1. None if it has none."""
+        """Return the value's position, from 0 to 1. None if the value has no position."""
         if self.scale is not None:
             is_inside = is_number(value) and self.scale.low <= value <= self.scale.high
             return self.scale.position(float(value)) if is_inside else None  # type: ignore[arg-type]
@@ -389,8 +389,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def metric_scale(values: Sequence[float], sign: float) -> Scale:
-    """Return the axis of the metric. A few values that are far worse than the others are beyond it.
-    `sign`: -1 if a larger value is better."""
+    """Return the axis of the metric. If a few values are far worse than the others, they lie
+    outside of it. `sign`: -1 if a larger value is better."""
     ordered = sorted(values, key=lambda value: sign * value)
     if len(ordered) >= _ENOUGH:
         best, usual = ordered[0], ordered[int(_USUAL * (len(ordered) - 1))]
@@ -401,8 +401,8 @@ def metric_scale(values: Sequence[float], sign: float) -> Scale:
 
 
 def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
-    """Return the axis of the values at the end of trials, and these values. Those of pruned trials
-    may be beyond it."""
+    """Return the axis for the final values of trials, and these values. Values of pruned trials may
+    lie outside of it."""
     values = {
         state: [
             each.value for each in results.trials if each.state == state and is_number(each.value)
@@ -416,17 +416,17 @@ def end_scale(results: SearchResults) -> tuple[Scale, list[float]]:
 
 
 def place_on(scale: Scale, value: float) -> float:
-    """Return a value's position, from 0 to 1: the end of the axis for those beyond it."""
+    """Return a value's position, from 0 to 1. A value outside of the axis is at its end."""
     return min(1.0, max(0.0, scale.position(min(scale.high, max(scale.low, value)))))
 
 
 def beyond(scale: Scale, values: Sequence[float]) -> int:
-    """Return the number of values that are not on the axis."""
+    """Return the number of values outside of the axis."""
     return sum(not scale.low <= value <= scale.high for value in values)
 
 
 def parameter_axes(results: SearchResults) -> list[ParameterAxis]:
-    """Return an axis for each parameter that differs between trials, or could."""
+    """Return an axis for each parameter that differs, or could differ, between trials."""
     declared = {parameter.name: parameter for parameter in results.parameters}
     found = []
     for name in results.varied:
@@ -495,12 +495,12 @@ def _multiples(low: float, high: float, *, whole: bool) -> list[float]:
 
 
 def format_value(value: Value) -> str:
-    """Return a parameter's value as text: four digits of a float."""
+    """Return a parameter's value as text; a float has four digits."""
     return format_number(value) if isinstance(value, float) else str(value)
 
 
 def shorten(text: str, longest: int = _LONGEST_LABEL) -> str:
-    """Return the text without its middle if it is longer."""
+    """Return the text; if it is longer than `longest`, without its middle."""
     half = (longest - 1) // 2
     return text if len(text) <= longest else f"{text[: longest - 1 - half]}…{text[-half:]}"
 

@@ -1,8 +1,8 @@
 """A process that has imported torch and lockstep, and forks launchers of a script, which fork its
 workers.
 
-A training of a small model starts in a fraction of a second: fresh processes would import torch
-each time. Each process ends with the one that started it. Linux only.
+A training of a small model thus starts in a fraction of a second, because torch is not imported
+each time. Each process ends with the process that started it. Linux only.
 """
 
 from __future__ import annotations
@@ -44,42 +44,43 @@ from lockstep.scripts.request import write_request
 
 ENDING = "ending.json"
 END_SECONDS = (3.0, 5.0)
-"""Time for launchers to end by themselves, and after SIGTERM, before they are killed."""
+"""Seconds that launchers get to end by themselves, and then after SIGTERM, before they are
+killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """A launch that the server is asked for."""
+    """A request to the server for a launch."""
 
     number: int
     folder: str
-    """The run directory, which exists. The launch writes its output and its ending there."""
+    """The existing run directory. The launch writes its output and its ending there."""
     line: Sequence[str]
-    """`[-m] SCRIPT ARGS...`"""
+    """The script and its arguments: `[-m] SCRIPT ARGS...`"""
     processes: int
     max_restarts: int
     options: Mapping[str, str]
-    """The variables of the `RunOptions` of its workers."""
+    """Environment variables with the `RunOptions` for its workers."""
     request: Mapping[str, Any]
     """The request to its workers, as JSON. The server sets its `channel`: the descriptor of rank
     0's channel."""
     environment: Mapping[str, str]
-    """Further variables of its workers."""
+    """Further environment variables of its workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnding:
-    """The end of a launch, as its launcher has seen it."""
+    """The end of a launch, as observed by its launcher."""
 
     status: int
     report: str
-    """The launcher's report. Empty if all went well."""
+    """The launcher's report. Empty if nothing failed."""
     kind: str = ""
     """The class of the exception that failed first, as `module:qualified name`. Empty if there was
     none."""
     message: str = ""
     where: str = ""
-    """The last frame of its traceback."""
+    """The last frame of that exception's traceback."""
 
     @classmethod
     def of(cls, ending: Ending) -> LaunchEnding:
@@ -107,11 +108,11 @@ class LaunchEnding:
 
 
 class ForkServer:
-    """The server, seen from the command. Started at once; it is ready when it has imported
+    """The command's side of the server. It is started at once, and ready when it has imported
     torch."""
 
     def __init__(self) -> None:
-        """Raises `LaunchError` where a process cannot be forked so."""
+        """Start the server. Raises `LaunchError` if processes cannot be forked in this way."""
         self.channel, theirs = _open_channel()
         with theirs:
             self._process = subprocess.Popen(
@@ -124,8 +125,8 @@ class ForkServer:
         self._gpus: int | None = None
 
     def gpus(self) -> int:
-        """Return the number of GPUs here. Waits until torch is imported. Raises `LaunchError` if
-        that fails."""
+        """Return the number of GPUs of this machine. Waits until torch is imported. Raises
+        `LaunchError` if that fails."""
         if self._gpus is None:
             message = self.channel.receive()
             if message is None:
@@ -145,13 +146,13 @@ class ForkServer:
         return ours
 
     def signal(self, number: int, launch: int | None = None) -> None:
-        """Send a signal to a launch; None: to all."""
+        """Send a signal to a launch; `launch=None`: to all launches."""
         self.channel.send("signal", signal=number, number=launch)
 
     def close(self) -> None:
-        """End the server, with all that it has started."""
+        """End the server and everything that it has started."""
         self.channel.close()
-        if self._gpus is None:  # it still imports torch, and has started nothing
+        if self._gpus is None:  # the server is still importing torch, and has started nothing
             self._process.kill()
         self._process.wait()
 
@@ -166,7 +167,7 @@ def _open_channel() -> tuple[Channel, socket.socket]:
 
 
 def main() -> None:
-    """Import what training needs, and serve the command that has started this process."""
+    """Import the modules that training needs, and serve the command that started this process."""
     parent, descriptor = map(int, sys.argv[1:])
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)
@@ -178,14 +179,14 @@ def main() -> None:
     worker.prepare_process()
     remove_left_folders(
         Path(tempfile.gettempdir())
-    )  # of a command that was killed: this one may start nothing
+    )  # the command was killed: this process may start nothing
     channel.send("warm", gpus=accelerator.count())
     _serve(channel)
 
 
 def _serve(channel: Channel) -> None:
-    """Start a launcher for each `start`, tell of its end, and pass `signal` on to one of them, or
-    to all."""
+    """Start a launcher for each message `start`, report its end, and pass each `signal` on to one
+    launcher or to all."""
     selector = selectors.DefaultSelector()
     selector.register(channel, selectors.EVENT_READ)
     launchers: dict[int, int] = {}
@@ -204,7 +205,7 @@ def _serve(channel: Channel) -> None:
             if message is None:
                 selector.unregister(channel)
                 _end(launchers, selector)
-                os._exit(0)  # launchers that are left are killed with this process
+                os._exit(0)  # the remaining launchers are killed with this process
             if message["kind"] == "signal":
                 for number, pid in launchers.items():
                     if message["number"] in (None, number):
@@ -217,8 +218,9 @@ def _serve(channel: Channel) -> None:
 
 
 def _end(launchers: dict[int, int], selector: selectors.BaseSelector) -> None:
-    """Wait for launchers whose workers have ended, since they still remove their temporary folders;
-    then end the others. `selector`: has the pidfd of each of them, and nothing else."""
+    """Wait for launchers whose workers have ended, because they still remove their temporary
+    folders; then end the others. `selector`: contains the pidfd of each launcher, and nothing
+    else."""
     for seconds in END_SECONDS:
         deadline = time.monotonic() + seconds
         while selector.get_map() and (rest := deadline - time.monotonic()) > 0:
@@ -255,7 +257,8 @@ def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
     asked = write_request(Path(request.folder), {**request.request, "channel": descriptor})
     os.environ.update({**request.environment, **asked})
     try:
-        with ended_by_signals():  # also before and after the workers run: the folder is removed
+        # also before and after the workers run, so that the folder is removed
+        with ended_by_signals():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
             ending = run_workers(
                 lambda environment: ForkedWorker(request.line, environment),
@@ -271,7 +274,7 @@ def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
         )
     kill_all(
         lambda: descendants([os.getpid()]), KILL_SECONDS
-    )  # what the workers, forks of this process, have left
+    )  # processes left over by the workers, which are forks of this process
     if told.report:
         print(f"lockstep: {told.report}", file=sys.stderr, flush=True)
     write_atomically(Path(request.folder, ENDING), json.dumps(asdict(told)))
@@ -292,8 +295,8 @@ class ForkedWorker:
                     os._exit(1)
 
     def poll(self) -> int | None:
-        """None while it runs; then its exit status, or minus the number of the signal that killed
-        it."""
+        """None while the process runs; then its exit status, or the negated number of the signal
+        that killed it."""
         if self._returncode is None:
             with suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -1,4 +1,5 @@
-"""The outcome of a trial, from what its processes left; and when failures are the script's."""
+"""The outcome of a trial, from the files that its processes left; and detection of failures that
+the script causes."""
 
 from __future__ import annotations
 
@@ -14,28 +15,29 @@ from lockstep.search.request import PRUNED
 from lockstep.search.results import State
 
 MOST_ALIKE = 3
-"""The search ends after so many alike failures, if no trial succeeds."""
+"""The search ends after this many similar failures, if no trial succeeds."""
 _KILLED = 128 + 9
-"""After SIGKILL: mostly memory ran out."""
+"""Exit status after SIGKILL: usually, memory ran out."""
 _OF_THE_TRIAL = ("LossError", "MemoryError", "OutOfMemoryError", "HangError")
-"""Failures by a trial's values; other trials may do without."""
+"""Failures that depend on the values of a trial; other trials may not have them."""
 
 _MISTAKES = ("LaunchError", "PlanError", "RecipeError")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """The end of a trial. `running`: it was interrupted, and is to be resumed."""
+    """The end of a trial. `running`: the trial was interrupted, and will be resumed."""
 
     state: State
     value: float | None = None
     steps: int | None = None
-    """Steps of a training without evaluations, whose loss is the value."""
+    """Number of steps of a training without evaluations, whose value is the loss."""
     reason: str | None = None
     is_mistake: bool = False
     """True for a mistake in the script or the command."""
     alike: str | None = None
-    """Equal for one cause in the script. None: the trial's own."""
+    """Text that is equal for failures with the same cause in the script. None: the trial caused the
+    failure."""
 
 
 def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
@@ -57,7 +59,8 @@ def finished_outcome(folder: Path, metric: str) -> TrialOutcome | None:
 
 
 def outcome_of(folder: Path, status: int, metric: str) -> TrialOutcome:
-    """Return a trial's outcome from its launcher's status: minus a signal that killed it."""
+    """Return a trial's outcome. `status`: exit status of its launcher, or the negated number of the
+    signal that killed it."""
     ending = LaunchEnding.read(folder)
     if status == 0:
         reason, alike = "the script ended and did not train", "did not train"
@@ -94,14 +97,14 @@ def _reason_of_pruning(folder: Path) -> str | None:
 
 
 class FailuresAlike:
-    """Counts alike failures until a trial succeeds."""
+    """Counts similar failures until a trial succeeds."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._is_right = False
 
     def note(self, outcome: TrialOutcome) -> bool:
-        """Note a trial's end. Returns True if the script is at fault."""
+        """Record a trial's end. Returns True if the script is at fault."""
         self._is_right |= outcome.state in ("complete", "pruned")
         if outcome.alike is None or self._is_right:
             return False

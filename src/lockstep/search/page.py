@@ -35,7 +35,7 @@ from lockstep.search.summary import STATES, failures, numbers, train_command
 _LONGEST_REASON = 400
 _MOST_FAILURES = 3
 _LONG = 40
-"""Number of rows from which on the table scrolls in a box of its own."""
+"""Number of rows from which the table scrolls in its own box."""
 
 
 def search_page(results: SearchResults, importance: Mapping[str, float], made: float) -> str:
@@ -201,7 +201,7 @@ def _row(trial: TrialResult, numeric: Mapping[str, bool], is_best: bool, has_par
 
 
 def _number(text: str, value: object) -> Html:
-    """Return a cell that is sorted by a number. Without one it is last."""
+    """Return a cell that is sorted by a number; if it has none, it comes last."""
     return element("td", text, kind="number", data_value=value if is_number(value) else "")
 
 

@@ -2,8 +2,8 @@
 values. Pure.
 
 Trial n is member n % M of generation n // M, and trains one segment of the steps. After each
-generation, members of the worst quarter go on from checkpoints of the best quarter with changed
-values; the others from their own.
+generation, members of the worst quarter continue from checkpoints of the best quarter, with changed
+values; the others continue from their own checkpoints.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.recipe.parameters import Parameter, Value
 from lockstep.search.results import SearchResults
 
 PART = 4
-"""One of so many members is replaced, and one copied."""
+"""One in this many members is replaced, and one in this many is copied."""
 FACTORS = (0.8, 1.2)
 """Factors of a changed number."""
 RESAMPLED = 0.25
-"""Probability that a choice is drawn anew."""
+"""Probability that a new choice is drawn."""
 CHANGEABLE = frozenset(
     {
         "parameters",
@@ -36,7 +36,7 @@ CHANGEABLE = frozenset(
         "clip_norm",
     }
 )
-"""Fields of the recipe whose parameters may change in mid-training."""
+"""Fields of the recipe whose parameters may change during training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +44,12 @@ class Population:
     members: int
     generations: int
     segment: int
-    """Steps of a generation; the last ends with the training."""
+    """Number of steps of a generation; the last generation ends with the training."""
 
     @classmethod
     def of(cls, *, trials: int, members: int, steps: int | None, every: int | None) -> Population:
-        """Return the generations. `steps`: of the training. `every`: between evaluations. Raises
-        `LaunchError` if they do not fit."""
+        """Return the generations. `steps`: number of steps of the training. `every`: steps between
+        evaluations. Raises `LaunchError` if these do not fit together."""
         if steps is None or every is None:
             raise LaunchError(
                 "--sampler pbt on a recipe whose steps, or steps from one evaluation to the next,"
@@ -76,12 +76,12 @@ class Population:
         return number // self.members
 
     def until(self, number: int) -> int | None:
-        """Return the step after which a trial ends; None: with the training."""
+        """Return the step after which a trial ends; None: at the end of the training."""
         generation = self.generation(number)
         return None if generation == self.generations - 1 else self.segment * (generation + 1)
 
     def ready(self, results: SearchResults) -> int:
-        """Return how many trials may have begun: those whose parents have ended."""
+        """Return the number of trials that may have begun: those whose parents have ended."""
         ended = {
             trial.number for trial in results.trials if trial.state not in ("waiting", "running")
         }
@@ -93,8 +93,8 @@ class Population:
         return (done + 1) * self.members
 
     def parent(self, number: int, results: SearchResults, seed: int) -> int | None:
-        """Return the trial whose checkpoint a trial goes on from; None in the first generation.
-        Raises `LaunchError` if the generation before has failed."""
+        """Return the trial from whose checkpoint a trial continues; None in the first generation.
+        Raises `LaunchError` if the previous generation has failed."""
         generation = self.generation(number)
         if generation == 0:
             return None
@@ -130,7 +130,8 @@ class Population:
         parameters: Sequence[Parameter],
         seed: int,
     ) -> dict[str, Value]:
-        """Return a trial's values: its own parent's `given`, changed after another member."""
+        """Return a trial's values: `given`, those of its parent; they are changed if the parent is
+        another member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}
         chance = self._random(number, seed, "values")

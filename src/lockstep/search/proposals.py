@@ -1,4 +1,4 @@
-"""The values of each trial's parameters: sampled, of a grid or a sweep, or of a population."""
+"""The values of each trial's parameters: sampled, or from a grid, a sweep or a population."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class Proposals:
 
     @property
     def need_probe(self) -> bool:
-        """True if even the first trial needs the parameters."""
+        """True if even the first trial needs the script's parameters."""
         return self._request.sampler in ("grid", "pbt")
 
     @property
     def searched(self) -> list[Parameter]:
-        """Parameters with bounds or choices that `--set` does not fix."""
+        """Parameters that have bounds or choices, and that `--set` does not fix."""
         self._look()
         fixed = {text.partition("=")[0] for text in self._request.launch.set}
         return [each for each in self._parameters if each.is_searched and each.name not in fixed]
 
     def check(self) -> None:
         """Raise `LaunchError` if nothing is searched or generations do not fit, `RecipeError` for
-        an endless grid."""
+        an infinite grid."""
         if self._request.sweep:
             return
         if not self.searched:
@@ -77,11 +77,11 @@ class Proposals:
         if self._request.sampler == "grid":
             grid_of(self.searched)
         if self._request.sampler == "pbt":
-            self.population.until(0)  # raises if the generations do not fit
+            self.population.until(0)  # this raises if the generations do not fit
 
     @property
     def wanted(self) -> int:
-        """Trials of the whole search."""
+        """Number of trials of the whole search."""
         self._look()
         is_grid = self._request.sampler == "grid" and bool(self._parameters)
         grid = len(grid_of(self.searched)) if is_grid else None
@@ -90,7 +90,7 @@ class Proposals:
 
     @property
     def ready(self) -> int:
-        """Trials that may have begun by now."""
+        """Number of trials that may have begun by now."""
         self._look()
         if self._request.sampler != "pbt" or not self._parameters:
             return self.wanted
@@ -103,12 +103,12 @@ class Proposals:
         return Population.of(trials=self.wanted, members=self._request.population, **facts)
 
     def parent(self, number: int) -> int | None:
-        """Return the trial whose checkpoint a trial goes on from, or None."""
+        """Return the trial from whose checkpoint a trial continues, or None."""
         return self.population.parent(number, self._storage.results(), self._request.seed)
 
     def values(self, claimed: ClaimedTrial) -> Mapping[str, Value]:
-        """Return a trial's values; none for the first, with the defaults, while parameters are
-        unknown."""
+        """Return a trial's values. While parameters are unknown, none for the first trial, which
+        has the defaults."""
         distributions = {each.name: distribution_of(each) for each in self.searched}
         for name, texts in self._request.sweep:
             distributions[name] = CategoricalDistribution(texts)
@@ -128,18 +128,19 @@ class Proposals:
 
 
 _KEPT = 3
-"""ASHA keeps one of so many trials."""
+"""ASHA keeps one in this many trials."""
 
 Given = Callable[[int], Mapping[str, Value] | None]
-"""Number -> values of a trial that is not sampled; None: it is."""
+"""Number of a trial -> its values; None if they are to be sampled."""
 
 
 class PerTrialSampler(BaseSampler):
-    """A sampler made anew for each trial, because its generator dies with its process: so a killed
-    search goes on as it would have. Its seed is the search's, with the trial's number."""
+    """A sampler that is made again for each trial, because its generator is lost with its process:
+    so a search that was killed continues as if it had not been. Its seed follows from the seed of
+    the search and the number of the trial."""
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, given: Given) -> None:
-        """`make`: seed -> sampler."""
+        """`make`: (seed) -> sampler."""
         self._make, self._seed, self._given = make, seed, given
 
     def _sampler(self, trial: FrozenTrial, name: str = "") -> BaseSampler:
@@ -189,8 +190,8 @@ def sampler_of(name: SamplerName, *, seed: int, given: Given) -> BaseSampler:
 
 
 def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePruner:
-    """Return a pruner. `every`: steps between evaluations. `steps`: of a training. None:
-    unknown."""
+    """Return a pruner. `every`: steps between evaluations. `steps`: number of steps of a training.
+    None: unknown."""
     match name:
         case "asha":
             return SuccessiveHalvingPruner(
@@ -203,16 +204,16 @@ def pruner_of(name: PrunerName, every: int | None, steps: int | None) -> BasePru
 
 
 def first_rung(every: int | None, steps: int | None) -> int | None:
-    """Return the steps after which ASHA first prunes; None: unknown.
+    """Return the number of steps after which ASHA first prunes; None: unknown.
 
-    Two thirds end after about 1/9 of the training, two thirds of the rest after 1/3. Optuna's
-    defaults end three quarters after the first evaluation, however early: with 30 evaluations of
-    the digits classifier that left 3 or 4 of 40 trials, and one of three searches missed the best
-    by two digits.
+    Two thirds of the trials end after about 1/9 of the training, two thirds of the others after
+    1/3. Optuna's defaults would end three quarters after the first evaluation, however early that
+    is: with 30 evaluations of the digits classifier this left 3 or 4 of 40 trials, and one of three
+    searches missed the best result by two digits.
     """
     if every is None or steps is None:
         return every
-    return every * (steps // (_KEPT**2 * every) + 1)  # the third rung is then beyond the end
+    return every * (steps // (_KEPT**2 * every) + 1)  # the third rung is then after the end
 
 
 def distribution_of(parameter: Parameter) -> BaseDistribution:
@@ -222,15 +223,15 @@ def distribution_of(parameter: Parameter) -> BaseDistribution:
     assert low is not None, "it is searched"
     assert high is not None, "it is searched"
     if (values := parameter.values) is not None:
-        high = float(values[-1] or 0)  # whole steps from low
+        high = float(values[-1] or 0)  # whole steps counted from low
     if parameter.is_int:
         return IntDistribution(int(low), int(high), log=log, step=int(step or 1))
     return FloatDistribution(float(low), float(high), log=log, step=step)
 
 
 def grid_of(parameters: Sequence[Parameter]) -> list[dict[str, Value]]:
-    """Return all combinations; the last parameter changes the fastest. Raises `RecipeError` if they
-    are endless."""
+    """Return all combinations; the last parameter changes fastest. Raises `RecipeError` if there
+    are infinitely many."""
     for parameter in parameters:
         if parameter.values is None:
             raise RecipeError(

@@ -1,5 +1,5 @@
 """The request for a search, with the checked options of `lockstep search` and `lockstep sweep`; and
-for a trial."""
+the request for a trial."""
 
 from __future__ import annotations
 
@@ -20,46 +20,47 @@ from lockstep.search.results import Direction
 SamplerName = Literal["tpe", "random", "grid", "cma", "pbt"]
 PrunerName = Literal["asha", "median", "none"]
 SEARCH = "search.json"
-"""In the folder of a search: storage, name, and the folder's own identity."""
+"""File in the folder of a search, with storage, name, and an identifier of the folder."""
 PRUNED = "pruned: "
-"""The beginning of the reason for which a pruned trial stops."""
+"""Beginning of the reason for which a pruned trial stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchRequest:
-    """A search of the parameters of a script."""
+    """A search over the parameters of a script."""
 
     line: ScriptLine
     metric: str
     direction: Direction
     trials: int | None
-    """Trials to make, those of earlier starts of the search included. None: all of a grid."""
+    """Number of trials, including those of earlier starts of the search. None: all trials of a
+    grid."""
     parallel: int | None
-    """Trials at a time, at most. None: as many as the machine has room for."""
+    """Largest number of trials at the same time. None: as many as fit on the machine."""
     sampler: SamplerName
     pruner: PrunerName
     seed: int
     folder: Path
-    """The folder of the search: it has the trials' run directories."""
+    """The folder of the search, with the run directories of the trials."""
     storage: str | None
     """URL of Optuna's storage. None: an SQLite file in `folder`."""
     name: str
     """Optuna's name of the study in the storage."""
     timeout_seconds: float | None
     launch: LaunchOptions
-    """The options of each trial. Its `set` holds the parameters that are not searched."""
+    """The launch options of each trial. Its `set` contains the parameters that are not searched."""
     sweep: Sequence[tuple[str, Sequence[str]]] = ()
-    """For `lockstep sweep`: names and texts of values."""
+    """For `lockstep sweep`: names, and values as text."""
     population: int = 8
-    """Members of a population, for population-based training."""
+    """Number of members of a population, for population-based training."""
 
     def __post_init__(self) -> None:
         check_storage(self.storage)
 
     @property
     def combinations(self) -> list[tuple[str, ...]]:
-        """The assignments of each trial of a sweep, as `--set` takes them; the last name changes
-        the fastest."""
+        """The assignments of each trial of a sweep, in the form of `--set`; the last name changes
+        fastest."""
         texts = [[f"{name}={value}" for value in values] for name, values in self.sweep]
         return list(itertools.product(*texts)) if texts else []
 
@@ -81,20 +82,21 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest(ScriptRequest):
-    """A trial as its processes see it; or, instead of training, a question for the parameters."""
+    """The request to the processes of a trial; or a request for the script's parameters instead of
+    training."""
 
     answered_by: ClassVar[str] = "lockstep.search.trial_hook"
     metric: str
     can_be_pruned: bool
     until: int | None = None
-    """The step after which it ends, at an evaluation. None: at the end of the training."""
+    """The step of the evaluation at which the trial ends. None: at the end of the training."""
     channel: int = -1
     """The descriptor over which rank 0 reports. The fork server sets it."""
 
 
 def check_storage(url: str | None) -> None:
-    """Raise `LaunchError` for the URL of a database with a password in it: every user of a machine
-    sees the list of processes."""
+    """Raise `LaunchError` if the URL of a database contains a password, because every user of a
+    machine can see the command lines of processes."""
     if url is not None and has_password(url):
         raise LaunchError(
             f"--storage {without_password(url)} has a password in it, and every user of this"
@@ -105,8 +107,8 @@ def check_storage(url: str | None) -> None:
 
 
 def direction_of(metric: str, mode: str | None) -> Direction:
-    """Return the direction for `--mode`. Raises `LaunchError` if neither it nor the metric's name
-    tells."""
+    """Return the direction for `--mode`. Raises `LaunchError` if neither `mode` nor the metric's
+    name determines it."""
     if mode is not None:
         return "minimize" if mode == "min" else "maximize"
     if metric.rpartition("/")[2] == "loss" or "loss/" in metric:
@@ -118,7 +120,7 @@ def direction_of(metric: str, mode: str | None) -> Direction:
 
 
 def sweep_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return names and values of `--set lr=1e-3,3e-3` given several times. Raises `LaunchError`,
+    """Return the names and values of options such as `--set lr=1e-3,3e-3`. Raises `LaunchError`,
     `RecipeError`."""
     if not texts:
         raise LaunchError(

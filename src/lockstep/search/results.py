@@ -1,4 +1,4 @@
-"""The trials of a search as values, and the best. Pure."""
+"""The results of a search: its trials, and the best one. Pure."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class TrialResult:
     state: State
     parameters: Mapping[str, Value]
     value: float | None = None
-    """At the end; of a pruned trial, at its last evaluation."""
+    """Value of the metric at the end; for a pruned trial, at its last evaluation."""
     values: Mapping[int, float] = field(default_factory=dict)
     """Step of the evaluation -> metric."""
     started: float | None = None
-    """Seconds since 1970."""
+    """Time of the start, in seconds since 1970."""
     ended: float | None = None
     reason: str | None = None
-    """Why it failed or was pruned."""
+    """The reason why it failed or was pruned."""
     run_dir: str = ""
     parent: int | None = None
-    """The trial whose checkpoint it went on from."""
+    """The trial from whose checkpoint it continued."""
 
     ran: float | None = None
-    """Seconds of its processes; None: unknown."""
+    """Seconds for which its processes ran; None: unknown."""
 
     @property
     def seconds(self) -> float | None:
-        """Seconds without interruptions, if known; None: it has not ended."""
+        """Duration in seconds, without interruptions if known; None: the trial has not ended."""
         if self.started is None or self.ended is None:
             return None
         return self.ended - self.started if self.ran is None else self.ran
 
     @property
     def steps(self) -> int:
-        """At its last evaluation."""
+        """Number of steps at its last evaluation."""
         return max(self.values, default=0)
 
 
@@ -53,7 +53,7 @@ class TrialResult:
 class SearchResults:
     name: str
     script: str
-    """With its arguments, as in a shell."""
+    """The script with its arguments, in shell syntax."""
     metric: str
     direction: Direction
     wanted: int
@@ -63,12 +63,12 @@ class SearchResults:
 
     @property
     def best(self) -> TrialResult | None:
-        """The best complete trial, if any."""
+        """The best complete trial; None if there is none."""
         return next(iter(self.ranked), None)
 
     @property
     def ranked(self) -> list[TrialResult]:
-        """Complete trials with a finite value, the best first."""
+        """Complete trials with a finite value, best first."""
         done = [
             trial
             for trial in self.trials
@@ -83,7 +83,7 @@ class SearchResults:
 
     @property
     def varied(self) -> list[str]:
-        """Parameters that are searched, or differ between trials."""
+        """Parameters that are searched, or that differ between trials."""
         names = dict.fromkeys(
             [*self.searched, *(name for trial in self.trials for name in trial.parameters)]
         )
@@ -97,14 +97,14 @@ class SearchResults:
 
     @property
     def searched(self) -> list[str]:
-        """Parameters that differ between trials, or could."""
+        """Parameters that differ, or could differ, between trials."""
         return [parameter.name for parameter in self.parameters if parameter.is_searched]
 
     def count(self, *states: State) -> int:
         return sum(trial.state in states for trial in self.trials)
 
     def best_over_time(self) -> list[tuple[float, float, int]]:
-        """Return each improvement: the trial's end, value and number."""
+        """Return each improvement of the best value: end, value and number of the trial."""
         found: list[tuple[float, float, int]] = []
         done = [
             (trial.ended, trial.number, trial.value)
@@ -117,7 +117,7 @@ class SearchResults:
         return found
 
     def check_kinds(self) -> None:
-        """Raise `TypeError` for types that no search writes."""
+        """Raise `TypeError` if a value has a type that no search writes."""
         texts = [
             self.name,
             self.script,
@@ -148,7 +148,7 @@ class SearchResults:
         }  # fmt: skip
 
     def as_csv(self) -> str:
-        """Return CSV, a line a trial."""
+        """Return CSV with one line per trial."""
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

@@ -1,4 +1,5 @@
-"""The number of trials that the machine runs at once, and each slot's GPUs and threads. Pure."""
+"""The number of trials that the machine runs at the same time, and the GPUs and threads of each
+slot. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from lockstep.base.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSlot:
-    """A trial's part of the machine."""
+    """The part of the machine that a trial uses."""
 
     threads: int
-    """Intra-op, of each process."""
+    """Number of intra-op threads of each process."""
     gpus: Sequence[str] = ()
-    """Names in CUDA_VISIBLE_DEVICES."""
+    """Names of the GPUs in CUDA_VISIBLE_DEVICES."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return its processes' variables. `environ`: the search's, whose OMP_NUM_THREADS is
-        kept."""
+        """Return the environment variables of the trial's processes. `environ`: the environment of
+        the search, whose OMP_NUM_THREADS is kept."""
         threads = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(self.threads)}
         return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
@@ -33,9 +34,10 @@ def slots(
     visible: str | None,
     share_devices: bool = False,
 ) -> list[TrialSlot]:
-    """Divide the machine among trials of so many `processes`. `parallel`: most trials at a time;
-    None: a GPU, or else a CPU, for each process. `visible`: CUDA_VISIBLE_DEVICES. `share_devices`:
-    processes may share GPUs. Raises `LaunchError`."""
+    """Divide the machine among trials. `processes`: number of processes of each trial. `parallel`:
+    largest number of trials at the same time; None: one GPU (or one CPU, without GPUs) for each
+    process. `visible`: CUDA_VISIBLE_DEVICES. `share_devices`: processes may share GPUs. Raises
+    `LaunchError`."""
     if gpus and gpus < processes and not share_devices:
         raise LaunchError(
             f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own;"

@@ -1,8 +1,9 @@
-"""The trials of a search in Optuna's storage: the next one, its owner, its end.
+"""The trials of a search in Optuna's storage: claiming the next one, its owner, and its end.
 
-[Note: whose a trial is] A search locks a file of its folder for each trial that it runs; the system
-releases it however the search ends. A trial that is running in the storage without a lock was
-interrupted, and the folder's next search resumes it. Other folders' searches leave it alone.
+[Note: whose a trial is] A search locks a file in its folder for each trial that it runs; the system
+releases the lock, however the search ends. A trial that is marked as running in the storage, but
+has no lock, was interrupted, and the next search of the folder resumes it. Searches of other
+folders ignore it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _OPTUNA_STATES = {state: theirs for theirs, state in _STATES.items()}
 class ClaimedTrial:
     trial: Trial
     is_resumed: bool
-    """True if an earlier search began it."""
+    """True if an earlier search has begun the trial."""
 
     @property
     def number(self) -> int:
@@ -60,10 +61,11 @@ class ClaimedTrial:
 
 
 class TrialStorage:
-    """The trials of one search. Raises `LaunchError` without the storage."""
+    """The trials of one search. Raises `LaunchError` if the storage cannot be used."""
 
     def __init__(self, request: SearchRequest) -> None:
-        """Open the storage, with the study. Raises `RecipeError` for another search's."""
+        """Open the storage and the study. Raises `RecipeError` if the study belongs to another
+        search."""
         self._request = request
         self.folder = request.folder
         self._make_folder()
@@ -120,8 +122,8 @@ class TrialStorage:
         return found
 
     def _check_search(self) -> None:
-        """Raise `RecipeError` for another search's study. Until a trial tells its parameters, the
-        metric can be corrected."""
+        """Raise `RecipeError` if the study belongs to another search. Until a trial has reported
+        its parameters, the metric can still be corrected."""
         identity, before = self._request.identity(), self.study.user_attrs.get("search")
         is_same_way = self.study.direction.name.lower() == self._request.direction
         is_open = "parameters" not in self.study.user_attrs and is_same_way
@@ -139,25 +141,25 @@ class TrialStorage:
 
     @property
     def parameters(self) -> list[Parameter] | None:
-        """The script's parameters; None before a trial tells them. Raises `RecipeError` for another
-        search's."""
+        """The script's parameters; None before a trial has reported them. Raises `RecipeError` if
+        they belong to another search."""
         found = self.study.user_attrs.get("parameters") if self._parameters is None else None
         if found is not None:
-            self._check_search()  # another one that was begun at the same time may have told them
+            self._check_search()  # another search that began at the same time may have stored them
             self._parameters = [Parameter.of(each) for each in found]
         return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the script's parameters, unless another search has. Raises `RecipeError` for another
-        search's."""
+        """Store the script's parameters, unless another search has stored them. Raises
+        `RecipeError` if those are different."""
         with alone(self.url, self._request.name):
             self._check_search()
             if "parameters" not in self.study.user_attrs:
                 self.study.set_user_attr("parameters", list(described))
 
     def check_programs(self, programs: Mapping[str, str]) -> None:
-        """Raise `RecipeError` if the script has changed since a trial with a value; before that it
-        can be corrected."""
+        """Raise `RecipeError` if the script has changed since the first trial with a value; before
+        that it may be corrected."""
         with alone(self.url, self._request.name):
             before, trials = self.study.user_attrs.get("programs"), self._trials()
             has_values = any(each.intermediate_values or each.value is not None for each in trials)
@@ -179,13 +181,13 @@ class TrialStorage:
             self._wanted = wanted
 
     def note_seconds(self, claimed: ClaimedTrial, seconds: float) -> None:
-        """Add to the seconds of a trial's processes."""
+        """Add to the recorded seconds of a trial's processes."""
         before = claimed.trial.user_attrs.get("seconds", 0.0)
         claimed.trial.set_user_attr("seconds", before + seconds)
 
     def claim(self, wanted: int) -> ClaimedTrial | None:
-        """Return a trial to run of the first `wanted`: an interrupted one, else a new one, or
-        None."""
+        """Return a trial to run, among the first `wanted`: an interrupted one, else a new one; None
+        if there is none."""
         with alone(self.url, self._request.name):
             trials, storage = self._trials(), self.study._storage
             for trial in trials:
@@ -212,8 +214,8 @@ class TrialStorage:
         return {"folder": self._identity, "run_dir": str(self.run_dir(number).absolute())}
 
     def _is_interrupted(self, trial: FrozenTrial) -> bool:
-        """Lock a running trial of this folder that nobody runs. Returns True if it is this search's
-        now."""
+        """Try to lock a trial of this folder that is marked as running. Returns True if no other
+        search runs it: it then belongs to this search."""
         if trial.user_attrs.get("folder") != self._identity or not self._lock(trial.number):
             return False
         if self.study._storage.get_trial(trial._trial_id).state == TrialState.RUNNING:
@@ -227,7 +229,7 @@ class TrialStorage:
         if not self._lock(number):
             return False
         with suppress(optuna.exceptions.UpdateFinishedTrialError):
-            # first: a search killed in between resumes it
+            # stored first, because a search that is killed in between is resumed
             for key, value in self._attributes(number).items():
                 if storage.get_trial(trial_id).user_attrs.get(key) != value:
                     storage.set_trial_user_attr(trial_id, key, value)
@@ -240,16 +242,16 @@ class TrialStorage:
         return self.folder / f"trial-{number:04d}"
 
     def report(self, claimed: ClaimedTrial, step: int, value: float) -> bool:
-        """Note the metric after a step. Returns True if the trial is to be pruned."""
+        """Record the metric after a step. Returns True if the trial should be pruned."""
         self._note_value(claimed, step, value)
-        return bool(claimed.trial.should_prune())  # numpy's of some pruners
+        return bool(claimed.trial.should_prune())  # some pruners return numpy's bool
 
     def _note_value(self, claimed: ClaimedTrial, step: int, value: float) -> None:
         if step not in self.study._storage.get_trial(claimed.trial._trial_id).intermediate_values:
             claimed.trial.report(value, step)
 
     def end(self, claimed: ClaimedTrial, outcome: TrialOutcome) -> None:
-        """Note the end of a trial, and release it; one that was interrupted stays to be resumed."""
+        """Record the end of a trial, and release it. An interrupted trial stays, to be resumed."""
         if outcome.state != "running":
             if outcome.reason is not None:
                 claimed.trial.set_user_attr("reason", outcome.reason[:2000])
@@ -260,8 +262,8 @@ class TrialStorage:
         self.release(claimed.number)
 
     def has_unfinished(self, wanted: int) -> bool:
-        """Return True if trials are left for a search of this folder: they wait, or were begun
-        here."""
+        """Return True if trials are left for a search of this folder: waiting ones, or ones that
+        began in this folder."""
         trials = [trial for trial in self._trials() if trial.number < wanted]
         if len(trials) < wanted or any(each.state == TrialState.WAITING for each in trials):
             return True
@@ -269,16 +271,16 @@ class TrialStorage:
         return any(trial.user_attrs.get("folder") == self._identity for trial in running)
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a fact of the search, unless it is known, or None."""
+        """Store a fact about the search, unless it is already stored, or None."""
         if value is not None and name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
 
     def fact(self, name: str) -> Any:
-        """Return what `note` has kept. None if it has not."""
+        """Return a fact stored by `note`; None if there is none."""
         return self.study.user_attrs.get(name)
 
     def results(self) -> SearchResults:
-        """Return all trials as they are now."""
+        """Return the current state of all trials."""
         return results_of(self.study)
 
     def _lock(self, number: int) -> bool:
@@ -294,7 +296,7 @@ class TrialStorage:
         return True
 
     def release(self, number: int) -> None:
-        """Let another search run the trial."""
+        """Release the trial, so that another search can run it."""
         os.close(self._locks.pop(number))
 
 
@@ -319,7 +321,8 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
 
 
 def results_of(study: optuna.Study) -> SearchResults:
-    """Return the trials of a study: as many as it is to have, and those beyond that were begun."""
+    """Return the trials of a study: up to the requested number, and any beyond it that have
+    begun."""
     attributes = study.user_attrs
     identity, wanted = attributes["search"], attributes.get("wanted", 0)
     trials = [
@@ -359,11 +362,11 @@ def _result(trial: FrozenTrial) -> TrialResult:
 
 
 def importance_of(study: optuna.Study) -> dict[str, float]:
-    """Return how much of the metric's variation each parameter explains, by PED-ANOVA (Watanabe et
-    al. 2023). Empty if there are too few trials."""
+    """Return the share of the metric's variation that each parameter explains, by PED-ANOVA
+    (Watanabe et al. 2023). Empty if there are too few trials."""
     if len(study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])) < 2:
         return {}
-    # imports scikit-learn, if it is there
+    # imports scikit-learn, if it is installed
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     try:
@@ -375,8 +378,8 @@ def importance_of(study: optuna.Study) -> dict[str, float]:
 
 
 def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
-    """Return the study of a search's folder, to be read. `storage`: the URL of its database, if the
-    user named one; the folder may come from others, and no other database is connected to. Raises
+    """Open the study of a search's folder for reading. `storage`: the URL of its database, if the
+    user named one. (The folder may come from others, so no other database is contacted.) Raises
     `LaunchError`."""
     told = _told(folder)
     if storage is not None:

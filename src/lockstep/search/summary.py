@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 def summary_lines(results: SearchResults) -> list[str]:
-    """Return the best trial, the best few as a table, and the failures."""
+    """Return lines with the best trial, a table of the best few, and the failures."""
     counts = ", ".join(
         f"{results.count(state)} {state}" for state in STATES if results.count(state)
     )
@@ -47,8 +47,7 @@ def summary_lines(results: SearchResults) -> list[str]:
 
 
 def progress_line(results: SearchResults, seconds_left: float | None) -> str:
-    """Return one line on a search that goes on. `seconds_left`: None if it is not known, or
-    over."""
+    """Return one line about a search in progress. `seconds_left`: None if it is not known, or 0."""
     parts = [
         f"{results.count('running')} running",
         f"{results.count('pruned')} pruned",
@@ -68,7 +67,7 @@ def progress_line(results: SearchResults, seconds_left: float | None) -> str:
 
 def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float | None:
     """Return an estimate of the seconds until all trials have ended, from the mean duration of
-    those that have. None if none has, and if all have."""
+    those that have ended. None if none or all have ended."""
     took = [
         trial.seconds
         for trial in results.trials
@@ -103,8 +102,8 @@ def train_command(results: SearchResults, trial: TrialResult) -> str:
 
 
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
-    """Return each reason of failures, the most frequent first, and the numbers of its trials.
-    Reasons that differ only in numbers are one."""
+    """Return the reasons for failures, most frequent first, each with the numbers of its trials.
+    Reasons that differ only in numbers count as one."""
     found: dict[str, tuple[str, list[int]]] = {}
     for trial in results.trials:
         if trial.state == "failed":
@@ -114,7 +113,7 @@ def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
 
 
 def numbers(trials: Sequence[int]) -> str:
-    """Return the numbers of trials as words: trial 3; 8 trials (1, 2, 3, 4, 5, 6, ...)."""
+    """Return the numbers of trials as text: trial 3; 8 trials (1, 2, 3, 4, 5, 6, ...)."""
     if len(trials) == 1:
         return f"trial {trials[0]}"
     more = ", ..." if len(trials) > _MOST_NUMBERS else ""
@@ -122,8 +121,8 @@ def numbers(trials: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return the rows as lines with aligned columns, of which the first `left` are flush left and
-    the others right."""
+    """Return the rows as lines with aligned columns, of which the first `left` are aligned to the
+    left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     marks = ["<" if place < left else ">" for place in range(len(widths))]
     return [

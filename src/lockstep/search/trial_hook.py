@@ -1,7 +1,7 @@
 """The part of a search in the processes of a trial: a hook that reports each evaluation, and stops
 a pruned trial.
 
-[Note: messages of a trial] Rank 0 sends, and the search answers:
+[Note: messages of a trial] Rank 0 sends these messages, and the search answers:
 
 - `opened`: the script's parameters with their values, the digests of its source, the steps from one
   evaluation to the next, and all steps. The answer says why the trial is refused, if it is: its
@@ -43,7 +43,7 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, tuple[Hook, ...]]:
 
 
 def train(recipe: Recipe) -> NoReturn:
-    """Tell the search which parameters the script has, instead of training, and end the process."""
+    """Report the script's parameters to the search, instead of training, and end the process."""
     channel = _channel(_request(os.environ), os.environ)
     if channel is not None:
         channel.send("opened", **_script(), every=_interval(recipe, ""), steps=steps_of(recipe))
@@ -51,8 +51,8 @@ def train(recipe: Recipe) -> NoReturn:
 
 
 def _interval(recipe: Recipe, metric: str) -> int | None:
-    """Return the steps from one evaluation with the metric to the next. Metric "": any. None if it
-    is evaluated at the end only, or each epoch and epochs differ in steps."""
+    """Return the number of steps between two evaluations with the metric (`""`: any metric). None
+    if it is evaluated only at the end, or each epoch when epochs differ in steps."""
     found = [
         interval_of(recipe, each)
         for prefix, each in recipe.evaluations.items()
@@ -86,7 +86,8 @@ class TrialHook(Hook):
     """Reports the metric of each evaluation to the search."""
 
     def __init__(self, request: TrialRequest, channel: Channel | None, *, number: int) -> None:
-        """`channel`: rank 0's. `number`: of the training in the script, from 1."""
+        """`channel`: the channel of rank 0. `number`: number of the training in the script, from
+        1."""
         self._request, self._channel, self._number = request, channel, number
 
     def on_start(self, run: Run) -> None:

@@ -1,5 +1,5 @@
-"""`audit`: a test that a training script, which need not use lockstep, trains right on several
-processes."""
+"""`audit`: tests that a training script trains correctly on several processes. The script need not
+use lockstep."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def audit(
     hang_after_seconds: float = 60.0,
     timeout_seconds: float = 600.0,
 ) -> Audit:
-    """Run `lockstep audit` on a script, or on a module with `is_module`, for a test of your own:
+    """Run `lockstep audit` on a script, or on a module with `is_module`, for your own test:
 
         def test_training_is_right():
             found = audit("train.py", "--epochs", "1", nproc=2)
             assert found.passed, found.findings
 
     The script runs in the working directory. `findings` have causes, lines and evidence. Raises
-    `LaunchError` if there is nothing to look at: the script is missing, fails before its first
+    `LaunchError` if there is nothing to check: the script is missing, fails before its first
     optimizer step, or takes none.
     """
     refuse_on_windows("lockstep.testing.audit")

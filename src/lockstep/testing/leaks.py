@@ -1,4 +1,4 @@
-"""Leak detection: compare two snapshots of the resources that this process holds.
+"""Leak detection: compares two snapshots of the resources that this process holds.
 
     before = take()
     ...
@@ -29,8 +29,8 @@ SHARED_MEMORY = Path("/dev/shm")
 POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 0.2
 # pytest rewrites its variable in each phase of a test.
 VOLATILE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
-# Python starts each of these once for the life of the interpreter. It and its pipe are no leak of
-# the code that caused its start.
+# Python starts each of these once for the life of the interpreter. The code that caused its start
+# does not leak it.
 INTERPRETER_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # The state of a listening socket in /proc/net/tcp.
@@ -49,8 +49,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Resources that snapshots leave out because they outlive the code under test, such as a
-    `WorkerPool`'s."""
+    """Resources that snapshots leave out because they outlive the code under test, such as those of
+    a `WorkerPool`."""
 
     processes: Collection[int] = ()
     """Process ids. These processes and their descendants are left out."""
@@ -61,10 +61,11 @@ class Exempt:
 def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snapshot:
     """Take a snapshot of the resources that this process holds.
 
-    These are descendant processes (zombies too), Python threads, TCP ports that this process or a
-    descendant listens on, open file descriptors, environment variables and the working directory,
-    and files in /dev/shm and in the temporary folder. Give a test session a temporary folder of its
-    own (`tempfile.gettempdir()`), or files of other programs are included.
+    These are descendant processes (including zombies), Python threads, TCP ports that this process
+    or a descendant listens on, open file descriptors, environment variables and the working
+    directory, and files in /dev/shm and in the temporary folder. A test session should have its own
+    temporary folder (`tempfile.gettempdir()`), because otherwise files of other programs are
+    included.
     """
     exempt = exempt or Exempt()
     family = _family(exempt) if ("process" in kinds or "port" in kinds) and _has_children() else {}
@@ -81,8 +82,8 @@ def take(kinds: Collection[Kind] = KINDS, exempt: Exempt | None = None) -> Snaps
 
 
 def compare(before: Snapshot, after: Snapshot) -> list[str]:
-    """Return a sentence for each resource that only `after` holds, and for each removed environment
-    variable."""
+    """Return a sentence for each resource that only `after` contains, and for each removed
+    environment variable."""
     leaks = []
     for kind, now in after.found.items():
         then = before.found.get(kind, {})
@@ -102,7 +103,7 @@ def remaining(
 ) -> list[str]:
     """Return the leaks since `before`: a sentence for each resource, empty if there are none.
 
-    Waits up to `timeout_seconds` for ending threads and processes, and collects garbage, because a
+    Waits up to `timeout_seconds` for threads and processes to end, and collects garbage, because a
     reference cycle may hold a descriptor. Files in /dev/shm that are mapped by a process other than
     this one and its descendants are left out.
     """
@@ -146,12 +147,12 @@ class _Process:
     parent: int
     state: str
     started: int
-    """Clock ticks since boot. It distinguishes the process from a later one of the same id."""
+    """Clock ticks since boot. This distinguishes the process from a later one with the same id."""
 
 
 def _has_children() -> bool:
-    """Return True if this process has a child, zombies included. Far cheaper than a look at all
-    processes."""
+    """Return True if this process has a child process, including zombies. This is far cheaper than
+    looking at all processes."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -160,8 +161,8 @@ def _has_children() -> bool:
 
 
 def _family(exempt: Exempt) -> dict[int, _Process]:
-    """Return the descendants of this process by id, without the exempt and the interpreter's ones,
-    and theirs."""
+    """Return the descendants of this process by id, without exempt processes, processes of the
+    interpreter, and the descendants of both."""
     everyone = {
         int(name): process
         for name in os.listdir("/proc")
@@ -246,8 +247,8 @@ def _listening_port(descriptor: int) -> int | None:
 
 
 def _listening_inodes() -> dict[str, int]:
-    """Return this machine's listening TCP sockets, as /proc names them, and their ports. Slow with
-    many connections."""
+    """Return this machine's listening TCP sockets, by their names in /proc, with their ports. This
+    is slow if there are many connections."""
     listening: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if os.path.exists(table):
@@ -327,8 +328,8 @@ def _shared_memory() -> Found:
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
     """Return those of `paths` that are mapped by a process other than this one and its descendants.
 
-    A file is known by its inode: the process that made a semaphore maps it under another name,
-    since removed.
+    Files are identified by inode, because the process that made a semaphore maps it under another
+    name, which was removed since.
     """
     files = {}
     for path in paths:
@@ -341,7 +342,7 @@ def _mapped_by_others(paths: Collection[str]) -> set[str]:
         try:
             lines = (process / "maps").read_text(errors="replace").splitlines()
         except OSError:
-            continue  # it ended, or belongs to another user
+            continue  # the process ended, or belongs to another user
         hits = {
             files[key] for line in lines if (key := tuple(line.split(maxsplit=5)[3:5])) in files
         }

@@ -15,8 +15,7 @@
 
 Importing torch takes seconds; a fork of a process that has imported it takes about ten
 milliseconds. So one process, the nursery, imports the modules that workers need, and forks the
-workers of every run. Each run has fresh processes, so that no state reaches the next run. Linux
-only.
+workers of every run. Each run has new processes, so that no state reaches the next run. Linux only.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ from lockstep.testing.worker import (
 )
 
 START_SECONDS = 120.0
-# Time to destroy the process group and, with `check_leaks`, to wait for ending threads and
-# processes.
+# Time to destroy the process group and, with `check_leaks`, to wait for threads and processes to
+# end.
 LEAVE_SECONDS = 15.0
 DUMP_SECONDS = 2.0
 # The sockets of a killed rank close a moment before its end is visible, so that errors of other
 # ranks may arrive first.
 DEATH_SECONDS = 0.05
-# The rank that fails first may be the last to report it: its hooks save, or wait for others, before
-# that.
+# The rank that fails first may be the last to report it, because its hooks first save, or wait for
+# others.
 CAUSE_SECONDS = 0.5
 NURSERY = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from lockstep.testing.worker"
@@ -80,7 +79,7 @@ class WorkerFailed(WorkerError):
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
         self.rank = rank
-        """The rank that failed first. If several did not answer, the lowest of them."""
+        """The rank that failed first. If several did not answer, the lowest rank."""
 
 
 @dataclass(slots=True)
@@ -95,8 +94,8 @@ class _Worker:
 
 
 class WorkerPool:
-    """A pool that runs functions on fresh processes with a Gloo process group. Used by one thread
-    at a time.
+    """A pool that runs functions on new processes with a Gloo process group. Used by one thread at
+    a time.
 
     `max_workers` is the largest world size. `preload` names modules that the nursery imports before
     the first run, besides torch and the modules of the functions. If one cannot be imported, that
@@ -125,7 +124,8 @@ class WorkerPool:
         self._check_leaks = check_leaks
         self._closed = False
         self._start()
-        # libuv keeps a pipe after its first use; use it now, so that it is no leak of a test
+        # libuv keeps a pipe after its first use; use it now, so that it does not count as a leak of
+        # a test
         loopback_store()
 
     def run(
@@ -197,7 +197,7 @@ class WorkerPool:
         """End the nursery and, with it, everything that the pool started. May be called again."""
         if not self._closed:
             self._closed = True
-            if not self._ready:  # it is still importing, and does not read its socket yet
+            if not self._ready:  # the nursery is still importing, and does not read its socket yet
                 self._nursery.kill()
             self._end_nursery()
 
@@ -249,13 +249,14 @@ class WorkerPool:
             if not answer:
                 raise ConnectionResetError("it closed its socket")
         except OSError as error:
-            # it is ending by itself, which takes a while on a busy machine
+            # it is already ending, which takes a while on a busy machine
             status = self._replace_nursery(LEAVE_SECONDS)
             raise WorkerError(
                 f"the pool's nursery process ended with status {status} ({error}); its stderr"
                 " says why"
             ) from error
-        except BaseException:  # an interrupt: the next request must not read the answer to this one
+        # after an interrupt, the next request must not read the answer to this one
+        except BaseException:
             self._replace_nursery()
             raise
         return dict(json.loads(answer))
@@ -319,8 +320,8 @@ class WorkerPool:
     def _failed(
         self, pending: list[_Worker], arrived: dict[int, bytes | None], world_size: int
     ) -> Exception:
-        """Return the error of the rank that failed first. A death counts as first, unless the
-        earliest exception is a `UserError`."""
+        """Return the error of the rank that failed first. A rank that died counts as first, unless
+        the earliest exception is a `UserError`."""
         reports = {
             rank: json.loads(answer[1:])
             for rank, answer in arrived.items()
@@ -410,8 +411,9 @@ def _send(worker: _Worker, *messages: bytes) -> None:
 def _with_cause(
     pending: list[_Worker], arrived: dict[int, bytes | None]
 ) -> dict[int, bytes | None]:
-    """Return the answers, and those that come within `CAUSE_SECONDS` if none is a user's mistake: a
-    rank that fails may have lost a peer that is about to report its own error."""
+    """Return the answers; if none is a user's mistake, also those that arrive within
+    `CAUSE_SECONDS`: a rank that fails may have lost a peer that is about to report its own
+    error."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while all(answer is not None and not _is_user_error(answer) for answer in arrived.values()):
         others = [worker for worker in pending if worker.rank not in arrived]
@@ -439,7 +441,7 @@ def _receive(worker: _Worker) -> bytes | None:
 
 
 def _timed_out(pending: list[_Worker], world_size: int, timeout_seconds: float) -> WorkerFailed:
-    # Stop all ranks first, so that none fails because of another's end before it has written its
+    # Stop all ranks first, so that no rank fails because of another's end before it has written its
     # own stacks.
     for number in (signal.SIGSTOP, DUMP_SIGNAL, signal.SIGCONT):
         for worker in pending:

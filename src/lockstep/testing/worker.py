@@ -1,7 +1,7 @@
 """The processes of `lockstep.testing.pool`: a nursery that imports torch once, and the workers that
 it forks.
 
-The nursery runs no tensor operation and starts no thread, so that a fork of it is safe. A worker
+The nursery runs no tensor operation and starts no thread, so that it can be forked safely. A worker
 serves one run and ends, so that no state reaches the next run.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 PACKET_BYTES = 1 << 17
 MOST_WORKERS = 100
-# Importing torch._dynamo takes about a second. The first optimizer of a process imports it: see
-# torch._compile.
+# Importing torch._dynamo takes about a second, and the first optimizer of a process imports it (see
+# torch._compile).
 PRELOADED = (
     "numpy",
     "torch",
@@ -48,8 +48,8 @@ PRELOADED = (
     "torch.utils.data",
     "torch._dynamo",
 )
-# Resources of one worker alone. It shares /dev/shm and the temporary folder with the other ranks;
-# the parent's test checks those.
+# Resources that belong to one worker only. It shares /dev/shm and the temporary folder with the
+# other ranks; the parent's test checks those.
 PRIVATE_KINDS: tuple[leaks.Kind, ...] = ("process", "thread", "port", "descriptor", "environment")
 # Not SIGUSR1 or SIGUSR2, which Slurm and libraries use.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
@@ -112,7 +112,7 @@ def kill_group(process: int) -> None:
 
 
 def import_for(name: str, file: str | None) -> ModuleType:
-    """Import the module `name` from `file`, also if it cannot be found by its name (pytest's
+    """Import the module `name` from `file`, even if it cannot be found by its name (pytest's
     importlib mode)."""
     module = sys.modules.get(name)
     if module is None:
@@ -137,7 +137,7 @@ def import_for(name: str, file: str | None) -> ModuleType:
 
 
 def loopback_store() -> TCPStore:
-    """Return the server of a TCPStore on a free port of the loopback interface alone.
+    """Return the server of a TCPStore on a free port of the loopback interface only.
 
     By default TCPStore listens on every interface, over IPv6, and looks up ::ffff:127.0.0.1 by DNS.
     Each client waits five seconds if that lookup is not answered.
@@ -155,7 +155,8 @@ def _warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # libuv keeps a pipe after its first use; use it now, so that it is no leak of a run
+    # libuv keeps a pipe after its first use; use it now, so that it does not count as a leak of a
+    # run
     loopback_store()
 
 
@@ -165,12 +166,12 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
     if request["module"] != "__main__":
         try:
             import_for(request["module"], request["file"])
-        except BaseException:  # the worker meets the same error, and reports it
+        except BaseException:  # the worker gets the same error, and reports it
             sys.modules.pop(request["module"], None)
     if request["module"] == "__main__" or len(sys.modules) != loaded:
         texts.cache_clear()
     if request["module"] != "__main__":
-        # a look at all modules, which in each worker would copy the 4,000 pages that they are on
+        # Reads all modules now: in a worker, that would copy the 4,000 pages on which they are.
         texts()
     # otherwise garbage collection in a worker would copy every page of the imported modules
     freeze_for_good()
@@ -189,7 +190,7 @@ def _fork(control: socket.socket, descriptors: list[int], request: dict[str, Any
                 _serve(Connection(pipe), dump)
             finally:
                 os._exit(1)
-        with contextlib.suppress(OSError):  # it did so itself, and may have ended since
+        with contextlib.suppress(OSError):  # it may have done so itself, or may have ended since
             os.setpgid(process, process)
         processes.append(process)
     for descriptor in descriptors:
@@ -230,7 +231,7 @@ def _serve(pipe: Connection, dump_descriptor: int) -> None:
 
 
 def _wait_for_all_ranks(pipe: Connection, answer: bytes) -> None:
-    """Wait until every rank has reached this point, so that none ends while another still needs
+    """Wait until every rank has reached this point, so that no rank ends while another still needs
     it."""
     pipe.send_bytes(answer)
     pipe.recv_bytes()
@@ -251,7 +252,7 @@ def _set_environment(task: dict[str, Any]) -> None:
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     os.environ.update(GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
-    # Else a training would divide all cores among the ranks.
+    # Otherwise a training would divide all cores among the ranks.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("LOCKSTEP_LAUNCHER", "spawn")
     os.chdir(task["folder"])
@@ -306,16 +307,16 @@ def _answer_failure(pipe: Connection, error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(FAILED + json.dumps(report).encode())
-    # until the parent ends this process: if its sockets closed, the other ranks would report that
+    # wait until the parent ends this process: if its sockets closed, other ranks would report that
     pipe.poll(None)
 
 
 def _pickled(error: UserError) -> bytes:
-    """Pickle the error; if it does not survive that, its type and text."""
+    """Pickle the error; if that is not possible, its type and text."""
     try:
         payload = pickle.dumps(error)
         if str(pickle.loads(payload)) == str(error):
             return payload
-    except Exception:  # its constructor or its attributes may raise anything
+    except Exception:  # its constructor or attributes may raise anything
         pass
     return pickle.dumps((type(error), str(error)))

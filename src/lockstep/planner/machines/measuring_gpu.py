@@ -137,7 +137,7 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> fl
 
 
 def _best_rate(calls: Iterable[tuple[int, Call]], seconds: Timer) -> float:
-    """Return the best rate of `calls`, which are (call, work) pairs, up to the first long call."""
+    """Return the best rate of `calls`, which are (work, call) pairs, up to the first long call."""
     best = 0.0
     for work, call in calls:
         taken = seconds(call)

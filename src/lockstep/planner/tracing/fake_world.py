@@ -1,4 +1,4 @@
-"""A world of which one process exists: collectives are recorded, and bring nothing."""
+"""A world of which only one process exists: collectives are recorded, and transfer nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BACKEND = "lockstep_fake"
 
 
 class Listener(Protocol):
-    """Notes the collectives of the one rank."""
+    """Records the collectives of the single rank."""
 
     def begin(
         self,
@@ -43,11 +43,11 @@ class Listener(Protocol):
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """Note a collective of `size` bytes. `buffers`: tensors that it fills or that are made to
-        be sent. Returns its number."""
+        """Record a collective of `size` bytes. `buffers`: tensors that it fills, or that were made
+        for sending. Returns its number."""
 
     def wait(self, number: int) -> None:
-        """Note that the current stream waits for it."""
+        """Record that the current stream waits for collective `number`."""
 
 
 class _Silent:
@@ -63,7 +63,7 @@ _listener: Listener = _Silent()
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of these groups' collectives."""
+    """Report the collectives of these groups to `listener`."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -73,7 +73,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class FakeWork(dist.Work):
-    """The handle of a collective that is done."""
+    """The handle of a collective, which is already complete."""
 
     def __init__(self, number: int, result: Any) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class RecordedGroup(PythonProcessGroup):
 
 
 def _fill(output: Tensor, given: Tensor) -> None:
-    """Fill a tensor that has values with this rank's, again and again."""
+    """Fill a tensor, if it has values, by repeating this rank's values."""
     size = output.numel()
     if size and given.numel() and not isinstance(output, FakeTensor):
         with disable_current_modes(), torch.no_grad():
@@ -192,8 +192,8 @@ def _fill(output: Tensor, given: Tensor) -> None:
 
 
 class RecordedMemory(SharedMemoryGroup):
-    """A host's shared memory without other processes. The caller does the work, so each collective
-    is waited for at once."""
+    """The shared memory of a host without its other processes. The caller does the work, so the
+    host waits for each collective at once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group = group.rank(), group.size(), group
@@ -224,10 +224,10 @@ class RecordedMemory(SharedMemoryGroup):
         self._note("all_to_all", tensor, output, tensor)
 
     def finish(self) -> None:
-        """Nothing is in progress."""
+        """Do nothing: no collective is in progress."""
 
     def close(self) -> None:
-        """There is no memory."""
+        """Do nothing: there is no memory."""
 
     def _note(self, kind: CollectiveKind, tensor: Tensor, *buffers: Tensor) -> int:
         number = _listener.begin(kind, self._group, tensor.nbytes, buffers=buffers)
@@ -237,7 +237,7 @@ class RecordedMemory(SharedMemoryGroup):
 
 @dataclass(frozen=True, slots=True)
 class FakeWorld(World):
-    """A `World` in which all ranks give this one's values. Exchanges of JSON and flags are not
+    """A `World` in which all ranks have the values of this one. Exchanges of JSON and flags are not
     recorded."""
 
     def leave(self) -> None:
@@ -259,7 +259,7 @@ class FakeWorld(World):
 
 @contextmanager
 def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
-    """Make the default process group of `size` ranks with `rank` alone."""
+    """Make the default process group of `size` ranks, of which only `rank` exists."""
     excepthook = sys.excepthook
     with temporary_backend(BACKEND, lambda store, rank, size, timeout: RecordedGroup(rank, size)):
         if size > 1:
@@ -274,4 +274,4 @@ def fake_world(rank: int, size: int, local_size: int) -> Iterator[FakeWorld]:
             forget_distributed_operations()
             if size > 1:
                 dist.destroy_process_group()
-            sys.excepthook = excepthook  # torch puts one more in front of it for each group
+            sys.excepthook = excepthook  # torch prepends another hook for each group

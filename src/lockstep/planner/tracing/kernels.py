@@ -21,9 +21,9 @@ WITHOUT_KERNEL = frozenset(
         f" random_ _has_compatible_shallow_copy_type movedim swapaxes _conj conj {ITEM}"
     ).split()
 )
-"""Operations that change none of the device's data."""
+"""Operations that do not change data on the device."""
 READS_ONE_ROW = frozenset({"embedding", "index_select", "gather", "index"})
-"""Operations that read as much of their first argument as they write."""
+"""Operations that read only as much of their first argument as they write."""
 
 
 def kernel(
@@ -54,14 +54,14 @@ def _flops(
 ) -> int:
     name = function.overloadpacket.__name__
     if "attention" in name:
-        # Two products, five backward; causal attention computes half.
+        # Two products in the forward, five in the backward; causal attention computes half.
         batch, queries, keys, width = _kind(name, arguments, None)[1]
         is_causal = queries == keys and any(each is True for each in arguments)
         products = batch * queries * keys * width * (10 if "backward" in name else 4)
         return products // (2 if is_causal else 1)
     if "convolution" in name:
-        # Backward a product for each requested gradient. Torch's counter counts products between
-        # groups too.
+        # In the backward, one product for each requested gradient. Torch's counter also counts
+        # products between groups.
         products = sum(arguments[10][:2]) if "backward" in name else 1
         return 2 * prod(_convolution_shape(name, arguments, result)) * products
     count = flop_registry.get(function.overloadpacket)
@@ -83,21 +83,20 @@ def _kind(name: str, arguments: Sequence[Any], result: Any) -> tuple[Kind, tuple
 
 
 def _aligned_bytes(arguments: Sequence[Any], written: Sequence[Tensor]) -> int:
-    """Return the power of two that divides the rows of a product's operands and result in
-    memory."""
+    """Return the power of two that divides the row sizes of a product's operands and result."""
     operands = [each for each in arguments if isinstance(each, Tensor)][-2:]
     return gcd(ALIGNED, *(_row_bytes(each) for each in (*operands, *written[:1])))
 
 
 def _row_bytes(matrix: Tensor) -> int:
-    """Return the bytes between rows, or columns if these are contiguous."""
+    """Return the number of bytes between rows (between columns, if columns are contiguous)."""
     *_, rows, columns = matrix.stride() if matrix.dim() > 1 else (1, 1)
     return (rows if columns == 1 and matrix.shape[-1] > 1 else columns) * matrix.element_size()
 
 
 def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tuple[int, ...]:
-    """Return (groups, m, n, k) of a forward convolution's product: rows are positions, sums are
-    over channels and the kernel's places."""
+    """Return (groups, m, n, k) of a forward convolution's product: rows are positions, and sums run
+    over channels and kernel positions."""
     is_backward = "backward" in name
     written, read, weight = arguments[:3] if is_backward else (result, *arguments[:2])
     is_transposed, groups = arguments[7 if is_backward else 6], arguments[9 if is_backward else 8]
@@ -108,7 +107,8 @@ def _convolution_shape(name: str, arguments: Sequence[Any], result: Any) -> tupl
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors, each once; of an expanded one its distinct elements'."""
+    """Return the number of bytes of the tensors. Each counts once; of an expanded tensor, only
+    distinct elements count."""
 
     def distinct(tensor: Tensor) -> int:
         sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -48,12 +48,12 @@ FUNCTIONAL: Mapping[str, CollectiveKind] = {
 }
 """Torch's functional collectives, for distributed tensors."""
 WITHOUT_LABEL: tuple[Cause, ...] = ("activations", "temporary")
-"""Causes of memory that follow from its time alone."""
+"""Causes of memory that are determined by the time of allocation alone."""
 PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what is computed while entered. `axes`: group's name -> mesh axis."""
+    """Records operations while the context is entered. `axes`: name of a group -> mesh axis."""
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,7 +75,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def streams_and_storages(self) -> Iterator[None]:
-        """Let torch use recorded streams, and note changes of storages."""
+        """Make torch use recorded streams, and record changes of storages."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -109,7 +109,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.items.append(item)
 
     def trace(self, rank: int) -> TracedStep:
-        """Return the record as the trace of `rank`."""
+        """Return the recorded trace, for `rank`."""
         return TracedStep(rank, self.items, self.allocations, self.causes)
 
     # Operations
@@ -158,7 +158,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """See `fake_world.Listener`."""
+        """Record a collective, see `fake_world.Listener`."""
         for each in buffers:
             number = self._note_storage(each.untyped_storage())
             if self.causes[number] in WITHOUT_LABEL:
@@ -174,19 +174,19 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._collectives
 
     def wait(self, number: int) -> None:
-        """See `fake_world.Listener`."""
+        """Record a wait, see `fake_world.Listener`."""
         self._outstanding.discard(number)
         self._note(Await(number, self.streams.current.number))
 
     def wait_for_all(self) -> None:
-        """Note a wait for all collectives: DDP waits for its buckets in C++."""
+        """Record a wait for all collectives, because DDP waits for its buckets in C++."""
         for number in sorted(self._outstanding):
             self.wait(number)
 
     # Memory
 
     def label(self, tensors: Any, cause: Cause) -> None:
-        """Say what tensors' memory is for."""
+        """Set the cause of the memory of tensors."""
         for each in tree_leaves(tensors):
             if isinstance(each, Tensor):
                 local = each.to_local() if hasattr(each, "to_local") else each
@@ -196,7 +196,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.causes[self._note_storage(storage)] = cause
 
     def _note_storage(self, storage: torch.UntypedStorage) -> int:
-        """Note the storage's size, if it is new or has changed. Returns its number."""
+        """Record the storage's size, if it is new or has changed. Returns its number."""
         identity, size = id(storage), storage.nbytes()
         if identity not in self._numbers:
             number = len(self.causes)
@@ -236,7 +236,7 @@ class RecordedStream:
         return event
 
     def synchronize(self) -> None:
-        """The host is not waited for."""
+        """Do nothing: the host is not simulated as waiting."""
 
 
 class RecordedEvent:
@@ -255,11 +255,12 @@ class RecordedEvent:
         return True
 
     def synchronize(self) -> None:
-        """The host is not waited for."""
+        """Do nothing: the host is not simulated as waiting."""
 
 
 class Streams:
-    """The streams of one process. `note`: called with each record and wait."""
+    """The simulated streams of one process. `note`: called with each event that is recorded or
+    waited for."""
 
     def __init__(self, note: Callable[[Item], object]) -> None:
         self.note = note
@@ -268,7 +269,7 @@ class Streams:
         self.current = RecordedStream(self, next(self._numbers))
 
     def used(self) -> AbstractContextManager[None]:
-        """Let torch use these for CPU tensors."""
+        """Make torch use these streams for CPU tensors."""
 
         def stream(*_: Any, **__: Any) -> RecordedStream:
             return RecordedStream(self, next(self._numbers))

@@ -1,6 +1,6 @@
-"""Stand-ins in a trace for values of tensors, for a GPU, and for other ranks.
+"""Replacements in a trace for values of tensors, for a GPU, and for other ranks.
 
-lockstep's checks get a finite value; the script gets an error."""
+If lockstep's checks read a value, they get a finite one; if the script does, it gets an error."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ TORCH = str(Path(torch.__file__).parent)
 TRACING = str(Path(__file__).parent)
 LOCKSTEP = str(Path(__file__).parents[2])
 PRODUCTS = frozenset({"mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm", "dot"})
-"""Operations whose last two tensors have one dtype, which torch's shapes often ignore."""
+"""Operations whose last two tensors must have the same dtype, which torch's shape functions often
+do not check."""
 TORCHS_NAMES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-"""Dtypes in torch's errors."""
+"""Names of dtypes in torch's errors."""
 SHORT = (torch.bfloat16, torch.float16)
 IN_FLOAT32 = frozenset(
     getattr(owner, name)
@@ -64,23 +65,23 @@ IN_FLOAT32 = frozenset(
 https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference"""
 IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 PACKED = "find_packed_sequence_indices"
-"""Looks for several texts in one sequence, in transformers 5.x."""
+"""Name of a function in transformers 5.x that looks for several texts in one sequence."""
 
 Patch = tuple[Any, dict[str, Any]]
-"""A class or module, with its functions in a trace."""
+"""A class or module, with the functions that replace its own in a trace."""
 
 
 class ValueNeeded(RecipeError):
-    """The script asks for a tensor's value, or a shape that follows from values."""
+    """The script reads a tensor's value, or a shape that depends on values."""
 
 
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions for values in a `FakeTensorMode`."""
+    """Returns values when they are read in a `FakeTensorMode`."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function in (PIN_MEMORY, IS_PINNED):  # of a fake tensor, neither is known
+        if function in (PIN_MEMORY, IS_PINNED):  # a fake tensor supports neither
             return args[0] if function is PIN_MEMORY else True
         if function.overloadpacket.__name__ in PRODUCTS:
             # the last argument may be a dtype
@@ -97,7 +98,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tolist(tensor: torch.Tensor) -> Any:
-    """Return what `tolist` does, from one value."""
+    """Return the result of `tolist`, from one value."""
     if 0 in tensor.shape:
         return []
     value: Any = tensor.reshape(-1)[0].item()
@@ -123,8 +124,8 @@ def _value_instead(function: Any, args: Any, error: Exception) -> Any:
 
 
 class GpuSemantics(TorchFunctionMode):
-    """Makes torch's choices for a GPU, such as autocast and attention, on tensors that stand for a
-    GPU's. Code that asks where a tensor is learns that it is not on a CPU."""
+    """Makes torch choose as for a GPU (autocast, attention), on tensors that represent tensors on a
+    GPU. Code that reads a tensor's device sees that it is not on a CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -146,26 +147,29 @@ def _widened(value: Any) -> Any:
 
 
 def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
-    """Yield what would ask other ranks. `boundaries`: between a pipeline's stages."""
-    # Compares sharded layers' values with whole layers' values.
+    """Yield replacements for functions that would communicate with other ranks. `boundaries`:
+    boundaries between the stages of a pipeline."""
+    # The original compares the values of sharded and of full layers.
     yield FirstForwardCheck, {"compare": lambda *_: None}
-    # Raises the error of another rank.
+    # The original raises the error of another rank.
     yield PipelineFailure, {"raise_known": _raise_own}
-    # Asks the rank with the model's output what it got.
+    # The original asks the rank with the model's output for the kind of loss.
     yield TrainModule, {"agree_on_loss": _agree_alone}
-    # Asks other ranks what they hand on.
+    # The original asks other ranks for the tensors that they pass on.
     yield BoundaryDiscovery, {"_discover": lambda *_: list(boundaries)}
-    # Agrees with the other ranks on new buckets, in C++.
+    # The original agrees with other ranks on new buckets, in C++.
     yield DistributedDataParallel, keeping_buckets()
 
 
 def unrecorded() -> Patch:
-    """Return what torch computes only for the shapes of distributed tensors."""
+    """Return the replacement for computations that torch makes only for the shapes of distributed
+    tensors."""
     return propagation_methods(with_values)
 
 
 def with_short_first_step() -> Patch:
-    """Return what lets each rank compute one microbatch in the unrecorded first step."""
+    """Return the replacement with which each rank computes one microbatch in the first step, which
+    is not recorded."""
     original = Batching.spans
 
     def spans(batching: Batching, step: int) -> Spans:
@@ -175,7 +179,7 @@ def with_short_first_step() -> Patch:
 
 
 def without_values() -> Iterator[Patch]:
-    # The script's dataset and `collate` compute with them.
+    # The script's dataset and `collate` compute with values.
     yield from (_with_values(Fetcher, name) for name in ("__getitem__", "_rows"))
     yield _with_values(StreamFetcher, "__getitem__")
     # Counts the weights of the microbatches.
@@ -184,13 +188,13 @@ def without_values() -> Iterator[Patch]:
     yield DeviceMesh, mesh_methods(with_values)
     # Asks for the value of each microbatch in the whole world, one after another.
     yield FakeTensor, {"tolist": tolist}
-    # Looks in the values of position ids for several texts in one sequence, and without values
-    # makes a mask for them.
+    # The original looks in the values of position ids for several texts in one sequence, and
+    # without values makes a mask for them.
     if "transformers" in sys.modules:
         masks = import_module("transformers.masking_utils")
         if hasattr(masks, PACKED):
             yield masks, {PACKED: lambda *_, **__: None}
-    # Keeps tensors for later runs, which have values.
+    # The original keeps tensors for later runs, which have values.
     yield loss, {"_constant": loss._constant.__wrapped__}
 
 

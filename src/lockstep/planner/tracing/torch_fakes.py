@@ -1,4 +1,4 @@
-"""Torch's private names for tensors without storage, with a test each."""
+"""Torch's private names for tensors without storage; each has a test."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ else:
 
 
 def group_name(group: Any) -> str:
-    """Return torch's name of a process group."""
+    """Return the name that torch gives a process group."""
     name: str = dist.distributed_c10d._world.pg_names[group]
     return name
 
@@ -58,7 +58,7 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
 
 
 def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Register a backend for CPU tensors while entered."""
+    """Register a backend for CPU tensors while the context is entered."""
     return replaced(
         dist.Backend,
         backend_list=[*dist.Backend.backend_list, name],
@@ -71,7 +71,7 @@ def temporary_backend(name: str, create: Callable[..., Any]) -> AbstractContextM
 
 
 def foreach_on_the_cpu() -> AbstractContextManager[None]:
-    """Let optimizers choose foreach for CPU tensors, as for a GPU's."""
+    """Make optimizers choose foreach for CPU tensors, as for GPU tensors."""
     module = sys.modules["torch.optim.optimizer"]
     return replaced(
         module,
@@ -86,12 +86,12 @@ def cpu_streams(
     current: Callable[..., Any],
     entered: Callable[..., Any],
 ) -> AbstractContextManager[None]:
-    """Replace the idle streams and events of `torch.cpu`."""
+    """Replace the streams and events of `torch.cpu`, which do nothing."""
     return replaced(torch.cpu, Stream=stream, Event=event, current_stream=current, stream=entered)
 
 
 class _Chunks:
-    """The chunks of `torch.chunk`, each made when asked for."""
+    """The chunks of `torch.chunk`, each made when it is needed."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.shape[dim] // count)
@@ -103,7 +103,7 @@ class _Chunks:
 
 
 def chunks_on_demand() -> AbstractContextManager[None]:
-    """Let FSDP2 make this rank's chunk of a parameter alone."""
+    """Make FSDP2 create only this rank's chunk of a parameter."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     return replaced(_fsdp_param, _chunk_with_empty=_Chunks)
@@ -122,7 +122,8 @@ def mesh_methods(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
 def propagation_methods(
     wrapped: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the class that finds shapes of distributed tensors, and that method, wrapped."""
+    """Return the class that computes shapes of distributed tensors, and its method for that,
+    wrapped."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -130,7 +131,7 @@ def propagation_methods(
 
 
 class _KeepsBuckets:
-    """DDP's reducer without new buckets after the first step."""
+    """DDP's reducer, but without new buckets after the first step."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -143,7 +144,7 @@ class _KeepsBuckets:
 
 
 def keeping_buckets() -> dict[str, Any]:
-    """Return DDP's method that makes buckets anew, without that."""
+    """Return a replacement for DDP's method that rebuilds buckets."""
     from torch.nn.parallel import DistributedDataParallel
 
     original: Any = DistributedDataParallel._pre_forward

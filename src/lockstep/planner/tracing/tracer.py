@@ -61,7 +61,7 @@ from lockstep.training.train_module import TrainModule
 
 
 class _Traced(Exception):
-    """The step is traced; the run need not go on."""
+    """The step has been traced; the run need not continue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +69,13 @@ class TraceOptions:
     rank: int = 0
     world_size: int = 1
     local_size: int = 8
-    """Ranks on each machine."""
+    """Number of ranks on each machine."""
     is_gpu: bool = True
-    """Choose what torch chooses for a GPU: autocast, attention, optimizers."""
+    """Choose autocast, attention and optimizers as torch does on a GPU."""
     is_fake: bool = True
     """False: real tensors, for a script that needs values."""
     boundaries: Sequence[Boundary] = ()
-    """Tensors that a pipeline's stages hand on."""
+    """Boundaries: the tensors that the stages of a pipeline pass on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,13 @@ class StageSplit:
     """The stages of a pipeline."""
 
     boundaries: Sequence[Boundary]
-    """Tensors that each stage but the last hands on."""
+    """The tensors that each stage, except the last, passes on."""
     kinds: Sequence[tuple[int, ...]]
     """For each rank, the parts in each of its stages."""
 
 
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
-    """Split the whole model as the pipeline does, and find what stages hand on. Raises
+    """Split the whole model as the pipeline does, and find the tensors that stages pass on. Raises
     `RecipeError`."""
     found: dict[str, Boundary] = {}
     splits: list[Stages] = []
@@ -117,13 +117,13 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
 class ModelSize:
     parameter_bytes: int
     parts: int
-    """Parts for a pipeline; 0 if their order is unknown."""
+    """Number of parts for a pipeline; 0 if their order is unknown."""
     has_batchnorm: bool
-    """True if BatchNorm's statistics are a microbatch's, which then cannot be split."""
+    """True if BatchNorm computes statistics over a microbatch, which then cannot be split."""
 
 
 def model_size(recipe: Recipe) -> ModelSize:
-    """Return the model's size, built without values. Raises `RecipeError`."""
+    """Return the size of the model, which is built without values. Raises `RecipeError`."""
     mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), Plan(replicate=1))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = InitialModel.build(recipe.model, 0, mesh, without_values=True).module
@@ -143,8 +143,8 @@ def _note_boundary(
 def trace_step(
     recipe: Recipe, plan: Plan, options: TraceOptions, watch: Callable[[Run], object] | None = None
 ) -> TracedStep:
-    """Trace the second step on one rank, without the others. `plan`: resolved. `watch`: called
-    before the first step. Raises what the run would, and `ValueNeeded`."""
+    """Trace the second step on one rank, without other ranks. `plan`: a resolved plan. `watch`:
+    called before the first step. Raises the errors that the run would raise, and `ValueNeeded`."""
     with ExitStack() as stack:
         stack.enter_context(PreservedGenerators())
         folder = str(stack.enter_context(locked_folder("lockstep-plan-")))
@@ -164,7 +164,7 @@ def trace_step(
 
 
 class LoneSession(RecipeSession):
-    """A recipe's session on a world of which one rank exists."""
+    """The session of a recipe in a world of which only one rank exists."""
 
     STEPS = 3
 
@@ -216,14 +216,14 @@ class LoneSession(RecipeSession):
         return Opened(context, Environment.read({}), (self.hook,), request, plan, taken)
 
     def _enter_modes(self, stack: ExitStack) -> None:
-        """Compute without values from here on; torch's meshes need theirs."""
+        """Compute without values from now on, except in torch's meshes, which need them."""
         enter, options = stack.enter_context, self._options
         enter(listening(self.hook.recorder))
         enter(self.hook.recorder.streams_and_storages())
         patches = [*without_others(options.boundaries), unrecorded()]
         if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
-            # A schedule needs as many microbatches as it has stages, and a stream gives one of each
-            # shard.
+            # A schedule needs as many microbatches as stages, and a stream gives one microbatch of
+            # each shard.
             patches.append(with_short_first_step())
         for owner, names in patches:
             enter(replaced(owner, **names))
@@ -236,7 +236,7 @@ class LoneSession(RecipeSession):
                 enter(replaced(owner, **names))
             self.hook.fake = enter(FakeTensorMode(allow_non_fake_inputs=True))
             enter(Values())  # type: ignore[no-untyped-call]
-        # also after an error: before the modes that it was entered in
+        # also after an error, before the modes in which it was entered are left
         stack.callback(self.hook.end_recording)
 
 
@@ -254,7 +254,7 @@ class StepTraceHook(ControlHook):
         self._tokens_per_sample: float | None = None
 
     def begin(self, mesh: Mesh) -> None:
-        """Called when the processes are on the plan's axes."""
+        """Called when the mesh has been made."""
         self.mesh, self.recorder = mesh, TraceRecorder(axes_of(mesh))
 
     def before_steps(self, run: Run) -> None:
@@ -262,7 +262,8 @@ class StepTraceHook(ControlHook):
             self.watch(run)
 
     def before_step(self, run: Run) -> None:
-        """Record the second step: the first checks and allocates once."""
+        """Record the second step, because the first one makes checks and allocations that happen
+        only once."""
         if run.step < 1:
             return
         for module in run.training.modules:
@@ -278,7 +279,8 @@ class StepTraceHook(ControlHook):
                 self.recorder.label(states, "optimizer")
 
     def labelled(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Return the loss function; output and loss's tensors are labelled logits."""
+        """Return the loss function; the memory of the output and of tensors in the loss is labelled
+        as logits."""
 
         def computed(output: Any, batch: Any) -> Any:
             self.recorder.label(output, "logits")
@@ -291,7 +293,7 @@ class StepTraceHook(ControlHook):
         return computed
 
     def see_batch(self, microbatch: Any, batch: Any) -> Any:
-        """Note that a microbatch begins."""
+        """Record that a microbatch begins."""
         if self.fake is not None:
             batch = map_tensors(batch, self._without_values)
         if self._records:
@@ -309,7 +311,8 @@ class StepTraceHook(ControlHook):
             self.recorder.mark(REDUCED)
 
     def after_backward(self, run: Run, model: torch.nn.Module) -> None:
-        """Note what holds the sums: DDP's lasting buckets, or this step's gradients."""
+        """Record the memory that holds summed gradients: DDP's permanent buckets, or the gradients
+        of this step."""
         for module in run.training.modules:
             cause: Cause = "communication" if _reduces_in_buckets(module) else "gradients"
             self.recorder.label([each.grad for each in module.parameters], cause)
@@ -343,7 +346,7 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
-    """Return torch's name of each group of a mesh -> axis."""
+    """Return name of a group -> axis, for each group of a mesh."""
     return {
         group_name(world.group or dist.group.WORLD): "data" if len(names) > 1 else names[0]
         for names, world in reversed(list(mesh.groups.items()))

@@ -1,5 +1,5 @@
-"""Finds optimizers whose update of an element depends on other elements of its tensor: Muon,
-Adafactor, LAMB."""
+"""Finds optimizers for which the update of an element depends on other elements of its tensor:
+Muon, Adafactor, LAMB."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.plan import Plan
 ROWS, COLUMNS, STEPS = 8, 12, 3
 MIXING_STEPS = 10
 TOLERANCE = 1e-3
-"""Largest relative difference between the updates of a tensor and of its halves, which is
+"""Largest relative difference between the updates of a tensor and of its halves that counts as
 rounding."""
 
 KNOWN = (
@@ -34,15 +34,16 @@ KNOWN = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-"""torch's optimizers that update each element by itself. Others are tried."""
+"""torch's optimizers that update each element independently. Other optimizers are tried."""
 
-# groups, and the shapes of the tensors that each is tried on
+# groups, and the shapes of the tensors on which each group is tried
 _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
     """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that
-    they need whole. Raises `RecipeError` if the plan splits tensors in a way in which it cannot."""
+    they need whole. Raises `RecipeError` if the plan splits tensors in a way that it does not
+    support."""
     optimizers = [optimizer for optimizer in optimizers if not _is_known(optimizer)]
     axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
@@ -67,8 +68,9 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
-    """True if the optimizer updates the two halves of a tensor as it updates the tensor. Tried on a
-    copy of each of its groups, with a small tensor. Raises `RecipeError` if it cannot be tried."""
+    """True if the optimizer updates the two halves of a tensor in the same way as the whole tensor.
+    This is tried on a copy of each of its groups, with a small tensor. Raises `RecipeError` if it
+    cannot be tried."""
     for group in optimizer.param_groups:
         dims = max((parameter.dim() for parameter in group["params"]), default=0)
         if dims and _differs(optimizer, group, _shape(dims)):
@@ -84,9 +86,9 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
-    """True if the optimizer's update of a tensor depends on other tensors' gradients. Tried on a
-    copy of it, with small tensors: each group with two, and all groups together. Raises
-    `RecipeError` if it cannot be tried."""
+    """True if the optimizer's update of a tensor depends on the gradients of other tensors. This is
+    tried on a copy, with small tensors: each group with two tensors, and all groups together.
+    Raises `RecipeError` if it cannot be tried."""
     shapes = [
         _shape(max((each.dim() for each in group["params"]), default=1))
         for group in optimizer.param_groups
@@ -100,8 +102,8 @@ def mixes_tensors(optimizer: Optimizer) -> bool:
 
 
 def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
-    """True if the first tensor moves otherwise when the gradients of the others are larger, or turn
-    at each step."""
+    """True if the first tensor moves differently when the gradients of the others are larger, or
+    change sign at each step."""
     try:
         expected, *others = (
             _first_moved(optimizer, trial, factor) for factor in (1.0, 100.0, -1.0)
@@ -114,8 +116,8 @@ def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
 
 
 def _first_moved(optimizer: Optimizer, trial: _Trial, factor: float) -> Tensor:
-    """Return by how much the steps move the first tensor. `factor`: of the other tensors'
-    gradients; if it is negative, they turn at each step."""
+    """Return the change of the first tensor by the steps. `factor`: factor of the other tensors'
+    gradients; if it is negative, they change sign at each step."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
@@ -126,7 +128,7 @@ def _first_moved(optimizer: Optimizer, trial: _Trial, factor: float) -> Tensor:
     ]
     first, *others = [each for _, several in groups for each in several]
     start = first.detach().clone()
-    # Alike in each step: an estimate may need that.
+    # The same in each step, because an estimate may need that.
     of_first, *of_others = [drawn(tuple(each.shape)) for each in (first, *others)]
     copied = _copied(optimizer, groups)
     for step in range(MIXING_STEPS):
@@ -146,7 +148,7 @@ def _device(group: dict[str, Any]) -> torch.device | str:
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    with disable_current_modes():  # a trial needs values, also where the model has none
+    with disable_current_modes():  # a trial needs values, even if the model has none
         generator = torch.Generator().manual_seed(0)
         start, *gradients = (
             torch.randn(shape, generator=generator).to(_device(group)) for _ in range(1 + STEPS)
@@ -194,7 +196,7 @@ def _copied(
     optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 ) -> Optimizer:
     """Return a copy of the optimizer with the settings of these groups for these parameters, and
-    without state. A learning rate of 0, which moves nothing, is another one."""
+    without state. A learning rate of 0, which moves nothing, is replaced by another one."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]

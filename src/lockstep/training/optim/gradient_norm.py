@@ -14,19 +14,19 @@ from lockstep.base import accelerator
 from lockstep.comm.mesh import Mesh, divided_over, to_local
 
 PIECE_ELEMENTS = 2**15 - 1
-"""Elements whose squares are summed at once: torch sums so many in one thread, and so in one
-order."""
+"""Number of elements whose squares are summed at once: torch sums this many in one thread, and so
+in one order."""
 TOGETHER_ELEMENTS = 2**25
-"""Elements whose squares are summed at once on an accelerator, if no tensor is larger: 128 MiB of
-its memory."""
+"""Number of elements whose squares are summed at once on an accelerator, unless a tensor is larger;
+this takes 128 MiB of its memory."""
 MIN_SHARED_BYTES = 8 << 20
-"""Bytes of gradients. For fewer, each rank computes all norms itself: that is faster than to
-exchange them."""
+"""If gradients have fewer bytes, each rank computes all norms itself, which is faster than
+exchanging them."""
 
 
 class GradientNorm:
-    """The global 2-norm of a model's gradients, sharded or not; on a GPU a tensor. Every rank calls
-    it."""
+    """Computes the global 2-norm of a model's gradients, sharded or not; on a GPU it is a tensor.
+    Every rank calls it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._shards = mesh.axis("shard")
@@ -36,7 +36,7 @@ class GradientNorm:
         self._parts = {
             axis.name: mesh.axis(axis.name) for axis in divided if "layers" not in axis.divides
         }
-        """The axes along which ranks hold parts of the same tensors, or the same tensors."""
+        """The axes along which ranks have parts of the same tensors, or the same tensors."""
         self._stages = mesh.stages
         self._bitwise = bitwise
 
@@ -65,8 +65,8 @@ class GradientNorm:
         return self._number(squares.sqrt())
 
     def of_each(self, gradients: Sequence[Tensor]) -> list[float]:
-        """Return the norm of each gradient, with the bits of `of`. One reduction over each axis,
-        and one wait."""
+        """Return the norm of each gradient, with the same bits as in `of`. It takes one reduction
+        over each axis, and one wait."""
         if not gradients:
             return []
         wide, device = accelerator.wide_dtype(self._shards.device), self._shards.device
@@ -87,8 +87,8 @@ class GradientNorm:
         return numbers
 
     def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
-        """Return a number that is finite only if every gradient is: on a CPU, in half the time of
-        the norm."""
+        """Return a number that is finite only if every gradient is finite; on a CPU this takes half
+        the time of the norm."""
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
             return self.of(gradients)
         sums = self._of_each(gradients, lambda mine: [gradient.sum() for gradient in mine])
