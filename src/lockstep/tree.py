@@ -2,11 +2,12 @@
 
 The tree over leaves [0, count) is fixed: the node [a, b) splits at a plus the largest power of two
 below b - a. Floating-point addition is not associative, so a sum has the same bits at any world
-size only if every sum is this tree's. A rank with a contiguous run of leaves adds what lies wholly
-inside its run (`Counter`); what is left (`cover`) is added after the exchange (`fold`).
+size only if it is always computed by this tree. A rank with a contiguous run of leaves adds all
+nodes that are completely inside its run (`Counter`); the remaining nodes (`cover`) are added after
+the exchange (`fold`).
 
-`combine(left, right)` returns their sum and may write into `left` and return it: no value is
-combined twice.
+`combine(left, right)` returns their sum and may write into `left` and return it, because no value
+is combined twice.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Node = tuple[int, int]
 
 
 def cover(start: int, stop: int, count: int) -> list[Node]:
-    """Return the fewest nodes of the tree over [0, count) that together are [start, stop), in
-    order."""
+    """Return the smallest list of nodes of the tree over [0, count) that together cover [start,
+    stop), in order."""
 
     def inside(a: int, b: int) -> list[Node]:
         if stop <= a or b <= start:
@@ -35,10 +36,11 @@ def cover(start: int, stop: int, count: int) -> list[Node]:
 
 
 class Counter(Generic[T]):
-    """Adds leaves start, start + 1, … of the tree over [0, count) as they come: a binary counter.
+    """A binary counter: adds leaves start, start + 1, … of the tree over [0, count) as they arrive.
 
-    It holds at most about 2 log2(count) values, and after leaf stop - 1 those of `cover(start,
-    stop, count)`. A value that is pushed belongs to the counter, and `combine` may write into it.
+    It holds at most about 2 log2(count) values; after leaf stop - 1, these are the values of
+    `cover(start, stop, count)`. A pushed value belongs to the counter, and `combine` may write into
+    it.
     """
 
     def __init__(self, combine: Callable[[T, T], T], *, start: int, count: int) -> None:
@@ -50,11 +52,11 @@ class Counter(Generic[T]):
         self._count = count
 
     def push(self, value: T) -> None:
-        """Take the next leaf."""
+        """Add the next leaf."""
         self.push_node((self._next, self._next + 1), value)
 
     def push_node(self, node: Node, value: T) -> None:
-        """Take a node whose leaves are the next ones, already added."""
+        """Add a node that consists of the next leaves, which are already summed."""
         if node[0] != self._next or not node[0] < node[1] <= self._count:
             raise ValueError(
                 f"node {node} after leaf {self._next - 1} of {self._count}: nodes follow on each"
@@ -68,8 +70,8 @@ class Counter(Generic[T]):
         self.values.append(value)
 
     def _siblings(self, left: Node, right: Node) -> bool:
-        """Return True if two adjacent nodes have one parent: it starts at a multiple of its
-        width."""
+        """Return True if two adjacent nodes have the same parent, which must start at a multiple of
+        its width."""
         start, stop = left[0], right[1]
         width = 1 << (stop - start - 1).bit_length()
         return (
@@ -80,7 +82,7 @@ class Counter(Generic[T]):
 
 
 def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
-    """Return the sum over the whole tree from nodes that together are [0, count), in order: the
+    """Return the sum over the whole tree from nodes that together cover [0, count), in order: the
     covers of all ranks."""
     counter = Counter(combine, start=0, count=count)
     for node, value in zip(nodes, values, strict=True):

@@ -1,4 +1,4 @@
-"""Compares a plan's trace with the reference's. Pure: nothing is run here.
+"""Compares the trace of a plan with the trace of the reference. Pure: nothing is executed here.
 
 Before the first step, the initial weights are compared. In each step, in this order: the samples of
 every microbatch, and what its batch holds; if ranks hold full parameters, each microbatch's own
@@ -24,8 +24,8 @@ from lockstep.evidence.tolerance import TOLERANCE, MeasuredRounding
 from lockstep.evidence.trace import Trace, tensor_distance
 
 SUM_TOLERANCE = 4.0
-"""Largest distance of a reduced gradient from the float64 sum of its microbatches', in multiples of
-its rounding."""
+"""Largest distance of a reduced gradient from the float64 sum over its microbatches, in multiples
+of its rounding."""
 BEFORE_FIRST_STEP = -1
 
 Check = Literal[
@@ -51,7 +51,8 @@ DESCRIPTIONS: Mapping[Check, str] = {
     "weight": "weight of the loss",
     "logged": "logged value",
 }
-"""The compared value of each check. Differences at one step are reported in this order."""
+"""Check -> description of the value that it compares. Differences in a step are reported in this
+order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,24 +70,24 @@ class Difference:
     relative: float = math.inf
     """Distance from the reference, relative to the reference's norm."""
     microbatches: tuple[int, ...] = ()
-    """Microbatches involved. Empty: all of the step."""
+    """Numbers of the microbatches involved. Empty: all microbatches of the step."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """A plan's trace compared with the reference's."""
+    """The comparison of a plan's trace with the reference's."""
 
     plan: str
     steps: int
     bitwise: bool
     differences: list[Difference] = field(default_factory=list)
-    """Differences at the first step that has any, in the order of the computation."""
+    """Differences in the first step that has any, in the order of computation."""
     largest: Difference | None = None
-    """The largest difference in multiples of rounding, within the tolerance or not. None: no bit
-    differs."""
+    """The largest difference in multiples of rounding, whether within the tolerance or not. None:
+    no bit differs."""
     divergence: dict[str, list[float]] = field(default_factory=dict)
-    """Relative distance from the reference at each step, tensors pooled, for `gradients`,
-    `parameters` and `loss`."""
+    """Relative distance from the reference at each step, for all `gradients`, all `parameters`, and
+    the `loss`."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -102,8 +103,8 @@ def compare_traces(
     bitwise: bool,
     tolerance: float = TOLERANCE,
 ) -> Comparison:
-    """Compare `plan` with `reference`: bit for bit if `bitwise`, else to `tolerance`, in multiples
-    of rounding."""
+    """Compare `plan` with `reference`: bit by bit if `bitwise`, else within `tolerance`, in
+    multiples of rounding."""
     comparator = _Comparator(reference, plan, rounding, bitwise, tolerance)
     found = comparator.run(*comparator.all_checks())
     if found.passed:
@@ -116,7 +117,7 @@ def compare_traces(
 def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
     """Compare a run that compresses its gradients with the same run without compression.
 
-    Checks only samples, missing gradients, and that ranks agree, which compression may not change.
+    Checks only what compression must not change: samples, missing gradients, and that ranks agree.
     """
     comparator = _Comparator(exact, compressed, MeasuredRounding(exact, []))
     return comparator.run(
@@ -125,7 +126,7 @@ def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
 
 
 def first_other_data(reference: Trace, other: Trace) -> Difference | None:
-    """Return the first difference in the data of two runs that should differ by noise alone."""
+    """Return the first difference in the data of two runs that should differ only by noise."""
     comparator = _Comparator(reference, other, MeasuredRounding(reference, []))
     steps, checks = range(comparator.comparison.steps), (comparator.samples, comparator.batches)
     return next((found for step in steps for check in checks for found in check(step)), None)
@@ -146,7 +147,8 @@ def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[flo
 
 
 class _Comparator:
-    """The checks of a plan's trace; those that take a step yield its differences."""
+    """The checks of a plan's trace. A check with a step as argument yields the differences of that
+    step."""
 
     def __init__(
         self,
@@ -210,9 +212,9 @@ class _Comparator:
             yield found
 
     def compare_logged(self) -> None:
-        """Compare what the script has logged and got from all ranks, once the model is known to be
-        the same. A note names the numbers that are not compared, because one process does not
-        repeat them, or is not known to."""
+        """Compare the numbers that the script has logged, or got from all ranks, once the model is
+        known to be the same. A note names the numbers that are not compared, because one process
+        does not reproduce them, or it is not known whether it does."""
         reference, plan = self._reference.logged, self._plan.logged
         not_compared: dict[str, None] = {}
         for step in sorted(reference.keys() & plan.keys()):
@@ -259,8 +261,8 @@ class _Comparator:
         ours = {m.index: m.samples for m in self._reference.microbatches_of(step)}
         microbatches = self._plan.microbatches_of(step)
         theirs = {m.index: m.samples for m in microbatches}
-        # Every rank that holds a part of the model notes the microbatch: the lowest rank's entries
-        # are counted.
+        # Every rank that has a part of the model records the microbatch; the entries of the lowest
+        # rank are used.
         lowest = {m.index: m.rank for m in reversed(microbatches)}
         times = Counter(m.index for m in microbatches if m.rank == lowest[m.index])
         for index in sorted(ours.keys() | theirs.keys()):
@@ -286,8 +288,9 @@ class _Comparator:
                 )
 
     def _microbatches(self, step: int) -> Iterator[Difference]:
-        """Check each microbatch's own gradient while the parameters have the reference's bits."""
-        if step and not self._bitwise:  # only in the first step
+        """Check the gradient of each microbatch, as long as the parameters have the bits of the
+        reference."""
+        if step and not self._bitwise:  # fast numerics: only in the first step
             return
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}
         differ = 0
@@ -314,8 +317,8 @@ class _Comparator:
                     rounding=rounding.get(name, 1e-38),
                     norm=_norm(summary),
                 )
-        # With several train modules, one module's forward may run another that this step has
-        # updated already.
+        # With several train modules, the forward of one may run another that this step has already
+        # updated.
         alone = self._plan.metadata.get("modules", 1) == 1
         if differ and alone and not self._bitwise and "compile=yes" not in self._plan.plan:
             self.comparison.notes.append(
@@ -333,11 +336,11 @@ class _Comparator:
                     yield Difference(step=step, check="missing", name=name, rank=rank)
 
     def _sums(self, step: int) -> Iterator[Difference]:
-        """Check the reduced gradient of ranks that hold full parameters against the microbatches'
-        sum in float64."""
+        """Check the reduced gradient of ranks with full parameters against the float64 sum over
+        microbatches."""
         # With numerics=fast a plan may scale the loss before the backward (by 3, say). A gradient
-        # that nearly cancels is then rounded differently. There the gradient may also miss the sum
-        # by as much as the perturbed runs differ.
+        # that nearly cancels is then rounded differently, so it may also differ from the sum by as
+        # much as the perturbed runs differ.
         measured = {} if self._bitwise else self._rounding.of_tensors(step, "gradients")
         known = [m for m in self._plan.microbatches_of(step) if m.gradients is not None]
         every = {m.index for m in self._reference.microbatches_of(step)}
@@ -372,7 +375,7 @@ class _Comparator:
                 for name, summary in ours[kind].items():
                     found = theirs.get(name)
                     if kind == "gradients" and (summary is None) != (found is None):
-                        continue  # `missing` reports it
+                        continue  # `missing` reports this
                     if rank:
                         away = distance(summary, found)
                     else:
@@ -407,7 +410,7 @@ class _Comparator:
                 yield Difference(step=step, check="weight", rank=rank)
 
     def ranks(self, step: int) -> Iterator[Difference]:
-        """Check that ranks which hold the whole model hold the same bits of it."""
+        """Check that ranks with the whole model have the same bits."""
         rank_0 = self._plan.rank_0.steps[step].tensors
         for rank, entry in self._plan.ranks.items():
             for kind in ("gradients", "parameters", "buffers"):

@@ -1,4 +1,4 @@
-"""The runs that a verification needs, and the trace that each of them is asked for. Pure."""
+"""The runs that a verification needs, and the trace that is requested from each. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lockstep.plan import Plan
 from lockstep.scripts.request import ScriptRequest
 
 PERTURBED_RUNS = 3
-"""With the reference they give six distances between two runs that differ by rounding alone."""
+"""Number of perturbed runs. With the reference, they give six distances between two runs that
+differ only by rounding."""
 FLOAT64_PERTURBED_RUNS = 2
-"""Perturbed runs of the first step in float64."""
+"""Number of perturbed runs of the first step in float64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,20 +27,20 @@ class TraceRequest(ScriptRequest):
     calls: str = "install"
 
     folder: Path = Path()
-    """Folder of the trace, which exists."""
+    """The existing folder for the trace."""
     steps: int | None = None
-    """Steps of each train module after which the process ends, with status 0. None: the run ends by
-    itself."""
+    """Number of steps of each train module after which the process ends, with status 0. None: the
+    run ends by itself."""
     noise_seed: int | None = None
     """Seed of a perturbed run's noise. None: not perturbed."""
     float64: bool = False
     microbatch: int | None = None
-    """Samples in a microbatch, instead of the recipe's. None: the recipe's."""
+    """Number of samples in a microbatch. None: as in the recipe."""
     eval_mode: bool = False
     """True if the model trains in eval mode: no dropout, and BatchNorm with its running
     statistics."""
     uncompressed: bool = False
-    """True if gradients are sent uncompressed, whatever the recipe's `gradient_compression`."""
+    """True if gradients are sent uncompressed, even if the recipe has `gradient_compression`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class Job(TraceRequest):
     """One run of the user's script, as a subprocess."""
 
     name: str
-    """Name of its folder, and in progress lines."""
+    """Name of the run's folder, also used in progress lines."""
     plan: Plan
     processes: int
     steps: int
@@ -59,7 +60,7 @@ class Job(TraceRequest):
 
     @property
     def text(self) -> str:
-        """The run in words."""
+        """Text that describes the run."""
         plan = str(self.plan).removesuffix(",numerics=fast")
         if self.processes == 1:
             plan = plan.replace("replicate=1", "one process", 1)
@@ -109,8 +110,8 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the reference of `plan` on one process, compiled too if bits must be equal: compilers
-    change rounding."""
+    """Return the reference plan for `plan`, on one process. It is also compiled if bits must be
+    equal, because compilers change rounding."""
     return Plan(
         replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise"
     )
@@ -152,8 +153,8 @@ def perturbed_jobs(steps: int, microbatch: int | None, count: int = PERTURBED_RU
 
 
 def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> Job:
-    """Return the run that is compared with the reference. It does not compress gradients:
-    `compressed` does."""
+    """Return the run that is compared with the reference. It does not compress gradients; the run
+    of `compressed` does."""
     return Job(
         name="plan-" + str(plan).replace(",", "-").replace("=", ""),
         plan=plan,
@@ -175,8 +176,8 @@ def in_float64(job: Job) -> Job:
 
 
 def microbatch_size_jobs(global_batch: int, microbatch: int) -> list[Job]:
-    """Return one-step runs in float64 and eval mode, with `microbatch` and another size; none for
-    too small a batch."""
+    """Return one-step runs in float64 and eval mode, with `microbatch` and with another size; none
+    if the batch is too small."""
     other = -(-microbatch // 2) if microbatch > 1 else 2
     if other == microbatch or other > global_batch:
         return []

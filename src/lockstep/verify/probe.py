@@ -46,8 +46,8 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
 
 
 class TraceHook(ControlHook):
-    """Writes each microbatch's gradient, their sum, and the update. Ends the process after the last
-    requested step."""
+    """Writes the gradient of each microbatch, their sum, and the update. Ends the process after the
+    last requested step."""
 
     run: Run
     tracer: Tracer
@@ -56,20 +56,20 @@ class TraceHook(ControlHook):
         self._request = request
         self._finds_short_dtypes = request.float64
         self._steps: dict[int, int] = {}
-        """Steps done of each train module, by its index."""
+        """Number of steps done of each train module, by its index."""
         self._batches: dict[int, dict[str, str]] = {}
         """Digests of the parts of each microbatch's batch, by its number in the step."""
         self._results: dict[str, float] = {}
-        """The numbers that the script has got from all ranks since the step began."""
+        """The numbers that calls of the script have reduced over all ranks since the step began."""
         self._together: list[int] = []
         """The ranks that compute each microbatch with this one, each some of its tokens."""
         self._in_microbatch = self._has_ended = False
         self._logged_steps = 0
 
     def before_steps(self, run: Run) -> None:
-        """Write the models as they are before the first step."""
+        """Write the state of the models before the first step."""
         self.run = run
-        # only now: the models' initial values were drawn in the usual dtype
+        # done only now, because the models' initial values were drawn in the usual dtype
         if self._request.float64:
             torch.set_default_dtype(torch.float64)
         mesh, world, plan = run.context.mesh, run.context.world, str(run.context.plan)
@@ -94,7 +94,7 @@ class TraceHook(ControlHook):
                 group = tokens.group or dist.group.WORLD
                 self._together = dist.get_process_group_ranks(group)
         self.tracer.metadata(
-            global_batch=run.global_batch,  # 0 with a batch_sampler
+            global_batch=run.global_batch,  # 0 if there is a batch_sampler
             microbatch=run.microbatch,
             precision=run.context.precision,
             gradient_compression=run.context.requested_compression,
@@ -115,19 +115,19 @@ class TraceHook(ControlHook):
         )
         self.tracer.watch(index, zip(module.names, module.parameters, strict=True))
         if self._request.eval_mode and module.parallel.streams is not None:
-            # Without a random stream per microbatch, a forward that draws random numbers changes
-            # the default generators.
+            # If there is no random stream per microbatch, a forward that draws random numbers
+            # changes the default generators.
             module.parallel.streams.close()
             module.parallel.streams = None
 
     def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
-        """Record what a batch holds, and return it, in float64 if that is requested."""
+        """Record the contents of a batch, and return it, in float64 if requested."""
         self._batches[microbatch.index] = sample_digests(batch)
         return to_float64(batch) if self._request.float64 else batch
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """See `Probe`."""
+        """Record a forward, see `Probe`."""
         self.tracer.before_forward()
         finds_short_dtypes, self._finds_short_dtypes = self._finds_short_dtypes, False
         self._in_microbatch = True
@@ -142,8 +142,8 @@ class TraceHook(ControlHook):
             )
 
     def result(self, name: str, value: float) -> None:
-        """See `Probe`. A call for each microbatch is left out: plans differ in how many a rank
-        makes."""
+        """Record a result, see `Probe`. Calls made for each microbatch are left out, because the
+        number of these on a rank depends on the plan."""
         if not self._in_microbatch:
             calls = sum(each.startswith(f"{name}, call ") for each in self._results)
             self._results[f"{name}, call {calls + 1}"] = value
@@ -162,12 +162,13 @@ class TraceHook(ControlHook):
         self._note_microbatch(module, microbatch, gradients)
 
     def without_backward(self, module: int, microbatch: int) -> None:
-        """See `Probe`."""
+        """Record a microbatch without a backward, see `Probe`."""
         self._note_microbatch(module, microbatch, None)
 
     @property
     def _slices(self) -> int:
-        """The slices into which SyncBatchNorm splits each microbatch; 0 if it does not."""
+        """The number of slices into which SyncBatchNorm splits each microbatch; 0 if it does
+        not."""
         assert self.run.training.source is not None, "a step has begun"
         return self.run.training.source.layout.assignment.slices
 
@@ -202,12 +203,12 @@ class TraceHook(ControlHook):
         modules = enumerate(run.training.modules)
         ended = [self._note(number, module, weight) for number, module in modules]
         self._has_ended = all(ended)
-        if self._request.float64:  # an evaluation, whose data is not float64, would fail
+        if self._request.float64:  # an evaluation would fail, because its data is not float64
             self._end_if_last(run)
 
     def between_steps(self, run: Run) -> None:
-        """Write what the script and its hooks have logged, and end the process after the last
-        requested step."""
+        """Write the numbers that the script and its hooks have logged, and end the process after
+        the last requested step."""
         at = run.metrics_at
         now = {name: value for name, value in run.metrics.items() if at.get(name) == run.step}
         self.tracer.logged(self._logged_steps, {**self._results, **now, **run.training.logged})
@@ -218,12 +219,13 @@ class TraceHook(ControlHook):
     def _end_if_last(self, run: Run) -> None:
         if self._has_ended:
             if run.context.world.size > 1:
-                dist.barrier()  # the first process to end may take the rendezvous with it
+                # the first process that ends may take the store of the rendezvous with it
+                dist.barrier()
             raise SystemExit(0)
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
-        """Write a train module's update. `weight`: from `Recipe.weight`. Returns True after the
-        last requested step."""
+        """Write a train module's update. `weight`: result of `Recipe.weight`. Returns True after
+        the last requested step."""
         result = self.run.training.results.get(number)
         if result is None:  # skipped
             return self._request.steps is not None and self._steps[number] >= self._request.steps
@@ -270,8 +272,8 @@ def _full(tensors: NamedTensors) -> NamedTensors:
 
 
 def change_model(model: nn.Module, request: TraceRequest) -> None:
-    """Change a model that has just been built, in place. In float64 it keeps the initial values of
-    its own dtype."""
+    """Change, in place, a model that has just been built. In float64 it keeps the initial values
+    that were drawn in its own dtype."""
     if request.float64:
         model.to(torch.float64)
     if request.eval_mode:
@@ -295,8 +297,8 @@ def to_float64(batch: Any) -> Any:
 
 
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations of a float64 run that return a shorter dtype: after them the run is only
-    as exact as that."""
+    """Records operations of a float64 run that return a shorter dtype: after them, the run is only
+    as exact as that dtype."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -24,12 +24,12 @@ class JobResult(ScriptEnd):
 
     job: Job
     traces: list[Trace]
-    """One for each train module; empty if the run failed or never trained."""
+    """The traces, one for each train module; empty if the run failed or never trained."""
 
 
 class Runner:
-    """Runs jobs, several at once if slots are free. Use it in a `with`: leaving the block ends
-    every run."""
+    """Runs jobs, several at the same time if slots are free. Use it in a `with`: leaving the block
+    ends every run."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Runner:
         begins: Callable[[str], None] = lambda _: None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`folder`: of all files. `slots`: processes at once, or
-        one job. `launch`: options of every run. `begins` is called with the words for each run that
-        begins, `progress` with those for each that has ended."""
+        """`folder`: the folder of all files. `slots`: largest number of processes at the same time
+        (a job that needs more runs alone). `launch`: options of every run. `begins` is called with
+        a description of each run that begins, `progress` with one of each run that has ended."""
         self.line = line
         self._folder = folder
         self._timeout_seconds = timeout_seconds
@@ -73,7 +73,7 @@ class Runner:
 
     @contextmanager
     def queueing_the_rest(self) -> Iterator[None]:
-        """A context in which all jobs are started that are left: no run begins before all are
+        """A context in which all remaining jobs are started: no run begins before all are
         counted."""
         with self._changed:
             yield
@@ -112,7 +112,7 @@ class Runner:
             self._command(job, folder / "run"),
             job.request(trace),
             folder,
-            # One thread a process: on CPUs the number of threads changes bits.
+            # one thread per process: on CPUs, the number of threads changes bits
             environ={**os.environ, "OMP_NUM_THREADS": "1"},
             timeout_seconds=self._timeout_seconds,
             look=lambda: self._is_ending,

@@ -1,4 +1,4 @@
-"""The result of a verification: a verdict for each plan, in words, as table rows and as JSON."""
+"""The result of a verification: a verdict for each plan, as text, as table rows and as JSON."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Mismatch:
     float64: bool
     """True if the float64 run showed it."""
     cause: str | None
-    """None: no known cause fits."""
+    """The likely cause; None: no known cause fits."""
 
     def text(self) -> str:
-        """Return the difference, its place and its size as a sentence."""
+        """Return a sentence with the difference, where it occurs, and its size."""
         found = self.difference
         when = f"step {found.step}" if found.step >= 0 else "before the first step"
         what = DESCRIPTIONS[found.check] + (f" {found.name!r}" if found.name else "")
@@ -57,17 +57,17 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionEffect:
-    """Relative differences between a run with gradient compression and the same run without,
-    tensors pooled."""
+    """Relative differences between a run with gradient compression and the same run without it,
+    over all tensors together."""
 
     gradient_compression: str
     steps: int
     gradient: float
-    """Difference in the first step's gradient."""
+    """Difference of the first step's gradient."""
     parameters: float
-    """Difference after the last step."""
+    """Difference of the parameters after the last step."""
     loss: float
-    """Difference in the last step."""
+    """Difference of the loss in the last step."""
 
     def text(self) -> str:
         return (
@@ -94,7 +94,8 @@ class Verdict:
     comparisons: list[Comparison] = field(default_factory=list)
     """Comparisons in the recipe's precision, one for each train module."""
     float64: list[Comparison] = field(default_factory=list)
-    """Comparisons of the first step in float64, one for each train module. Empty: not done."""
+    """Comparisons of the first step in float64, one for each train module. Empty if they were not
+    made."""
     compression: list[CompressionEffect] = field(default_factory=list)
     """Effect of the recipe's gradient compression, one for each train module. Empty: the recipe
     does not compress."""
@@ -155,8 +156,8 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     microbatch_size_checked: bool = False
     microbatch_size_mismatch: Mismatch | None = None
-    """Difference between two microbatch sizes, a fault of the recipe: the loss depends on the size
-    of microbatches."""
+    """Difference between two microbatch sizes. It is a fault of the recipe: the loss depends on the
+    size of microbatches."""
     notes: list[str] = field(default_factory=list)
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Smallest and largest relative distance between perturbed runs at each step, by kind of

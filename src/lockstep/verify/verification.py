@@ -32,11 +32,11 @@ from lockstep.verify.verdict import CompressionEffect, Mismatch, Report, Verdict
 FLOAT64_MARGIN = 4.0
 """Factor on rounding in float64, which does not shrink exactly as the dtype's precision does."""
 MAX_SPREAD = 0.2
-"""Largest relative difference of the first step's gradient between two runs that differ by rounding
-alone."""
+"""Largest relative difference of the first step's gradient between two runs that differ only by
+rounding."""
 MICROBATCH_SIZE_MINIMUM = 1e-9
 MICROBATCH_SIZE_ULPS = 100.0
-"""Rounding that another microbatch size may cause: relative in float64, or in ulps of a shorter
+"""Largest rounding that another microbatch size may cause, in ulps: of float64, or of a shorter
 dtype in the model."""
 
 _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
@@ -80,7 +80,7 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "weight": (updates.loss_weight,),
     "logged": (updates.logged_value,),
 }
-"""Causes that are tried for each check, in their order. Each returns the cause in words with the
+"""Functions that are tried for each check, in order. Each returns the cause as text, with the
 numbers that show it; None if the evidence does not fit."""
 _SCALAR_LOSS = (
     "It is probably a mean over tokens (or pixels, or whatever is not ignored), returned as a plain"
@@ -119,8 +119,9 @@ class Verification:
         self._fast = any(plan.numerics == "fast" for plan, _ in options.plans)
 
     def run(self) -> Report:
-        """Raises `LaunchError` if the script fails on one process, or never trains there;
-        `DataError` or `RecipeError` if runs on one process differ by more than rounding."""
+        """Run the verification. Raises `LaunchError` if the script fails or never trains on one
+        process; `DataError` or `RecipeError` if runs on one process differ by more than
+        rounding."""
         references = self._references()
         with self._runner.queueing_the_rest():
             started = self._start(next(iter(references.values()))[0].metadata)
@@ -260,8 +261,8 @@ class Verification:
                     )
 
     def _check_spread(self) -> None:
-        """Raise `RecipeError` if the perturbed runs differ by more than rounding: no tolerance
-        follows from them."""
+        """Raise `RecipeError` if the perturbed runs differ by more than rounding, because no
+        tolerance can then be derived."""
         spread = self._report.rounding_spread["gradients"][0][1]
         if spread > MAX_SPREAD:
             raise RecipeError(
@@ -309,8 +310,8 @@ class _StartedRuns:
 
 
 def compare_microbatch_sizes(reference: Trace, other: Trace, size: int) -> Mismatch | None:
-    """Compare a batch in microbatches of two sizes, the recipe's and `size`. None: the loss is a
-    sum over samples."""
+    """Compare a batch in microbatches of two sizes, that of the recipe and `size`. None if the loss
+    is a sum over samples, and they agree."""
     minimum = max(
         MICROBATCH_SIZE_MINIMUM, MICROBATCH_SIZE_ULPS * reference.metadata.get("eps", 0.0)
     )
@@ -347,7 +348,8 @@ def _judge(
     *,
     float64: bool = False,
 ) -> None:
-    """`modules`: the reference's rounding for each train module."""
+    """Compare a run with the reference, for the verdict. `modules`: the rounding of the reference
+    for each train module."""
     if not result.traces:
         verdict.notes.append(f"not repeated in float64 under this plan: {_last_line(result.error)}")
         return
@@ -361,7 +363,8 @@ def _judge(
 
 
 def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResult) -> None:
-    """Note the effect of compression. It fails no plan; a disagreement between ranks does."""
+    """Record the effect of compression. It does not fail a plan, but a disagreement between ranks
+    does."""
     if not _ran(verdict, result):
         return
     for without, trace in zip(exact, result.traces, strict=True):
@@ -382,19 +385,20 @@ def _judge_compressed(verdict: Verdict, exact: Sequence[Trace], result: JobResul
 def _note_mismatch(
     verdict: Verdict, comparison: Comparison, reference: Trace, trace: Trace, *, float64: bool
 ) -> None:
-    """Record the comparison's first difference, unless the verdict has one at the same step or
-    before."""
+    """Record the comparison's first difference, unless the verdict has one in the same step or
+    earlier."""
     if not comparison.differences:
         return
     first, known = comparison.differences[0], verdict.mismatch
-    # The float64 run's one step may show what the recipe's precision hides until a later step.
+    # The single step of the float64 run may show what the recipe's precision hides until a later
+    # step.
     if known is None or first.step < known.difference.step:
         cause = likely_cause(Evidence(reference, trace, comparison.differences))
         verdict.mismatch = Mismatch(difference=first, float64=float64, cause=cause)
 
 
 def likely_cause(evidence: Evidence) -> str | None:
-    """Return the likely cause in words; None if no known fault leaves this evidence."""
+    """Return the likely cause as text; None if no known fault leaves this evidence."""
     for cause in _CAUSES[evidence.first.check]:
         if found := cause(evidence):
             return found

@@ -100,8 +100,8 @@ class GradientNorm:
         compute: Callable[[list[Tensor]], Sequence[Tensor]],
         lengths: Sequence[int] | None = None,
     ) -> Sequence[Tensor]:
-        """Call `compute`, which returns `lengths` numbers (default: one) for each part. Replicas in
-        shared memory divide large work."""
+        """Call `compute`, which returns `lengths` numbers (default: one) for each part. Replicas
+        that share memory divide large work among them."""
         if (
             self._memory is None
             or not parts
@@ -122,8 +122,8 @@ class GradientNorm:
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """True if this rank's part of a gradient counts: of ranks with the same part, the first on
-        each axis."""
+        """True if this rank's part of a gradient counts: if several ranks have the same part, only
+        that of the first on each axis does."""
         divided = divided_over(gradient)
         return all(name in divided or axis.rank == 0 for name, axis in self._parts.items())
 
@@ -137,7 +137,8 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return Σ squares of each row of each gradient, in float64. A shard has full rows."""
+        """Return Σ squares of each row of each gradient, in float64. Shards consist of full
+        rows."""
         device = self._shards.device
         rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
         squares = [each.to(device) for each in self._of_each(parts, squares_of_rows, rows)]
@@ -154,7 +155,8 @@ class GradientNorm:
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return Σ squares of each row of each part, (rows,), float64, each row for itself."""
+    """Return Σ squares of each row of each part: shape (rows,), float64. Each row is summed
+    separately."""
     matrices = [
         part.reshape(part.shape[0] if part.dim() else 1, math.prod(part.shape[1:]))
         for part in parts
@@ -182,9 +184,9 @@ def _squares_in_cache(rows: Tensor) -> Tensor:
 
 
 def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return Σ squares of each row by adding halves of the rows element by element: a GPU's
-    reduction kernels choose the order of their sums by the number of rows, which a shard has fewer
-    of."""
+    """Return Σ squares of each row by adding halves of the rows element by element: in a GPU's
+    reduction kernels, the order of a sum depends on the number of rows, and a shard has fewer
+    rows."""
     wide = accelerator.wide_dtype(matrices[0].device)
     zeros = {
         device: torch.zeros((), dtype=wide, device=device)
@@ -202,8 +204,8 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
-    """Return the squares of the first half of the columns plus the second half's: (half, rows).
-    Each element is read once, and widened on the way."""
+    """Return the squares of the first half of the columns plus those of the second half: shape
+    (half, rows). Each element is read once, and converted to the wider dtype meanwhile."""
     half = -(-len(columns) // 2)
     first, second = columns[:half], columns[half:]
     squares = zero.new_empty(first.shape)
@@ -213,7 +215,8 @@ def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the matrices in their order, as many together as have `TOGETHER_ELEMENTS`, or one."""
+    """Yield the matrices in order, in groups of up to `TOGETHER_ELEMENTS` elements (or of one
+    matrix)."""
     group: list[Tensor] = []
     for rows in matrices:
         if group and sum(each.numel() for each in group) + rows.numel() > TOGETHER_ELEMENTS:
@@ -235,8 +238,8 @@ def _local_rows(rows: int, rank: int, ranks: int) -> int:
 
 @lru_cache(maxsize=16)
 def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
-    """Return the rank for each size: the largest first, each to the rank with the smallest sum so
-    far."""
+    """Return the rank for each size. Sizes are assigned largest first, each to the rank with the
+    smallest sum so far."""
     chosen = [0] * len(sizes)
     sums = [(0, rank) for rank in range(ranks)]
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -246,8 +249,8 @@ def balanced_assignment(sizes: tuple[int, ...], ranks: int) -> list[int]:
 
 
 def combined(norms: Sequence[Tensor]) -> Tensor | float:
-    """Return the global norm, computed from one norm for each gradient, so that the order of the
-    sum does not depend on memory layouts."""
+    """Return the global norm, computed from the norm of each gradient, so that the order of the sum
+    does not depend on memory layouts."""
     if all(norm.is_cpu for norm in norms):
         return math.hypot(*[norm.item() for norm in norms])
     total: Tensor = torch.linalg.vector_norm(
@@ -258,15 +261,15 @@ def combined(norms: Sequence[Tensor]) -> Tensor | float:
 
 def clip_divisor(norm: Tensor | float, limit: float) -> Tensor | float:
     """Return the divisor that brings a gradient of norm `norm` to at most `limit`: at least 1; NaN
-    if the norm is."""
+    if the norm is NaN."""
     return (
         torch.clamp(norm / limit, min=1.0) if isinstance(norm, Tensor) else max(norm / limit, 1.0)
     )
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor | float, limit: float) -> None:
-    """Scale the gradients, of global norm `norm`, to a norm of at most `limit`. Does nothing if it
-    is not finite."""
+    """Scale the gradients, whose global norm is `norm`, to a norm of at most `limit`. Does nothing
+    if the norm is not finite."""
     if isinstance(norm, Tensor):
         factor = torch.clamp(limit / norm, max=1.0)
         scale(gradients, torch.where(torch.isfinite(norm), factor, 1.0))

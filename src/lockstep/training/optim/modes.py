@@ -1,8 +1,8 @@
 """Optimizers that have a training and an evaluation mode, such as schedule-free ones
 (Defazio et al., 2024).
 
-In training mode the parameters are the point of the next gradient, in evaluation mode the weights
-to use."""
+In training mode the parameters are the point at which the next gradient is computed; in evaluation
+mode they are the weights to use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def has_modes(optimizer: Optimizer) -> bool:
 
 
 class OptimizerModes:
-    """The modes of a model's optimizers. Training mode is left and entered again without a change
-    of a bit."""
+    """The modes of a model's optimizers. Leaving training mode and entering it again changes no
+    bit."""
 
     def __init__(self, optimizers: Sequence[Optimizer], held: Mapping[str, nn.Parameter]) -> None:
         """`held`: the parameters that the optimizers hold, by name."""
@@ -35,7 +35,8 @@ class OptimizerModes:
             name: parameter for name, parameter in held.items() if id(parameter) in theirs
         }
         self.training_values: dict[str, Tensor] = {}
-        """In evaluation mode, the parameters' values of training mode, by name; else empty."""
+        """In evaluation mode, the values that the parameters have in training mode, by name;
+        otherwise empty."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
     @torch.no_grad()
@@ -54,7 +55,7 @@ class OptimizerModes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Be in evaluation mode while the context is entered."""
+        """Use evaluation mode while the context is entered."""
         if self.training_values:
             yield
             return
@@ -69,9 +70,10 @@ class OptimizerModes:
         for optimizer in self._optimizers:
             optimizer.train()  # type: ignore[attr-defined]  # `has_modes`
         for name, value in self.training_values.items():
-            self._held[name].copy_(value)  # there and back again, `train` rounds
+            self._held[name].copy_(value)  # converting back by `train` would round
         self.training_values, self._groups = {}, {}
 
     def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups as they are in training mode."""
+        """Return the optimizer's parameter groups, with the values that they have in training
+        mode."""
         return self._groups.get(id(optimizer), optimizer.param_groups)

@@ -1,8 +1,8 @@
 """The state of an optimizer in a checkpoint: tensors by parameter, and values that are encoded as
 JSON.
 
-An optimizer that overrides both `state_dict` and `load_state_dict` is saved as the one returns it
-and loaded by the other."""
+An optimizer that overrides both `state_dict` and `load_state_dict` is saved as `state_dict` returns
+it, and loaded by `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lockstep.base.torch_private import is_distributed, tree_leaves
 from lockstep.checkpoint.tensor_shards import torch_dtype
 
 EXECUTION = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
-"""Fields of a parameter group that do not decide what is learned, or that a scheduler adds."""
+"""Fields of a parameter group that do not affect what is learned, or that a scheduler adds."""
 
 Settings = list[list[dict[str, Any]]]
-"""JSON: the settings of each group of each optimizer of a model."""
+"""The settings of each parameter group of each optimizer of a model, as JSON."""
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
@@ -36,8 +36,8 @@ def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
 
 
 def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
-    """Yield (optimizer, group, name) of each setting that differs. Groups that only one of the two
-    has are left out."""
+    """Yield (optimizer, group, name) of each setting that differs. Groups that occur on one side
+    only are left out."""
     for number, (theirs, ours) in enumerate(zip(saved, now, strict=False)):
         for group, (before, after) in enumerate(zip(theirs, ours, strict=False)):
             yield from (
@@ -48,7 +48,7 @@ def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
 
 
 def described(saved: Settings, now: Settings) -> list[str]:
-    """Return the differences in words: `optimizer: lr of group 0: 0.1, now 0.01`."""
+    """Return the differences as text: `optimizer: lr of group 0: 0.1, now 0.01`."""
     return [
         f"optimizer{f' {number}' if len(now) > 1 else ''}: {name} of group {group}:"
         f" {saved[number][group][name]!r}, now {now[number][group][name]!r}"
@@ -76,13 +76,14 @@ class OptimizerState:
     rest: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Parameter -> key -> other value."""
     shared: dict[Any, Any] = field(default_factory=dict)
-    """State of no one parameter: what `Optimizer.state` holds under other keys."""
+    """State that belongs to no parameter: values in `Optimizer.state` under other keys."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Entries of the optimizer's own state dict besides `state` and `param_groups`."""
+    """Entries of the optimizer's state dict other than `state` and `param_groups`."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> OptimizerState:
-        """The state of `optimizer`, which may hold `named`. Raises `CheckpointError`."""
+        """The state of `optimizer`, whose parameters are among `named`. Raises
+        `CheckpointError`."""
         found = cls()
         _check_inner(optimizer)
         names = {id(parameter): name for name, parameter in named.items()}
@@ -102,7 +103,8 @@ class OptimizerState:
     def load(
         self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
     ) -> None:
-        """Give the optimizer this state. `groups`: the saved settings of its parameter groups."""
+        """Load this state into the optimizer. `groups`: the saved settings of its parameter
+        groups."""
         states = {
             name: {**self.tensors.get(name, {}), **self.rest.get(name, {})}
             for name in {**self.tensors, **self.rest}
@@ -130,7 +132,7 @@ class OptimizerState:
                 optimizer.state[key] = value
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             _set(group, saved)
-        # `Optimizer.load_state_dict` casts to the parameter's dtype
+        # torch's `Optimizer.load_state_dict` would cast to the parameter's dtype
         for name, tensors in self.tensors.items():
             state = optimizer.state.get(named[name], {})
             state.update(
@@ -148,7 +150,8 @@ def has_own_pair(optimizer: Optimizer) -> bool:
 
 
 def remedy(optimizer: Optimizer) -> str:
-    """Say how an optimizer's state can be saved that is not made of tensors, numbers and text."""
+    """Return the remedy for an optimizer whose state does not consist of tensors, numbers and
+    text."""
     name = type(optimizer).__name__
     return (
         f"give {name} both a state_dict() that returns those in its place, by parameter as torch's"
@@ -159,8 +162,8 @@ def remedy(optimizer: Optimizer) -> str:
 def allocate(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
 ) -> dict[str, dict[str, Tensor]]:
-    """Return a tensor, by parameter and key, for each one saved under `prefix`: the optimizer's own
-    where it has it."""
+    """Return, by parameter and key, a tensor for each one that is saved under `prefix`: the
+    optimizer's own tensor if it has one, else a new tensor."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
@@ -184,7 +187,8 @@ def allocate(
 
 
 def _check_inner(optimizer: Optimizer) -> None:
-    """Raise `CheckpointError` if the optimizer keeps another one with a state that is not saved."""
+    """Raise `CheckpointError` if the optimizer contains another optimizer whose state is not
+    saved."""
     if has_own_pair(optimizer):
         return
     for name, value in vars(optimizer).items():
@@ -199,7 +203,8 @@ def _check_inner(optimizer: Optimizer) -> None:
 
 
 def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return what the optimizer's own `state_dict` holds: its states by parameter, and the rest."""
+    """Return the contents of the optimizer's own `state_dict`: its states by parameter, and the
+    rest."""
     kept = {
         key: dict(values) for key, values in optimizer.state.items() if isinstance(values, dict)
     }
@@ -218,7 +223,8 @@ def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
             f" {error}); it is a dict with the keys state and param_groups, as torch's is; return"
             " such a one"
         ) from error
-    # torch's state dict shares the dicts of the optimizer: one that was changed there is set back
+    # torch's state dict shares the dicts of the optimizer, so a dict that was changed there is
+    # restored
     for key, values in kept.items():
         optimizer.state[key].clear()
         optimizer.state[key].update(values)

@@ -1,5 +1,5 @@
-"""Builds a recipe's optimizers, checks that they cover the model, and prepares them for the first
-step."""
+"""Builds a recipe's optimizers, checks that they have all parameters of the model, and prepares
+them for the first step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.plan import Plan
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """True if its `step` cannot be called without a closure, or if its class says so by
+    """True if the optimizer's `step` cannot be called without a closure, or its class has
     `needs_closure = True`."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return bool(getattr(optimizer, "needs_closure", False)) or (
@@ -66,11 +66,11 @@ def build_optimizers(
     """Call the recipe's factory. Raises `RecipeError` unless each trainable parameter is in exactly
     one of its optimizers.
 
-    `in_part`: this rank has only some of the model's parameters, so one of several optimizers may
-    have none.
+    `in_part`: True if this rank has only some of the model's parameters, so that one of several
+    optimizers may have none.
     """
     with collector_paused():
-        import_module("torch._dynamo")  # the first optimizer imports it
+        import_module("torch._dynamo")  # the first optimizer of a process imports it
     with _empty_optimizers_allowed() if in_part else nullcontext():
         made = factory(model)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
@@ -108,8 +108,8 @@ def _empty_optimizers_allowed() -> Iterator[None]:
 
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:
-    """The model's trainable parameters by name, tied ones once. Raises `RecipeError` if there is
-    none."""
+    """The model's trainable parameters by name; tied parameters occur once. Raises `RecipeError` if
+    there are none."""
     if not isinstance(model, nn.Module):
         raise RecipeError(
             f"the model factory returned {model!r} (a {type(model).__name__}); it must return a"
@@ -156,9 +156,9 @@ def check_gradients(
 
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
-    """Make fused optimizers of parameters on a CPU use foreach: a CPU's fused kernels round
-    differently at a tensor's end. So are groups that are added later. Returns True if any was
-    fused."""
+    """Make fused optimizers of parameters on a CPU use foreach, because a CPU's fused kernels round
+    differently at the end of a tensor. This also applies to groups that are added later. Returns
+    True if any optimizer was fused."""
     found = False
     for optimizer in optimizers:
         fused = [
@@ -185,7 +185,7 @@ def separate_meshes(optimizer: Optimizer) -> None:
     kept: list[list[dict[str, Any]]] = []
 
     def before(*arguments: Any) -> None:
-        after()  # if the previous step failed
+        after()  # in case the previous step failed
         kept.append(optimizer.param_groups)
         optimizer.param_groups = [
             {**group, "params": params} for group in kept[0] for params in _by_mesh(group["params"])
@@ -216,17 +216,18 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Allocate the optimizer's state by a step with zero gradients and rate, so that no step runs
-    out of memory while it is applied.
+    """Allocate the optimizer's state by a step with zero gradients and zero learning rate, so that
+    no later step runs out of memory while it is applied.
 
-    Only for optimizers whose state starts at zero; others allocate in their first step.
+    This is done only for optimizers whose state starts at zero; others allocate in their first
+    step.
     """
     if (
         type(optimizer) not in STATE_IS_ZERO_AT_FIRST
         or optimizer.state
         or any(not group.get("eps", 1) for group in optimizer.param_groups)
     ):
-        # state that the factory has loaded is kept; without eps, the step would divide zero by zero
+        # state that the factory has loaded is kept; without eps, the step would divide by zero
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

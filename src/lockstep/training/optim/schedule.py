@@ -45,10 +45,10 @@ class Schedule:
         self._latest: list[Tensor | float] = [group["lr"] for group in self._groups]
         self._given = schedule is not None
         self.metric: str | None = None
-        """The metric of the evaluations that the schedule follows; None if it follows the step."""
+        """The evaluation metric that the schedule follows; None if it follows the step."""
         self._set: list[float] | None = None
-        """The rates as the schedule has set them; None before the first step, and after a
-        checkpoint was loaded."""
+        """The rates that the schedule has set; None before the first step, and after a checkpoint
+        was loaded."""
         if schedule is None:
             return
         try:
@@ -69,11 +69,11 @@ class Schedule:
 
     @property
     def counts_updates(self) -> bool:
-        """True for a torch scheduler, which is stepped after each update."""
+        """True for a torch scheduler that is stepped after each update."""
         return any(not isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers)
 
     def before_step(self, step: int) -> None:
-        """Set the rates of a step. Raises `RecipeError` if somebody else has changed them."""
+        """Set the rates of a step. Raises `RecipeError` if other code has changed them."""
         if self._set is not None and self._set != (rates := self._rates()):
             number = next(
                 i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then
@@ -107,7 +107,7 @@ class Schedule:
         self._note_rates()
 
     def after_evaluation(self, value: float) -> None:
-        """Called with each new value of `metric`."""
+        """Step the schedule. Called with each new value of `metric`."""
         for scheduler in self._schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(value)
@@ -125,7 +125,8 @@ class Schedule:
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Raises `CheckpointError` if the saved schedule was of the other kind."""
+        """Load the saved state. Raises `CheckpointError` if the saved schedule was of the other
+        kind."""
         if len(states) != len(self._schedulers):
             raise CheckpointError(
                 f"the checkpoint has {len(states)} torch LRSchedulers and this run has"
@@ -137,8 +138,8 @@ class Schedule:
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Change a group's base rate, from which the schedule computes its rate. A schedule
-        that is a function of the step has the new one already."""
+        """Change a group's base rate, from which the schedule computes its rate. A schedule that is
+        a function of the step already has the new one."""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]
@@ -152,8 +153,8 @@ class Schedule:
 
     def rates(self) -> dict[str, float]:
         """The learning rates of the last step, by the names of their numbers in metrics.jsonl: `lr`
-        of the first parameter group, and where others differ from it, `lr/1` and so on of all
-        groups but the first."""
+        for the first parameter group; if others differ from it, also `lr/1` and so on for the other
+        groups."""
         rates = [float(rate) for rate in self._latest]
         others = enumerate(rates[1:], start=1) if len(set(rates)) > 1 else ()
         return {"lr": rates[0], **{f"lr/{number}": rate for number, rate in others}}

@@ -2,8 +2,8 @@
 by one rank.
 
 At rest, parameters and optimizer state are sharded as for any optimizer, and so are saved as such.
-In a step every rank all-gathers each parameter, its gradient and its state, the tensor's owner
-updates it, and broadcasts the result, of which each rank keeps its shard.
+In a step, every rank all-gathers each parameter, its gradient and its state. The owner of the
+tensor updates it and broadcasts the result, and each rank keeps its shard of that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WholeTensorOptimizer:
             elements[owner] += parameter.numel()
 
     def step(self) -> None:
-        """Every rank calls it."""
+        """Update all parameters. Every rank calls it."""
         optimizer = self._optimizer
         updated = [
             parameter
@@ -95,7 +95,7 @@ class WholeTensorOptimizer:
     def _distribute(
         self, parameter: nn.Parameter, mine: nn.Parameter | None, copied: Optimizer
     ) -> None:
-        """Take over this rank's shard of what the owner has updated."""
+        """Copy this rank's shard of the tensors that the owner has updated."""
         owner = self._owners[id(parameter)]
         to_local(parameter.detach()).copy_(
             self._shard(parameter, None if mine is None else mine.detach(), owner)
@@ -132,7 +132,7 @@ class WholeTensorOptimizer:
         state.update(decode(encoded, received.__getitem__))
 
     def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
-        """This rank's shard of the owner's `value`, which is distributed as `like`."""
+        """Return this rank's shard of the owner's `value`, which is distributed like `like`."""
         return shard_as(like, self._received(value, list(like.shape), like.dtype, owner))
 
     def _received(

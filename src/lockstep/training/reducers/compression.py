@@ -23,7 +23,7 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""A matrix is sent as two thin ones if those are this many times smaller; the default of torch's
+"""A matrix is sent as two thin matrices if these are smaller by this factor, the default of torch's
 PowerSGD."""
 _REVIVING_SEED = 1
 
@@ -52,8 +52,8 @@ class Compression(ABC):
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter that
-        is not rounded."""
+        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter whose
+        gradient is not rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -63,7 +63,7 @@ class Bucket(NamedTuple):
     """A bucket of DDP, with the future of its sum."""
 
     buffer: Tensor
-    gradients: list[Tensor]  # views of the buffer, each with the strides of its parameter
+    gradients: list[Tensor]  # views of the buffer; each has the strides of its parameter
     parameters: list[Tensor]
     done: torch.futures.Future[Tensor]
 
@@ -73,14 +73,14 @@ class Bucket(NamedTuple):
         return cls(buffer, gradients_of(bucket), bucket.parameters(), accelerator.future(buffer))
 
     def stats_part(self, stats: Tensor) -> Tensor:
-        """The part of the buffer that holds `stats`; empty if it is in another bucket."""
+        """The part of the buffer that contains `stats`; empty if it is in another bucket."""
         parts = zip(self.gradients, self.parameters, strict=True)
         return next(
             (gradient for gradient, parameter in parts if parameter is stats), self.buffer[:0]
         )
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat`, which is as long as the buffer, like `gradients`."""
+        """Views of `flat`, like `gradients`. `flat` has the same length as the buffer."""
         start = self.buffer.storage_offset() - flat.storage_offset()
         return [
             flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients
@@ -114,7 +114,7 @@ class Rounded(Compression):
 
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._sums = []  # drops the sums of a failed backward
+            self._sums = []  # discard the sums of a failed backward
         current = Bucket.of(bucket)
         self._start(current, stats)
         if bucket.is_last():
@@ -178,8 +178,8 @@ class Rounded(Compression):
 
 
 class LowRank(Compression):
-    """Sends each large matrix as the product of two thin ones, after the backward (PowerSGD; Vogels
-    et al., 2019)."""
+    """Sends each large matrix as the product of two thin matrices, after the backward (PowerSGD;
+    Vogels et al., 2019)."""
 
     def __init__(self, world: World, rank: int, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(world)
@@ -194,7 +194,7 @@ class LowRank(Compression):
             for each in matrices
             if (each.rows + each.columns) * rank * MIN_COMPRESSION_RATIO < each.rows * each.columns
         ]
-        # in torch's order: grouped by shape
+        # in the order that torch uses: grouped by shape
         self._matrices = sorted(matrices, key=lambda each: (each.rows, each.columns))
         self._buckets: list[Bucket] = []
         self._reviving = torch.Generator()
@@ -204,8 +204,8 @@ class LowRank(Compression):
         # it imports NumPy
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        # torch demands a start after DDP rebuilds its buckets, in the first step; the tensors given
-        # here are the same in every step.
+        # torch requires a start after DDP has rebuilt its buckets, in the first step; the tensors
+        # passed here are the same in every step.
         self._state = PowerSGDState(
             self._senders.group,
             self._rank,
@@ -222,7 +222,7 @@ class LowRank(Compression):
 
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
-            self._buckets = []  # drops the buckets of a failed backward
+            self._buckets = []  # discard the buckets of a failed backward
         current = Bucket.of(bucket)
         self._buckets.append(current)
         if bucket.is_last():
@@ -275,8 +275,8 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """Replace zero columns of thin matrices by random ones: after a zero gradient they would
-        stay zero."""
+        """Replace zero columns of thin matrices by random ones, because after a zero gradient they
+        would stay zero."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
@@ -295,7 +295,7 @@ class LowRank(Compression):
 class _Matrix(NamedTuple):
     rows: int
     columns: int
-    parameter: int  # the `id` of the parameter, whose dims but the first are flattened to one
+    parameter: int  # the `id` of the parameter; its dims except the first are flattened into one
 
 
 class _Matrices:
@@ -328,8 +328,8 @@ def compression_for(
     parameters: Sequence[nn.Parameter],
     names: Sequence[str],
 ) -> Compression | None:
-    """Build the compression for `Recipe.gradient_compression`; None for none, or one rank. Raises
-    `RecipeError`."""
+    """Build the compression for `Recipe.gradient_compression`; None if it is "none", or there is
+    only one rank. Raises `RecipeError`."""
     if gradient_compression == "none":
         return None
     for name, parameter in zip(names, parameters, strict=True):
@@ -351,8 +351,8 @@ def compression_for(
 
 
 def gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Return views of the bucket with their parameters' strides; `bucket.gradients()` gives
-    contiguous ones."""
+    """Return views of the bucket with the strides of their parameters; `bucket.gradients()` would
+    return contiguous views."""
     return [
         (
             gradient.as_strided(parameter.shape, parameter.stride())

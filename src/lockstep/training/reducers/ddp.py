@@ -1,17 +1,17 @@
-"""Gradient reduction by DistributedDataParallel: every rank has the full model, buckets are summed
-while the backward computes.
+"""Gradient reduction by DistributedDataParallel: every rank has the full model, and buckets are
+summed during the backward.
 
 DDP wraps the *loss*, not the model: its forward is an identity on the last microbatch's loss whose
 graph reaches every parameter. So the user's model keeps its class and may be called any number of
 times; DDP's hook also fires for a parameter that the loss does not reach, without a
-`find_unused_parameters` pass; and a rank without a microbatch takes part with a loss of zero.
+`find_unused_parameters` pass; and a rank without a microbatch participates with a loss of zero.
 
-DDP gets one more parameter, `stats`. Its gradient is set after the backward and holds the step's
-numbers (`step_stats.py`). It is ready last, so it completes the last bucket.
+DDP gets one more parameter, `stats`. Its gradient is set after the backward, and contains the
+step's numbers (`step_stats.py`). It is ready last, so it completes the last bucket.
 
-DDP's own all-reduce computes a mean. A loss that is multiplied by the number of ranks would make it
-a sum, but hooks on activations would see that factor; so every bucket has a communication hook,
-which sums.
+DDP's own all-reduce computes a mean. Multiplying the loss by the number of ranks would make it a
+sum, but hooks on activations would see that factor. So every bucket has a communication hook that
+computes the sum.
 
 (No `from __future__ import annotations` here: DDP inspects the annotations of its hooks and needs
 classes.)
@@ -98,7 +98,7 @@ class DdpReducer:
         max_microbatches: int,
         compression: Compression | None = None,
     ) -> None:
-        """`compression`: not with `bitwise`."""
+        """Build the reducer. `compression`: None if `bitwise`."""
         world = mesh.summed()
         self._memory = world.shared_memory
         self._waits_in_torch = world.hierarchy is None and compression is None
@@ -158,8 +158,8 @@ class DdpReducer:
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """See `GradientReducer.backward`. If it has other collectives (round-robin), `reduce` sends
-        the buckets."""
+        """See `GradientReducer.backward`. If the backward has other collectives (round-robin),
+        `reduce` sends the buckets."""
         if is_dummy:
             torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
             return
@@ -220,7 +220,8 @@ class DdpReducer:
             raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
-        """The value rounded as in the exchange, so that a single rank records the same bits."""
+        """Return the value, rounded as in the exchange, so that a single rank records the same
+        bits."""
         return float(np.float32(value)) if self._vector.dtype is torch.float32 else float(value)
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
@@ -244,7 +245,7 @@ class DdpReducer:
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order,
-        alike on all ranks."""
+        which is the same on all ranks."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(
@@ -277,7 +278,8 @@ class DdpReducer:
 
 
 def _flatten(value: Sequence[Tensor], like: GradBucket) -> Tensor:
-    """The tensors in one flat buffer, with the offsets and strides of the bucket's gradients."""
+    """Copy the tensors into one flat buffer, with the offsets and strides of the bucket's
+    gradients."""
     buffer = like.buffer()
     flat = torch.zeros_like(buffer)
     start = buffer.storage_offset()

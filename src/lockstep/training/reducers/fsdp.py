@@ -1,11 +1,11 @@
 """Gradient reduction for a model sharded by FSDP2, and for hybrid sharding.
 
 Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its
-gradients, so the ranks compute in rounds of one microbatch each. A rank that has none left computes
-a dummy microbatch, whose gradient is set to zero before the reduce-scatter. This module's
-reduce-scatters replace FSDP2's: plain, or in the canonical order. Replicas of the shards (hybrid
-sharding) are summed once a step, not once a round: on an accelerator in the last round, while its
-backward computes, and otherwise after it.
+gradients, so the ranks compute in rounds of one microbatch each. A rank that has no microbatch left
+computes a dummy microbatch, whose gradient is set to zero before the reduce-scatter. This module
+replaces FSDP2's reduce-scatters: by plain ones, or by sums in the canonical order. Over replicas of
+the shards (hybrid sharding), gradients are summed once per step instead of once per round: on an
+accelerator during the backward of the last round, otherwise after it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FsdpReducer:
         tied: TiedGradients | None = None,
     ) -> None:
         self._tied = tied
-        reshard(model)  # a forward without a backward may have left gathered parameters
+        reshard(model)  # a forward without a backward may have left parameters gathered
         self._model = model
         self._mesh = mesh
         self._parameters = list(parameters)
@@ -98,14 +98,14 @@ class FsdpReducer:
             group.register_forward_hook(each.watch)
             for group, each in zip(self._groups, self._backwards, strict=True)
         ]
-        if mesh.stages.size > 1:  # its schedule computes the backwards
+        if mesh.stages.size > 1:  # the pipeline's schedule computes the backwards
             self._handles += [
                 group.register_forward_hook(self._check_stage) for group in self._groups
             ]
 
     def gradient_versions(self) -> list[int]:
-        """The number of accumulations. FSDP2 writes zeros to the gradients in a backward that asks
-        for others alone."""
+        """The number of accumulations. (FSDP2 writes zeros to the gradients in a backward that asks
+        only for other gradients.)"""
         return [self._used.accumulations]
 
     def close(self) -> None:
@@ -140,13 +140,13 @@ class FsdpReducer:
         self._used.clear()
         for scatter in self._scatters:
             scatter.begin(count)
-            # a pipeline's schedule computes the backwards
+            # the pipeline's schedule computes the backwards
             scatter.next_round(is_dummy=False, last=False)
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        # other models' gradients are cleared when their accumulation begins
+        # gradients of other models are cleared when their accumulation begins
         del own_parameters_only
         self._used.is_dummy = is_dummy
         self._check_uses(self._model, [total])
@@ -193,8 +193,8 @@ class FsdpReducer:
 
 
 class _GroupBackwards:
-    """The backwards through one of FSDP2's groups. A group can be in one backward of a step
-    alone."""
+    """The backwards through one of FSDP2's groups. In a step, a group can be in only one backward
+    at a time."""
 
     def __init__(self) -> None:
         self._in_step = False
@@ -214,9 +214,10 @@ class _GroupBackwards:
                 leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, gradient: Tensor) -> None:
-        """Raise `PlanError` for a backward with create_graph=True: FSDP2 frees the parameters that
-        the second backward needs, and has then reduced the gradients. Raise `RecipeError` for two
-        backwards one in the other: FSDP2 ends a step's reduction with the inner one."""
+        """Raise `PlanError` for a backward with create_graph=True: FSDP2 would already have freed
+        the parameters that the second backward needs, and reduced the gradients. Raise
+        `RecipeError` for a backward inside another one: FSDP2 would end the reduction of the step
+        with the inner one."""
         if torch.is_grad_enabled():
             raise PlanError(
                 "the shard axis with a gradient that is itself differentiated (autograd.grad with"
@@ -232,7 +233,7 @@ class _GroupBackwards:
 
 
 class _Own(NamedTuple):
-    """A parameter, and where its module has it."""
+    """A parameter, with its module and its name there."""
 
     parameters: dict[str, nn.Parameter | None]
     name: str
@@ -241,8 +242,9 @@ class _Own(NamedTuple):
 
 
 class _UsedParameters:
-    """Records which parameters a microbatch of this rank has used, by hooks on FSDP2's all-gathered
-    parameters, which the graph has. FSDP2 gives the others zeros as gradients."""
+    """Records which parameters the microbatches of this rank have used, by hooks on FSDP2's
+    all-gathered parameters, which are in the graph. FSDP2 sets the gradients of other parameters to
+    zeros."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.is_dummy = False
@@ -277,14 +279,14 @@ class _UsedParameters:
             handle.remove()
 
     def refuse_hooks(self) -> None:
-        """Raise `RecipeError` if a forward has hooked all-gathered parameters."""
+        """Raise `RecipeError` if a forward has registered hooks on all-gathered parameters."""
         if max(gradient_hook_counts(list(self._gathered.values())), default=0) > 1:
             refuse_gradient_hooks(self._gathered.items())
             refuse_post_accumulate_hooks(self._gathered.items())
 
     def refuse_changes(self) -> None:
-        """Raise `RecipeError` if a forward of the step has changed an all-gathered parameter, which
-        is then dropped."""
+        """Raise `RecipeError` if a forward of the step has changed an all-gathered parameter: the
+        change would be lost."""
         for name, then in self._versions.items():
             if version(self._gathered[name]) != then:
                 raise RecipeError(
@@ -294,8 +296,8 @@ class _UsedParameters:
                 )
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
-        """A forward pre-hook that refuses other tensors in the place of parameters: FSDP2 would not
-        use them."""
+        """Return a forward pre-hook that refuses other tensors in place of parameters, because
+        FSDP2 would not use them."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -312,8 +314,8 @@ class _UsedParameters:
         return before
 
     def _watch(self, own: Sequence[_Own]) -> Any:
-        """Hook the all-gathered parameters of a group in its first forward: they are created
-        once."""
+        """Return a hook that registers hooks on the all-gathered parameters of a group in its first
+        forward; they are created only once."""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -342,7 +344,7 @@ class _UsedParameters:
 
 
 class SharedMemoryAllGather(AllGather):
-    """The all-gather of a block's parameters through the memory that the ranks of `shard` share."""
+    """The all-gather of a block's parameters through memory that the ranks of `shard` share."""
 
     def __init__(self, memory: SharedMemoryGroup) -> None:
         self._memory = memory
@@ -368,18 +370,19 @@ class Scatter(ReduceScatter):
     makes the same calls.
 
     It may be called several times in a round, if the forward calls the model several times. Outside
-    of a step (in a backward of another model's loss through this one) it exchanges nothing.
+    of a step (in the backward of another model's loss through this model) it exchanges nothing.
     """
 
     def __init__(self, memory: SharedMemoryGroup | None, replicas: World, parameters: Any) -> None:
-        """`memory`: the shared memory of the ranks of `shard`, if they have one. `parameters`:
-        FSDP2's group, with the order and padding of the gradients; None if it has no parameters."""
+        """`memory`: the shared memory of the ranks of `shard`, if there is any. `parameters`:
+        FSDP2's group, which defines the order and padding of the gradients; None if it has no
+        parameters."""
         self._memory = memory
         self._replicas = replicas
         self._parameters = parameters
         self._in_step = False
         self.summed: list[nn.Parameter] = []
-        """The parameters whose gradients this step has summed over replicas too."""
+        """The parameters whose gradients were also summed over replicas in this step."""
 
     def begin(self, count: int) -> None:
         """Begin a step of `count` microbatches."""
@@ -387,13 +390,14 @@ class Scatter(ReduceScatter):
         self.summed = []
 
     def next_round(self, *, is_dummy: bool, last: bool) -> None:
-        """Begin the next round of backwards. `is_dummy`: its gradient is discarded. `last`: no
-        round follows it."""
+        """Begin the next round of backwards. `is_dummy`: True if its gradient is discarded. `last`:
+        True if no round follows."""
         self._is_dummy = is_dummy
         self._is_last = last
 
     def end_round(self, *, last: bool) -> None:
-        """End the round. After the `last` one, the gradients of FSDP2's parameters hold the sum."""
+        """End the round. After the `last` round, the gradients of FSDP2's parameters contain the
+        sum."""
 
     def end(self) -> None:
         """End the step."""
@@ -432,8 +436,8 @@ class Scatter(ReduceScatter):
 
     def _sum_over_replicas(self, output: Tensor) -> None:
         """Sum a step's gradients over replicas in the last round, in the stream of the
-        reduce-scatters, while the backward computes. `output`: the last round's gradients; the
-        earlier rounds' are added to it here, before FSDP2 would add them."""
+        reduce-scatters, while the backward computes. `output`: the gradients of the last round.
+        Those of earlier rounds are added to it here, before FSDP2 would add them."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]
@@ -457,13 +461,13 @@ class Scatter(ReduceScatter):
 
 class OrderedScatter(Scatter):
     """The sum over all microbatches of a step, in the order of `lockstep.tree`, over `shard` and
-    `replicate` at once.
+    `replicate` together.
 
     In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is
     split into one slice for each of its replicas; an all-to-all sends every rank all leaves of its
-    slice, which it pushes into a binary counter; after the last round the replicas all-gather their
-    slices of the sum, which replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has offloaded
-    them).
+    slice, which it pushes into a binary counter. After the last round, the replicas all-gather
+    their slices of the sum. The sum replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has
+    offloaded them).
     """
 
     def __init__(self, mesh: Mesh, parameters: Any) -> None:
@@ -518,8 +522,7 @@ class OrderedScatter(Scatter):
             self._write_gradients(root)
 
     def _write_gradients(self, flat: Tensor) -> None:
-        """Replace the gradients by the sum: `flat` has this rank's padded shards one after
-        another."""
+        """Replace the gradients by the sum. `flat`: this rank's padded shards, concatenated."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]

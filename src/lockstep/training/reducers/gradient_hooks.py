@@ -1,11 +1,11 @@
-"""The user's hooks on the gradients of parameters (`Tensor.register_hook`): each is called once a
+"""The user's hooks on the gradients of parameters (`Tensor.register_hook`): each is called once per
 step.
 
 Autograd would call them in each microbatch's backward, with that microbatch's part of the gradient,
-so a hook that is not linear would depend on how the batch is cut; and FSDP2 has other tensors in
-the graph, so it would call none. They do nothing there. After the last backward each is called with
-the whole gradient: the sum over all microbatches and ranks, divided by the loss's weight and by
-fp16's loss scale.
+so a hook that is not linear would depend on the split into microbatches; and under FSDP2 no hook
+would be called, because other tensors are in the graph. So hooks do nothing in these backwards.
+After the last backward, each is called with the whole gradient: the sum over all microbatches and
+ranks, divided by the loss's weight and by fp16's loss scale.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BEFORE = (
 
 @dataclass(eq=False, slots=True)
 class _OncePerStep:
-    """Takes the place of a user's hook, and does nothing in a microbatch's backward."""
+    """Replaces a user's hook, and does nothing in a microbatch's backward."""
 
     function: Callable[[Tensor], Any]
     owner: GradientHooks
@@ -52,9 +52,9 @@ class _OncePerStep:
 
 @contextmanager
 def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
-    """Give the hooks of the parameters that the model has now to those that it has at the end.
-    Raises `RecipeError` for post-accumulate-grad hooks, and if a hook may use a parameter that has
-    been replaced."""
+    """Move the hooks of the parameters that the model has now to the parameters that it has when
+    the context is left. Raises `RecipeError` for post-accumulate-grad hooks, and if a hook may use
+    a parameter that has been replaced."""
     refuse_post_accumulate_hooks(model.named_parameters())
     hooked = {
         name: hooks
@@ -108,14 +108,14 @@ def refuse_gradient_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class GradientHooks:
-    """The hooks on the gradients of a model's parameters. Enter it around the backwards of a
-    step."""
+    """The hooks on the gradients of a model's parameters. Enter this context around the backwards
+    of a step."""
 
     def __init__(self, model: nn.Module, *, in_pipeline: bool) -> None:
-        """`in_pipeline`: the pipeline's schedule calls the backwards."""
+        """`in_pipeline`: True if a pipeline's schedule calls the backwards."""
         self.is_accumulating = in_pipeline
-        """True in the backwards of a step. In others, those that users call, hooks do what they do
-        in torch."""
+        """True in the backwards of a step. In other backwards, which users call, hooks work as in
+        torch."""
         self._in_pipeline = in_pipeline
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())
@@ -127,7 +127,7 @@ class GradientHooks:
 
     def begin_loop(self, world: World) -> None:
         """Take over the hooks, before the first step of a loop. Every rank calls it. Raises
-        `RecipeError`, on all ranks if two of them have other hooks."""
+        `RecipeError`; if the hooks of two ranks differ, on all ranks."""
         refuse_post_accumulate_hooks(self._named.items())
         for name, parameter in self._named.items():
             hooks = gradient_hooks(parameter)
@@ -151,8 +151,8 @@ class GradientHooks:
         self.is_accumulating = self._in_pipeline
 
     def check(self) -> None:
-        """Raise `RecipeError` if hooks have changed since the loop began: they may have been called
-        in a microbatch's backward, or on some ranks alone."""
+        """Raise `RecipeError` if hooks have changed since the loop began: new ones may have been
+        called in a microbatch's backward, or on some ranks only."""
         counts = gradient_hook_counts(self._parameters)
         if counts == self._counts and not self._hooks:
             return
@@ -164,9 +164,9 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, loss_scale: Tensor | float) -> None:
-        """Call the hooks with the whole gradients, and keep what they return. Every rank calls it,
-        when the gradients are summed. `loss_scale`: the factor of the gradients, which hooks do not
-        see."""
+        """Call the hooks with the whole gradients, and use the gradients that they return. Every
+        rank calls it, once the gradients are summed. `loss_scale`: a factor in the gradients, which
+        is removed for hooks."""
         for name, hooks in self._hooks.items():
             kept = self._named[name].grad
             if kept is None:
@@ -175,12 +175,12 @@ class GradientHooks:
             is_finite = torch.isfinite(gradient).all()
             for hook in hooks:
                 gradient = _changed_by(hook.function, name, gradient)
-            # A hook can make an infinite gradient finite, and the step would be applied.
+            # A hook can make an infinite gradient finite; the step would then be applied.
             gradient = torch.where(is_finite, gradient, math.nan) * loss_scale
             to_local(kept).copy_(shard_as(kept, gradient))
 
     def close(self) -> None:
-        """Let torch call the hooks again."""
+        """Make torch call the hooks again."""
         for parameter in self._parameters:
             hooks = gradient_hooks(parameter)
             hooks.update(
@@ -198,8 +198,8 @@ class GradientHooks:
         return {name: hooks for name, hooks in found.items() if hooks}
 
     def _compare(self, world: World) -> None:
-        """Raise `RecipeError` if ranks that hold a parameter have other hooks on it. Every rank
-        calls it."""
+        """Raise `RecipeError` if ranks that have the same parameter have different hooks on it.
+        Every rank calls it."""
         everyone = world.gather_values(
             {name: [_name(hook.function) for hook in hooks] for name, hooks in self._hooks.items()}
         )
@@ -227,8 +227,8 @@ def _changed(name: str) -> RecipeError:
 
 
 def _changed_by(hook: Callable[[Tensor], Any], name: str, gradient: Tensor) -> Tensor:
-    """Return what a hook makes of the gradient of parameter `name`. Raises `RecipeError` if that is
-    no gradient."""
+    """Return the gradient of parameter `name` after a hook has changed it. Raises `RecipeError` if
+    the hook returns something else."""
     try:
         changed = hook(gradient)
     except RuntimeError as error:

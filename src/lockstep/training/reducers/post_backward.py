@@ -1,8 +1,8 @@
 """Gradient reduction in one exchange after the last backward of the step.
 
-It is the fastest for replicas in the shared memory of one host: the processors themselves do the
-exchange, so it cannot overlap with the backward, and DDP's copy of every gradient into buckets
-takes longer than the exchange. It also serves DTensors, which DDP does not take.
+For replicas with shared memory on one host it is the fastest reducer: the processors themselves do
+the exchange, so it could not overlap with the backward, and DDP's copy of every gradient into
+buckets takes longer than the exchange. It also supports DTensors, which DDP does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PostBackwardReducer:
         self._parameters = list(parameters)
         self._rank = mesh.data.rank
         self._numbers = mesh.summed()
-        """The ranks whose numbers of the step are summed with the gradients."""
+        """The ranks over which the numbers of a step are summed with the gradients."""
         self._groups: dict[World, list[nn.Parameter]] = {self._numbers: []}
         for parameter in self._parameters:
             self._groups.setdefault(mesh.summed(parameter), []).append(parameter)

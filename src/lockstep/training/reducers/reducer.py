@@ -23,16 +23,16 @@ class GradientReducer(Protocol):
     then `reduce`."""
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
-        """Clear the gradients, for a step of `count` microbatches over all ranks, which
-        `assignment` gives to them."""
+        """Clear the gradients, for a step of `count` microbatches over all ranks. `assignment`: the
+        ranks of the microbatches."""
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; of a
+        """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; for a
         dummy, only take part in collectives.
 
-        `own_parameters_only`: other models' parameters in the graph get no gradient.
+        `own_parameters_only`: True if parameters of other models in the graph get no gradient.
         """
 
     def reduce(
@@ -46,7 +46,7 @@ class GradientReducer(Protocol):
         """
 
     def gradient_versions(self) -> list[Any]:
-        """Values that change with each backward that accumulates a gradient of this rank."""
+        """Return values that change with each backward that accumulates a gradient on this rank."""
 
     def close(self) -> None:
         """Remove the reducer's hooks from the model."""
@@ -58,7 +58,8 @@ class ReducerChoice(NamedTuple):
 
 
 def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerChoice:
-    """The reducer for a model parallelized on `mesh`. `compressed`: with gradient compression."""
+    """The reducer for a model parallelized on `mesh`. `compressed`: True with gradient
+    compression."""
     if mesh.axis("shard").size > 1:
         return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
     if mesh.torch_mesh is not None:
@@ -89,8 +90,8 @@ def build_reducer(
     compression: Compression | None,
     complete: Callable[[Sequence[nn.Parameter]], None] | None,
 ) -> GradientReducer:
-    """Build the reducer of a model. Every rank calls it. `tied`: only with a pipeline. `complete`:
-    see `PostBackwardReducer`."""
+    """Build the reducer of a model. Every rank calls it. `tied`: parameters that stages share, with
+    a pipeline only. `complete`: see `PostBackwardReducer`."""
     if choice.reducer is DdpReducer:
         return DdpReducer(
             parameters,

@@ -20,34 +20,34 @@ from lockstep.base.torch_private import version
 from lockstep.comm.world import World
 
 _MAX_LIST_LENGTH = 256
-"""Up to so many CPU values are returned as a list, which is faster to read; more are returned as a
-tensor."""
+"""Up to this many CPU values are returned as a list, which is faster to read; more are returned as
+a tensor."""
 READY_TWICE = (
     "a parameter's gradient was ready twice in one backward, as with reentrant activation"
     " checkpointing; ranks sum each gradient once; pass use_reentrant=False to"
     " torch.utils.checkpoint.checkpoint"
 )
-"""The words of all reducers that refuse a backward within a backward."""
-Number = Tensor | float  # A scalar tensor, or a number that the host has already
+"""Text of the error, in all reducers, for a backward inside a backward."""
+Number = Tensor | float  # a scalar tensor, or a number if the host has it already
 
 
 def gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Return the identity of each gradient and its number of writes."""
+    """Return, for each gradient, its id and its number of writes; None if there is no gradient."""
     return [None if p.grad is None else (id(p.grad), version(p.grad)) for p in parameters]
 
 
 class StepStats(NamedTuple):
-    """The numbers of all ranks together."""
+    """The numbers of a step, combined over all ranks."""
 
-    used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
-    values: Tensor | list[float]  # (microbatches,): the part of each microbatch in the loss
-    weights: Tensor | None  # (microbatches,); None if the forward does not compute them
+    used: Tensor | list[float]  # shape (parameters,): 0 if no microbatch used the parameter
+    values: Tensor | list[float]  # shape (microbatches,): each microbatch's part of the loss
+    weights: Tensor | None  # shape (microbatches,); None if the forward does not compute weights
     flags: Tensor | bool  # the number of ranks that raised their flag, or whether any did
 
 
 class StepStatsVector:
-    """Layout of the vector: a flag per parameter, a value and a weight per microbatch, and this
-    rank's one flag."""
+    """The layout of the vector: one flag per parameter, a value and a weight per microbatch, and
+    one flag of this rank."""
 
     def __init__(
         self, parameters: Sequence[Tensor], max_microbatches: int, device: torch.device
@@ -108,7 +108,7 @@ class StepStatsVector:
         )
 
     def column(self, numbers: Sequence[Number]) -> Tensor:
-        """The numbers as one tensor, (len(numbers),)."""
+        """Return the numbers as one tensor of shape (len(numbers),)."""
         if isinstance(numbers[0], float):
             return torch.tensor(numbers, dtype=self.dtype)
         return torch.stack([number for number in numbers if isinstance(number, Tensor)]).to(
@@ -117,12 +117,12 @@ class StepStatsVector:
 
 
 class UnusedParameters:
-    """Sets `.grad` to None if no microbatch used the parameter: weight decay or momentum would
-    change it.
+    """Sets `.grad` to None if no microbatch used the parameter, because weight decay or momentum
+    would otherwise change it.
 
-    A rank that left parameters out has to know whether another one used them, and its host would
-    wait for the sum on the device. So if a rank left some out in the step before, the hosts
-    exchange what they know.
+    A rank that did not use some parameters must know whether another rank used them, and its host
+    would wait for the sum on the device. So if a rank left some unused in the previous step, the
+    hosts exchange this information.
     """
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
@@ -130,7 +130,8 @@ class UnusedParameters:
         self._parameters = parameters
         self._world = world
         self._before: tuple[Tensor, torch.Event] | None = None
-        """True if a rank left parameters out in the step before: on its way to the host."""
+        """The flag that a rank left parameters unused in the previous step, while it is copied to
+        the host."""
 
     def clear(self, used: Sequence[float], stats: StepStats) -> None:
         """Clear the gradients. Every rank calls it. `used`: 1 for each parameter that this rank
@@ -153,8 +154,8 @@ class UnusedParameters:
                 parameter.grad = None
 
     def _note(self, summed: Tensor) -> bool:
-        """Note the sum of all ranks' flags. Returns True, on all ranks, if one left some out in the
-        step before."""
+        """Record the sum of all ranks' flags. Returns True, on all ranks, if a rank left parameters
+        unused in the previous step."""
         before = self._before
         copied = (summed < self._world.size).any().to("cpu", non_blocking=True)
         self._before = copied, accelerator.recorded_event(summed.device)

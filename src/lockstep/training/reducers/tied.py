@@ -14,8 +14,8 @@ from lockstep.model.pipeline.stages import SharedParameter
 
 
 class TiedGradients:
-    """Parameters of this rank's stages that other stages share. They count in the norm on the first
-    of their ranks."""
+    """The parameters of this rank's stages that other stages share. Only the first of their ranks
+    counts them in the norm."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class TiedGradients:
         tied: Sequence[SharedParameter],
         pipeline: World,
     ) -> None:
-        """`parameters`: the trainable ones of this rank's stages, by name, in the reducer's
+        """`parameters`: the trainable parameters of this rank's stages, by name, in the reducer's
         order."""
         self._pipeline = pipeline
         places = {name: place for place, name in enumerate(parameters)}
@@ -34,7 +34,7 @@ class TiedGradients:
         }
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """True if the parameter counts in the gradient's norm on this rank."""
+        """True if this rank counts the parameter in the gradient's norm."""
         return id(parameter) not in self._elsewhere
 
     def sum(self, used: list[float]) -> None:
@@ -55,8 +55,8 @@ class TiedGradients:
             to_local(parameter.grad).copy_(mine[:-1].view_as(local))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
-        """Sum over `ranks`: the first one adds in their order, and sends the result to the
-        others."""
+        """Sum over `ranks`: the first one adds the values in the order of ranks, and sends the
+        result to the others."""
         group = self._pipeline.group or dist.group.WORLD
         if self._pipeline.rank != ranks[0]:
             dist.send(mine, group=group, group_dst=ranks[0])

@@ -14,8 +14,7 @@ from lockstep.verify.compare import Difference
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The first step at which something differs, and its differences in the order of the
-    computation."""
+    """The first step with a difference, and its differences in the order of computation."""
 
     reference: Trace
     plan: Trace
@@ -43,18 +42,18 @@ class Evidence:
         return [difference for difference in self.differences if difference.check in checks]
 
     def names(self, *checks: str) -> list[str]:
-        """Return the names of the tensors that these checks found to differ, each once."""
+        """Return the names of the tensors that differ according to these checks, each name once."""
         return list(dict.fromkeys(difference.name for difference in self.of(*checks)))
 
 
 def enumerated(items: Sequence[object]) -> str:
-    """Return the items as in a sentence: "1, 2 and 3"."""
+    """Return the items as text for a sentence: "1, 2 and 3"."""
     words = [str(item) for item in items]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
-    """Return the cause for something that is `factor` times what it should be."""
+    """Return the text of the cause for a value that is `factor` times the right one."""
     text = f"a wrong factor: {what} is {factor:.4g} times what it should be"
     sizes = {
         len(m.together): "the number of ranks that share out a sequence"
@@ -71,7 +70,7 @@ def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
 
 
 def stacked(summaries: Summaries, names: list[str]) -> Vector:
-    """Return the projections of these tensors, one after another; zeros for a tensor that does not
+    """Return the concatenated projections of these tensors; zeros for a tensor that does not
     exist."""
     found = [summaries.get(name) for name in names]
     if not found:
@@ -82,7 +81,7 @@ def stacked(summaries: Summaries, names: list[str]) -> Vector:
 
 
 def update(rank: RankTrace, step: int, names: list[str]) -> Vector:
-    """Return what the step added to these parameters."""
+    """Return the change of these parameters in the step."""
     before = rank.steps[step - 1].tensors["parameters"] if step else rank.initial["parameters"]
     added: Vector = stacked(rank.steps[step].tensors["parameters"], names) - stacked(before, names)
     return added

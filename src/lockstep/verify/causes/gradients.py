@@ -1,7 +1,7 @@
 """Causes of a wrong reduced gradient.
 
-The strongest test is a fit: the trace has each microbatch's own gradient, so a wrong gradient may
-be a sum of β times each rank's own sum over its microbatches, plus the gradient of the step before.
+The strongest test is a fit: the trace has the gradient of each microbatch, so a wrong gradient may
+be the sum of β times each rank's sum over its microbatches, plus the gradient of the previous step.
 If the fit is exact, β names the fault: (1, 0) was not reduced; (2, 2) has a wrong factor; if Σ 1/β
 is the number of ranks, the ranks' means were averaged.
 """
@@ -18,7 +18,7 @@ from lockstep.verify.causes.evidence import Evidence, enumerated, stacked, wrong
 
 
 def wrong_sum(evidence: Evidence) -> str | None:
-    """Fit the wrong gradients with the ranks' sums over their own microbatches."""
+    """Fit the wrong gradients with the sums of the ranks over their own microbatches."""
     for names in (evidence.names("gradients", "sum"), evidence.names("gradients", "sum")[:1]):
         for rank in sorted({difference.rank for difference in evidence.of("gradients", "sum")}):
             if cause := _fit(evidence, names, rank):
@@ -101,7 +101,7 @@ def _ranks_miscounted(
 def _microbatches_miscounted(
     evidence: Evidence, names: list[str], target: Vector, what: str, entry: RankTrace
 ) -> str | None:
-    """Fit `target` with single microbatches: some may count twice or not at all."""
+    """Fit `target` with single microbatches: some of them may count twice or not at all."""
     parts = [m for m in _microbatches_with_gradients(evidence) if m.gradients is not None]
     gain = entry.steps[evidence.step].gain
     columns = [gain * stacked(m.gradients or {}, names) for m in parts]
@@ -159,7 +159,7 @@ def missing_gradient(evidence: Evidence) -> str:
 
 
 def few_elements(evidence: Evidence) -> str | None:
-    """A few wrong elements. Needs the tensors themselves."""
+    """Check for a few wrong elements. Needs the tensors themselves."""
     if (tensors := _tensors(evidence)) is None:
         return None
     expected, found = tensors
@@ -176,7 +176,8 @@ def few_elements(evidence: Evidence) -> str | None:
 
 
 def short_dtype(evidence: Evidence) -> str | None:
-    """Elements that all fit into a shorter dtype. Needs the tensors themselves."""
+    """Check for elements that are all representable in a shorter dtype. Needs the tensors
+    themselves."""
     tensors = _tensors(evidence)
     if tensors is None or not np.any(tensors[1]):
         return None

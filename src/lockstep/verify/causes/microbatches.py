@@ -1,5 +1,5 @@
-"""Causes that show before gradients are reduced: initial weights, samples, random state, single
-microbatches."""
+"""Causes that can be seen before gradients are reduced: initial weights, samples, random state,
+single microbatches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def other_data(evidence: Evidence) -> str:
 
 
 def random_state(evidence: Evidence) -> str | None:
-    """Dropout masks: a microbatch's random state must not depend on the rank that computes it."""
+    """Check dropout masks: a microbatch's random state must not depend on the rank that computes
+    it."""
     expected = evidence.expected_microbatches
     found = [m for m in evidence.microbatches if m.drew_random_numbers and m.gradients is not None]
     right_state = {index: microbatch.rng_before for index, microbatch in expected.items()}
@@ -98,7 +99,7 @@ def random_state(evidence: Evidence) -> str | None:
 
 
 def scaled_microbatches(evidence: Evidence) -> str | None:
-    """Microbatches' gradients that are multiples of the reference's."""
+    """Check for gradients of microbatches that are multiples of the reference's."""
     names = evidence.names("microbatch")
     expected = evidence.expected_microbatches
     microbatches = evidence.plan.whole_microbatches_of(evidence.step)
@@ -132,8 +133,8 @@ def _factor(
 
 
 def kept_state(evidence: Evidence) -> str | None:
-    """Rank 0 starts like the reference: if only a later microbatch is wrong, it depends on those
-    before it."""
+    """Check for state kept between microbatches: rank 0 starts like the reference, so if only a
+    later microbatch is wrong, it depends on earlier ones."""
     wrong = {index for difference in evidence.of("microbatch") for index in difference.microbatches}
     rank_0 = [m.index for m in evidence.microbatches if m.rank == 0]
     late = wrong.intersection(rank_0[1:])

@@ -1,5 +1,5 @@
-"""Causes that show when the gradient is right: clipping, learning rate, optimizer, buffers, what is
-logged."""
+"""Causes of a difference when the gradient is right: clipping, learning rate, optimizer, buffers,
+logged numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lockstep.verify.causes.gradients import sums_by_rank
 NORM_TOLERANCE = 0.2
 """Largest relative error of a norm that is estimated from projections."""
 WRONG_UPDATE = 0.05
-"""Smallest relative error of an update that cannot be rounding where the gradients agree a hundred
+"""Smallest relative error of an update that cannot be rounding, if the gradients agree a hundred
 times better."""
 _BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def clipping(evidence: Evidence) -> str:
-    """A wrong clipping norm, compared with the norm of the gradients in the trace, which are
+    """Compare a wrong clipping norm with the norm of the gradients in the trace, which are
     right."""
     first = evidence.first
     entry = evidence.plan.ranks[first.rank].steps[first.step]
@@ -64,7 +64,8 @@ def learning_rate(evidence: Evidence) -> str:
 
 
 def parameter_update(evidence: Evidence) -> str | None:
-    """The gradient and the optimizer state are right, but the parameter is not."""
+    """Find the cause if the gradient and the optimizer state are right, but a parameter is
+    wrong."""
     first = evidence.first
     names = evidence.names("parameters")
     expected = update(evidence.reference.rank_0, first.step, names)
@@ -88,7 +89,8 @@ def parameter_update(evidence: Evidence) -> str | None:
 
 
 def earlier_update(evidence: Evidence) -> str | None:
-    """An update before the first difference was wrong, by less than the tolerance of parameters."""
+    """Check whether an update before the first difference was wrong by less than the tolerance of
+    parameters."""
     for step in range(evidence.step):
         found, expected = evidence.plan.ranks[evidence.first.rank], evidence.reference.rank_0
         names = list(expected.initial["parameters"])
@@ -106,7 +108,7 @@ def earlier_update(evidence: Evidence) -> str | None:
 
 
 def _relative(found: Vector, expected: Vector) -> float:
-    """The distance relative to `expected`; 0 where a step that overflowed has no numbers."""
+    """The distance relative to `expected`; 0 if there are no numbers, because a step overflowed."""
     size, away = float(np.linalg.norm(expected)), float(np.linalg.norm(found - expected))
     return away / size if size and np.isfinite(away) else 0.0
 
