@@ -1945,6 +1945,7 @@ ELSEWHERE = {
     "leave {said} out, or context": CONTEXT,
     "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context": CONTEXT,
     "leave {said} or sequence out": CONTEXT,
+    "choose colwise and rowwise in": "training/test_context_axis.py::test_ranks_that_share_out_tokens_train_the_model_of_one_process",
     "use machines of one kind, or numerics=fast": (
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
     ),

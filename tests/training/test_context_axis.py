@@ -15,15 +15,20 @@ from torch.utils.data import TensorDataset
 from training.subjects import each_of, learned, state_of
 
 import lockstep as ls
-from lockstep.base.errors import DataError
+from lockstep.base.errors import DataError, PlanError
 from lockstep.testing.pool import WorkerPool
 
 WORDS, WIDTH, HEADS, TOKENS = 11, 16, 4, 37
 CHUNKS = ls.Sequence(chunks=8)
+COLUMNS = dict.fromkeys(["blocks.*.query", "blocks.*.key", "blocks.*.value"], "colwise")
 PLANS = {
     2: ("context=2", "context=2,exchange=heads,checkpointing=full"),
     3: ("context=3",),
-    4: ("context=4", "replicate=2,context=2,checkpointing=selective"),
+    4: (
+        "context=4",
+        "replicate=2,context=2,checkpointing=selective",
+        "context=2,tensor=2",
+    ),
 }
 """Number of processes -> plans."""
 
@@ -32,14 +37,16 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         samples, tokens, _ = x.shape
-        heads = self.query_key_value(self.norm(x)).view(samples, tokens, 3, HEADS, -1)
-        y = F.scaled_dot_product_attention(*heads.permute(2, 0, 3, 1, 4), is_causal=True)
+        normed = self.norm(x)
+        given = (each(normed) for each in (self.query, self.key, self.value))
+        heads = [each.view(samples, tokens, -1, WIDTH // HEADS).transpose(1, 2) for each in given]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
         return x + self.dropout(self.out(y.transpose(1, 2).reshape(samples, tokens, -1)))  # type: ignore[no-any-return]
 
 
@@ -120,6 +127,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "microbatch": 2,
         "steps": 4,
         "sequence": CHUNKS,
+        "tensor": COLUMNS | {"blocks.*.out": "rowwise"},
         "evaluation": ls.Evaluation(data=texts(5, seed=9), every=2, metrics=metrics),
         **changes,
     }
@@ -160,8 +168,11 @@ def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     return last.state, [result.loss, *result.metrics.values()]
 
 
-def train_all(run_dir: str, plan: str) -> list[Trained]:
-    return [train(f"{run_dir}/{number}", plan, **changes) for number, changes in enumerate(RECIPES)]
+def train_all(run_dir: str, plan: str, **more: Any) -> list[Trained]:
+    return [
+        train(f"{run_dir}/{number}", plan, **changes, **more)
+        for number, changes in enumerate(RECIPES)
+    ]
 
 
 def off(found: Trained, expected: Trained) -> float:
@@ -192,13 +203,22 @@ def with_logged(found: list[Trained], folder: Path) -> list[Trained]:
     ]
 
 
+def train_each(folder: str, plans: Sequence[str]) -> list[Any]:
+    found = each_of(train_all, folder, [(plan,) for plan in plans])
+    if "context=2,tensor=2" in plans:
+        styles = COLUMNS | {"blocks.*.out": "rowwise_sequence", "blocks.*.norm": "sequence"}
+        with pytest.raises(PlanError, match=r"both divide the tokens of a sequence; choose col"):
+            train_all(f"{folder}/refused", "context=2,tensor=2", tensor=styles)
+    return found
+
+
 @pytest.mark.parametrize("size", PLANS)
 def test_ranks_that_share_out_tokens_train_the_model_of_one_process(
     pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int
 ) -> None:
-    cases = [(plan,) for plan in PLANS[size]]
-    for rank in pool.run(size, each_of, train_all, str(tmp_path), cases, timeout_seconds=50):
-        for run, (plan, found) in enumerate(zip(PLANS[size], rank, strict=True)):
+    plans = PLANS[size]
+    for rank in pool.run(size, train_each, str(tmp_path), plans, timeout_seconds=50):
+        for run, (plan, found) in enumerate(zip(plans, rank, strict=True)):
             assert not isinstance(found, str), (plan, found)
             logged = with_logged(found, tmp_path / str(run))
             for mine, expected in zip(logged, alone, strict=True):

@@ -70,8 +70,8 @@ def parallelize(
 ) -> Parallelized:
     """Change the model in place so that this rank holds and computes its part of the plan. Every
     rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
-    key. `blocks`, `tensor`, `stages`,
-    `sequence`: as in `Recipe`. Raises `RecipeError`, `PlanError`."""
+    key. `blocks`, `tensor`, `stages`, `sequence`: as in `Recipe`. Raises `RecipeError` and
+    `PlanError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -79,6 +79,8 @@ def parallelize(
     styles: Mapping[str, str] = {}
     if (size := mesh.axis("tensor").size) > 1:
         styles = tensor_styles(model, tensor, size)
+        if plan.context != 1:
+            _check_styles_under_context(plan, styles)
     pipeline: Pipeline | None = None
     shared: Sequence[SharedParameter] = ()
     roots = [""]
@@ -143,6 +145,16 @@ def parallelize(
 
         cut = SequenceCut(model, mesh.tokens, sequence, plan.exchange)
     return Parallelized(streams, pipeline, shared, cut)
+
+
+def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:
+    for name, style in styles.items():
+        if "sequence" in style:
+            raise PlanError(
+                f"context={plan.context} with tensor={plan.tensor}, and the style {style!r} of"
+                f" {name!r}; both divide the tokens of a sequence; choose colwise and rowwise in"
+                " Recipe.tensor, or leave context out"
+            )
 
 
 def check_plan_devices(plan: Plan, home: torch.device) -> None:
