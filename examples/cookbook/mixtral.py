@@ -24,8 +24,9 @@ data = [{"input_ids": row} for row in words]
 
 
 def losses(output: Any, batch: Any) -> dict[str, Any]:
-    """The balance is a product of means over one microbatch's tokens: it depends on the microbatch,
-    as in every framework, and lockstep says so once; not on the number of processes."""
+    """transformers computes the balance as a product of means over one microbatch's tokens. So it
+    depends on the microbatch, which lockstep says once, and not on the number of processes. (A
+    balance over the global batch is another loss: Megatron-LM's global_aux_loss.)"""
     entropy = F.cross_entropy(
         output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
     )
