@@ -25,9 +25,10 @@ def alone() -> World:
 
 class Block(nn.Module):
     def __init__(
-        self, extra: str, dropout: float, attention_dropout: float, *, causal: bool
+        self, extra: str, dropout: float, attention_dropout: float, heads: int, *, causal: bool
     ) -> None:
         super().__init__()
+        self.heads = heads
         self.extra, self.causal, self.attention_dropout = extra, causal, attention_dropout
         self.norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -44,7 +45,7 @@ class Block(nn.Module):
         samples, tokens, _ = x.shape
         parts = self.qkv(self.norm(x)).chunk(3, -1)
         query, key, value = (
-            part.view(samples, tokens, HEADS, -1).transpose(1, 2) for part in parts
+            part.view(samples, tokens, self.heads, -1).transpose(1, 2) for part in parts
         )
         dropout = self.attention_dropout * self.training
         if self.extra == "own mask":
@@ -80,6 +81,7 @@ class GPT(nn.Module):
         extra: str = "",
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
+        heads: int = HEADS,
         *,
         causal: bool = True,
     ) -> None:
@@ -89,7 +91,7 @@ class GPT(nn.Module):
         self.table = nn.Parameter(torch.randn(1, LONGEST, WIDTH) * 0.1)
         self.register_buffer("fixed", torch.randn(LONGEST, WIDTH) * 0.1)
         self.blocks = nn.ModuleList(
-            Block(extra, dropout, attention_dropout, causal=causal) for _ in range(2)
+            Block(extra, dropout, attention_dropout, heads, causal=causal) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 

@@ -46,8 +46,7 @@ def call_of(
     depend on the length."""
     if function is torch.Tensor.__getitem__:
         # FSDP2 slices what it gathers, in some forwards more often than in others
-        is_model = not caller.f_globals.get("__name__", "").startswith(NOT_THE_MODEL)
-        return _slice(*args) if is_model else None
+        return _slice(*args) if is_call_of_model(caller) else None
     if function is F.scaled_dot_product_attention:
         query, key = (_given(args, keywords, *each) for each in ((0, "query"), (1, "key")))
         return Call("attention", (query.shape[-2], key.shape[-2]))
@@ -59,6 +58,14 @@ def call_of(
         if draws(function, args, keywords):
             return Call("draw", tuple(shape_of(function, args, keywords)))
     return None
+
+
+def is_call_of_model(caller: FrameType) -> bool:
+    """True if the model's own code, or torch's for it, makes a call."""
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_name == "__torch_function__":  # of another mode
+        frame = frame.f_back
+    return frame is None or not frame.f_globals.get("__name__", "").startswith(NOT_THE_MODEL)
 
 
 def _given(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name: str) -> Any:

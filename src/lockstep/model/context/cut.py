@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from lockstep.model.context.label_shift import (
     map_tokens,
 )
 from lockstep.model.context.mode import SequenceMode
+from lockstep.model.context.proof import check_modules, prove
 from lockstep.model.context.transformers import open_transformers
 from lockstep.recipe.sequence import Sequence
 
@@ -67,22 +69,32 @@ class SequenceCut:
         self._documents: Documents | None = None
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Dims] = {}
+        self._checked: set[bool] = set()
         self._shifts: dict[LossFunction, int] = {}
+        self._samples = 0
         self._layout: TokenLayout
         """The layout of the last forward."""
-
-    def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check, before the first microbatch, that the cut model computes what the uncut one does.
-        Every rank of the axis calls it."""
 
     def run(self, arguments: Any, batch: Any) -> Any:
         """Return the model's output for this rank's tokens. `arguments`: what `Recipe.inputs`
         returned for `batch`, of all tokens. Raises `RecipeError`, `DataError` and `PlanError`."""
-        size = self._size_of(arguments)
+        size = self._samples, tokens = self._size_of(arguments)
         self._know_dims(arguments)
         self._documents = self._documents_of(batch, size)
-        self._layout = self._layout_of(size[1])
+        self._layout = self._layout_of(tokens)
         return self.computed(arguments, self._layout, self._documents)
+
+    def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
+        """Check that the model and the loss can be cut: once in training mode, and once in
+        evaluation. Every rank of the axis calls it, with what `run` gets. Generators and buffers
+        are as before. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on
+        all ranks."""
+        if self._model.training in self._checked:
+            return
+        self._checked.add(self._model.training)
+        if self._world.size > 1:
+            self._prove(arguments, loss, batch)
+        self._check_documents(arguments, batch)
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
         """Return the loss of this rank's tokens, in the form in which `loss` returns it. Over the
@@ -93,7 +105,7 @@ class SequenceCut:
             return loss(output, batch)
         layout = self._layout
         if (shift := self._shifts.get(loss)) is None:
-            shift = self._find_shift(loss, output, batch)
+            shift = self._find_shift(loss, output, layout, batch, layout.tokens)
         return loss_of_part(loss, output, batch, layout, self._world.rank, self.dim, shift)
 
     def whole(self, output: Any) -> Any:
@@ -109,10 +121,14 @@ class SequenceCut:
         return map_tokens(output, dim, layout.local, gathered)
 
     def computed(
-        self, arguments: Any, layout: TokenLayout, documents: Documents | None = None
+        self,
+        arguments: Any,
+        layout: TokenLayout,
+        documents: Documents | None = None,
+        observer: AbstractContextManager[Any] | None = None,
     ) -> Any:
         """Return the model's output for this rank's tokens of the layout. `arguments`: of all
-        tokens."""
+        tokens. `observer`: a context around the forward."""
         sequence = ActiveSequence(layout, self._exchange, documents)
         mode = SequenceMode(
             sequence,
@@ -123,7 +139,7 @@ class SequenceCut:
         dim = self.dim
         own = map_tokens(arguments, dim, layout.tokens, lambda tensor: layout.take(tensor, dim))
         args, keywords = self.call_of(own, sequence.places())
-        with mode:
+        with mode, observer or nullcontext():
             return self._model(*args, **keywords)
 
     def call_of(
@@ -140,6 +156,25 @@ class SequenceCut:
         if isinstance(arguments, dict):
             return (), keywords
         return arguments if isinstance(arguments, tuple) else (arguments,), keywords
+
+    def _prove(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
+        check_modules(self._model, self._world.size)
+        size = self._samples, tokens = self._size_of(arguments)
+        self._know_dims(arguments)
+        compared = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
+        sample = self.sample(arguments, size, 0, compared)
+        layout = self._layout_of(compared)
+        alone = replace(self._world, rank=0, size=1, group=None)
+        whole = TokenLayout(compared, layout.chunks, alone)
+        with unchanged(self._model, self._world.device):
+            output = prove(
+                lambda each, observer: self.computed(sample, each, observer=observer),
+                layout,
+                whole,
+                self.dim,
+            )
+            if loss not in self._shifts:
+                self._find_shift(loss, output, layout, batch, tokens)
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
         """Return the samples and the tokens of a batch. Raises `RecipeError`."""
@@ -215,7 +250,7 @@ class SequenceCut:
         `LossError`."""
         if self._documents is None or loss in self._compared:
             return
-        layout, dim = self._layout, self._sequence.dim
+        layout, dim = self._layout, self.dim
         samples = len(self._documents.ids)
         zeros = partial(_zeros, dim, samples, layout.tokens)
         whole = map_tokens(output, dim, layout.local, zeros)
@@ -252,11 +287,13 @@ class SequenceCut:
         with unchanged(self._model, self._world.device):
             return find_dims(forward, lengths)
 
-    def _find_shift(self, loss: LossFunction, output: Any, batch: Any) -> int:
+    def _find_shift(
+        self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, tokens: int
+    ) -> int:
         """Find the shift of a loss and remember it. If nothing in the batch shows it, both are
-        right for this batch."""
-        layout, dim = self._layout, self.dim
-        samples, tokens = self._size_of(batch)
+        right for this batch. `output`: of this rank's tokens of the layout. `batch`: of `tokens`
+        tokens."""
+        samples, dim = self._samples, self.dim
         most = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
         step = max(1, (tokens - most) // WINDOWS)
         for start in [*range(0, tokens - most + 1, step), None]:

@@ -1,0 +1,281 @@
+"""A check before the first step: a cut forward computes what an uncut one does.
+
+One sample is computed twice, whole and cut, with the same random numbers. If the outputs differ,
+both forwards are computed once more, and the first call of torch whose result differs is named."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lockstep.base import accelerator
+from lockstep.base.errors import RecipeError
+from lockstep.base.nested import tensors_in
+from lockstep.base.torch_private import BatchNormBase
+from lockstep.comm.world import World
+from lockstep.model.context.active import handled
+from lockstep.model.context.calls import is_call_of_model
+from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.context.label_shift import has_tokens
+
+ROUNDINGS = 8.0
+"""Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in
+float32."""
+ELSEWHERE = "or leave context out: shard=N and checkpointing=full make room for long sequences too"
+Compute = Callable[[TokenLayout, AbstractContextManager[Any]], Any]
+"""(layout, context around the model's forward) -> the output of the rank's tokens."""
+HIDDEN_ATTENTION = (
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+"""Modules of torch whose attention no mode sees."""
+ATTENTION = (
+    "attention of its own; each rank has some of the tokens: call"
+    " torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True), which"
+    " exchanges them, instead of products of all tokens with all, masks and biases"
+)
+STATISTIC = (
+    "a value of several tokens; each rank has some of them: normalise each token over its features"
+    f" (dim=-1), {ELSEWHERE}"
+)
+CONVOLUTION = (
+    "a convolution over tokens; the neighbours of some tokens are on other ranks: use attention,"
+    f" {ELSEWHERE}"
+)
+REASONS = {
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "unfold", "unfold_copy"), CONVOLUTION
+    ),
+    **dict.fromkeys(
+        (
+            *("mean", "sum", "std", "var", "var_mean", "norm", "max", "amax", "min", "amin"),
+            *("prod", "softmax", "log_softmax", "logsumexp", "instance_norm", "group_norm"),
+        ),
+        STATISTIC,
+    ),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "logcumsumexp"),
+        "a running sum over tokens, which begins anew on each rank; for positions write"
+        f" torch.arange(tokens), table[:tokens], or ls.positions(tokens); {ELSEWHERE}",
+    ),
+}
+"""Function of torch -> what it computes, and what to do."""
+OTHER_REASON = f"something else for a part of the tokens; compute each token by itself, {ELSEWHERE}"
+
+
+def check_modules(model: nn.Module, ranks: int) -> None:
+    """Raise `RecipeError` for modules that no cut sequence can go through."""
+    for name, module in model.named_modules():
+        if isinstance(module, HIDDEN_ATTENTION):
+            raise RecipeError(
+                f"{name or 'the model'} is a torch.nn.{_torch_name(module)}, and context={ranks}"
+                " cuts sequences; its attention cannot be exchanged with other ranks; write it with"
+                " linear layers and torch.nn.functional.scaled_dot_product_attention"
+            )
+        if isinstance(module, BatchNormBase) and module.training:
+            raise RecipeError(
+                f"{name or 'the model'} is a BatchNorm, and context={ranks} cuts sequences; its"
+                " statistics would be those of the tokens of one rank; use nn.LayerNorm or"
+                f" nn.RMSNorm, {ELSEWHERE}"
+            )
+
+
+def _torch_name(module: nn.Module) -> str:
+    return next(kind.__name__ for kind in HIDDEN_ATTENTION if isinstance(module, kind))
+
+
+def prove(compute: Compute, layout: TokenLayout, whole: TokenLayout, dim: int) -> Any:
+    """Compare the output of this rank's tokens with that of all. Every rank of the axis calls it.
+    Returns the output of the rank's tokens. `compute`: with collectives; it raises the same on all
+    ranks. Raises `RecipeError` if they differ."""
+    world = layout.world
+    try:
+        found, state = _run(compute, layout)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise RecipeError(
+            f"the model cannot compute {layout.local} of {layout.tokens} tokens"
+            f" (context={world.size}): {error}; each rank calls it with its own tokens; compute"
+            f" each token by itself but for attention, {ELSEWHERE}"
+        ) from error
+    expected, expected_state = _run(compute, whole)
+    if world.any(not torch.equal(state, expected_state)):
+        raise RecipeError(
+            f"the model draws other random numbers for a part of the tokens (context={world.size}),"
+            " by functions that are not drawn by chunk, as torch.randperm or torch.multinomial;"
+            " draw by dropout, torch.rand, torch.randn, rand_like, randn_like or bernoulli, for"
+            " tensors of (samples, tokens, ...)"
+        )
+    off, allowed = _difference(found, expected, layout, dim)
+    if world.any(not off <= allowed):
+        raise RecipeError(_explanation(compute, layout, whole, off, allowed))
+    return found
+
+
+def _run(
+    compute: Compute, layout: TokenLayout, observer: AbstractContextManager[Any] | None = None
+) -> tuple[Any, Tensor]:
+    """Return the output, and the state in which the default generator was left."""
+    with accelerator.preserved_generators(layout.world.device):
+        return compute(layout, observer or nullcontext()), torch.default_generator.get_state()
+
+
+def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tuple[float, float]:
+    """Return the relative difference of the outputs, and what rounding explains."""
+    pairs = list(zip(tensors_in(found), tensors_in(expected), strict=True))
+    if not any(has_tokens(whole, dim, layout.tokens) for _, whole in pairs):
+        shapes = ", ".join(str(tuple(whole.shape)) for _, whole in pairs)
+        raise RecipeError(
+            f"the model's output for {layout.tokens} tokens has the shape {shapes}, without a dim"
+            f" {dim} of {layout.tokens} tokens; under context={layout.world.size} each rank has"
+            " some tokens, and no class token or mean of all; return an output for each token,"
+            f" {ELSEWHERE}"
+        )
+    worst, allowed = 0.0, 0.0
+    for part, whole in pairs:
+        if not whole.is_floating_point():
+            continue
+        allowed = max(allowed, _tolerance(whole))
+        if has_tokens(whole, dim, layout.tokens):
+            whole = whole.index_select(dim, layout.places)
+        if part.shape != whole.shape:
+            return math.inf, allowed
+        difference = (part.double() - whole.double()).norm() / whole.double().norm()
+        worst = max(worst, float(difference) if not torch.equal(part, whole) else 0.0)
+        if math.isnan(worst):
+            return math.nan, allowed
+    return worst, allowed
+
+
+def _tolerance(tensor: Tensor) -> float:
+    kinds = [tensor.dtype]
+    if torch.is_autocast_enabled(tensor.device.type):
+        kinds.append(torch.get_autocast_dtype(tensor.device.type))
+    return ROUNDINGS * float(max(torch.finfo(kind).eps for kind in kinds) ** 0.5)
+
+
+def _explanation(
+    compute: Compute,
+    layout: TokenLayout,
+    whole: TokenLayout,
+    off: float,
+    allowed: float,
+) -> str:
+    """Return the text of the error. Every rank of the axis calls it."""
+    expected = _Results(whole, None, allowed)
+    _run(compute, whole, expected)
+    found = _Results(layout, expected.results, allowed)
+    _run(compute, layout, found)
+    world: World = layout.world
+    first = found.first
+    told = world.gather_values(
+        None if first is None else [first.number, first.name, first.line, first.is_attention]
+    )
+    errors = [each for each in world.gather_values(off) if isinstance(each, float)]
+    text = (
+        f"under context={world.size} the model computes something else: its output for"
+        f" {layout.tokens} tokens differs by {max(errors):.1g} of its size from that of one"
+        f" process, where rounding explains {allowed:.1g}"
+    )
+    if not (known := [each for each in told if each is not None]):
+        return f"{text}; it computes {OTHER_REASON}"
+    _, name, line, is_attention = min(known)
+    reason = ATTENTION if is_attention else REASONS.get(name, OTHER_REASON)
+    return f"{text}; {line} ({name}) computes {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The first differing result of a call."""
+
+    number: int
+    name: str
+    line: str
+    is_attention: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """The shape of a result, and its sums of squares at each index of each dim of tokens; under
+    None all together."""
+
+    shape: torch.Size
+    squares: dict[int | None, Tensor]
+
+
+class _Results(TorchFunctionMode):
+    """Notes the results of the model's calls, or compares them with those of an uncut forward."""
+
+    def __init__(
+        self, layout: TokenLayout, expected: list[tuple[str, _Tensor]] | None, allowed: float
+    ) -> None:
+        super().__init__()
+        self._layout, self._expected, self._allowed = layout, expected, allowed
+        self.results: list[tuple[str, _Tensor]] = []
+        self.first: _Result | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        caller = sys._getframe(1)
+        if is_call_of_model(caller) and self.first is None and isinstance(result, Tensor):
+            with handled():
+                self._note(getattr(func, "__name__", str(func)), result, caller)
+        return result
+
+    def _note(self, name: str, result: Tensor, caller: FrameType) -> None:
+        number = len(self.results)
+        self.results.append((name, _Tensor(result.shape, _squares(result, self._layout.tokens))))
+        if self._expected is not None and number < len(self._expected):
+            known, whole = self._expected[number]
+            if known == name and (is_attention := self._differs(result, whole)) is not None:
+                self.first = _Result(number, name, _line(caller), is_attention)
+
+    def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
+        """Return None if the results agree; else True if tokens meet tokens in it."""
+        layout = self._layout
+        if part.dim() != len(whole.shape):
+            return False
+        sizes = list(zip(part.shape, whole.shape, strict=True))
+        dims = [dim for dim, (size, other) in enumerate(sizes) if size != other]
+        if any(sizes[dim] != (layout.local, layout.tokens) for dim in dims):
+            return False
+        if len(dims) > 1:
+            return True
+        dim = dims[0] if dims else None
+        found, expected = _sum_of_squares(part, dim), whole.squares[dim]
+        if dim is not None:
+            expected = expected[layout.places]
+        close = torch.isclose(found, expected, rtol=self._allowed, equal_nan=True)
+        return None if bool(close.all()) else False
+
+
+def _squares(tensor: Tensor, tokens: int) -> dict[int | None, Tensor]:
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == tokens]
+    return {dim: _sum_of_squares(tensor, dim) for dim in (None, *dims)}
+
+
+def _sum_of_squares(tensor: Tensor, dim: int | None) -> Tensor:
+    squares = tensor.detach().double().square()
+    return (
+        squares.sum()
+        if dim is None
+        else squares.movedim(dim, 0).reshape(tensor.shape[dim], -1).sum(1)
+    )
+
+
+def _line(frame: FrameType) -> str:
+    """Return the line of the model's code that made a call."""
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

@@ -1,0 +1,247 @@
+"""Models and losses that cannot be cut are refused before the first step, on every rank, with what
+to do; right ones pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from model.context.models import GPT, alone, axis, shifted_before, shifting, text
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.base.errors import LossError, UserError
+from lockstep.model.context.cut import SequenceCut
+from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.context.label_shift import find_shift
+from lockstep.recipe.recipe import Loss, Sum
+from lockstep.recipe.sequence import Sequence
+from lockstep.testing.pool import WorkerPool
+
+
+class Recomputed(GPT):
+    """Checkpoints its blocks itself."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class OneLength(GPT):
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.words(words) + self.table[:, :, :])  # type: ignore[no-any-return]
+
+
+class Permuted(GPT):
+    """Draws by what is not drawn by chunk."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        torch.randperm(words.shape[1])
+        return super().forward(words)
+
+
+MADE: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "right": (GPT, ""),
+    "right, a slice, noise, not causal": (
+        lambda: GPT("slice", "noise", attention_dropout=0.1, causal=False),
+        "",
+    ),
+    "convolution": (
+        lambda: GPT(extra="convolution"),
+        "(conv1d) computes a convolution over tokens",
+    ),
+    "mean over tokens": (lambda: GPT(extra="mean"), "(mean) computes a value of several tokens"),
+    "own attention": (lambda: GPT(extra="own attention"), "computes attention of its own"),
+    "own mask": (lambda: GPT(extra="own mask"), "a mask of its own (attn_mask)"),
+    "batch norm": (lambda: GPT(extra="batch norm"), "blocks.0.batch_norm is a BatchNorm"),
+    "cumsum": (lambda: GPT("cumsum"), "(cumsum) computes a running sum over tokens"),
+    "class token": (lambda: GPT(extra="class token"), "without a dim 1 of 32 tokens"),
+    "multihead": (
+        lambda: GPT(extra="multihead"),
+        "blocks.0.multihead is a torch.nn.MultiheadAttention",
+    ),
+    "one length": (OneLength, "the model cannot compute the first 17 of 64 tokens"),
+    "other numbers": (Permuted, "draws other random numbers"),
+    "its own checkpointing": (
+        lambda: Recomputed(reentrant=False),
+        "in its own torch.utils.checkpoint",
+    ),
+    "its own reentrant checkpointing": (
+        lambda: Recomputed(reentrant=True),
+        "in its own torch.utils.checkpoint",
+    ),
+}
+
+
+class Flat(GPT):
+    """Drops out after samples and tokens are one dim."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words).flatten(0, 1)
+        return self.head(F.dropout(x, 0.1)).view(*words.shape, -1)  # type: ignore[no-any-return]
+
+
+PLANS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]] = {
+    "random numbers without a sequence": (
+        GPT,
+        {"sequence": None},
+        "context=2, and the model draws random numbers by dropout",
+    ),
+    "attention dropout without a sequence": (
+        lambda: GPT(dropout=0.0, attention_dropout=0.1),
+        {"sequence": None},
+        "random numbers by scaled_dot_product_attention",
+    ),
+    "no random numbers": (lambda: GPT(dropout=0.0), {"sequence": None}, ""),
+    "attention dropout by heads": (
+        lambda: GPT(attention_dropout=0.1),
+        {"exchange": "heads"},
+        "exchange=heads, and attention with dropout_p=0.1",
+    ),
+    "odd heads": (
+        lambda: GPT(heads=3),
+        {"exchange": "heads"},
+        "exchange=heads on context=2, and attention with 3 heads of keys",
+    ),
+    "odd heads, with what the error says": (lambda: GPT(heads=3), {}, ""),
+    "more chunks than tokens": (
+        GPT,
+        {"sequence": Sequence(chunks=200)},
+        "",
+    ),
+    "a rank without tokens": (
+        GPT,
+        {"sequence": Sequence(chunks=200), "tokens": 2},
+        "a sequence of 2 tokens, in 200 chunks on context=2: rank",
+    ),
+    "dropout on flat tokens": (Flat, {}, "in which no single dim is the tokens"),
+}
+
+
+def plans_refused() -> dict[str, str]:
+    found = {}
+    for name, (make, options, _) in PLANS.items():
+        options = {"sequence": Sequence(chunks=4), **options}
+        batch = text(2, options.pop("tokens", 64))
+        torch.manual_seed(0)
+        cut = SequenceCut(make(), axis(), **options)
+        try:
+            cut.check((batch["words"],), shifting, batch)
+            cut.run((batch["words"],), batch)
+            found[name] = ""
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_plan_that_a_model_cannot_follow_is_refused(pool: WorkerPool) -> None:
+    for found in pool.run(2, plans_refused):
+        wrong = {
+            name: said
+            for name, said in found.items()
+            if (PLANS[name][2] not in said if PLANS[name][2] else said)
+        }
+        assert wrong == {}
+
+
+def refusals() -> dict[str, str]:
+    batch = text(2, 64)
+    found = {}
+    for name, (make, _) in MADE.items():
+        torch.manual_seed(0)
+        cut = SequenceCut(make(), axis(), Sequence(chunks=4))
+        buffers = [each.clone() for each in cut._model.buffers()]
+        torch.manual_seed(3)
+        before = torch.default_generator.get_state()
+        try:
+            cut.check((batch["words"],), shifting, batch)
+            if "checkpointing" in name:
+                cut.run((batch["words"],), batch)
+            found[name] = ""
+        except UserError as error:
+            found[name] = str(error)
+            if "checkpointing" in name:
+                continue
+        assert torch.equal(before, torch.default_generator.get_state()), name
+        assert all(map(torch.equal, cut._model.buffers(), buffers)), name
+    return found
+
+
+def test_a_model_that_mixes_tokens_is_refused_and_named(pool: WorkerPool) -> None:
+    for found in pool.run(2, refusals):
+        wrong = {
+            name: said
+            for name, said in found.items()
+            if (MADE[name][1] not in said if MADE[name][1] else said)
+        }
+        assert wrong == {}
+
+
+def mean(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def last(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output[:, -1], batch["labels"][:, -1].clamp(min=0), reduction="sum")
+
+
+def two_ahead(output: Tensor, batch: Any) -> Tensor:
+    pairs = output[:, :-2].flatten(0, 1), batch["labels"][:, 2:].flatten()
+    return F.cross_entropy(*pairs, reduction="sum")
+
+
+def of_the_mean(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output.mean(1), batch["labels"][:, 0].clamp(min=0), reduction="sum")
+
+
+def terms(output: Tensor, batch: Any) -> Any:
+    return {"ce": Sum(shifting(output, batch)), "z": Loss(output[:, :-1].square().sum(), 3.0)}
+
+
+def sum_terms(output: Tensor, batch: Any) -> Any:
+    return {"ce": Sum(shifting(output, batch))}
+
+
+@pytest.mark.parametrize(
+    ("loss", "shift"),
+    [(shifting, 1), (shifted_before, 0), (sum_terms, 1)]
+    + [(each, "no sum over tokens") for each in (mean, last, two_ahead, of_the_mean, terms)],
+)
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 8), (3, 7), (2, 2)])
+def test_the_shift_of_a_loss_is_found(
+    loss: Callable[[Tensor, Any], Any], shift: int | str, ranks: int, chunks: int
+) -> None:
+    batch = text(2, 37)
+    layout = TokenLayout(37, chunks, replace(alone(), size=ranks))
+    output = torch.zeros(2, 37, 50)
+    if isinstance(shift, int):
+        assert find_shift(loss, output, batch, layout, 1) == shift
+        batch["labels"][:] = -100
+        assert find_shift(loss, output, batch, layout, 1) is None
+    else:
+        with pytest.raises(LossError, match=shift):
+            find_shift(loss, output, batch, layout, 1)
+
+
+def shift_of_late_labels() -> tuple[int, int]:
+    """A prompt whose labels are ignored comes first."""
+    batch = text(2, 64)
+    batch["labels"][:, :50] = -100
+    cut = SequenceCut(GPT(), axis(), Sequence(chunks=4))
+    cut.check((batch["words"],), shifting, batch)
+    cut.check((batch["words"],), shifting, batch)
+    return len(cut._shifts), cut._shifts[shifting]
+
+
+def test_labels_that_come_late_show_the_shift(pool: WorkerPool) -> None:
+    assert pool.run(2, shift_of_late_labels) == [(1, 1)] * 2
