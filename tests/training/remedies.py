@@ -2082,7 +2082,6 @@ HANDED_ON = (
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
-    "leave documents out, and give each document as a sample",
     "put both into one module, or choose another schedule or size of the pipeline",
     "besides 'state'; their shards are saved by parameter",
     "it splits each microbatch over the GPUs of one process; use replicate={count}",

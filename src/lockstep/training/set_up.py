@@ -292,11 +292,6 @@ def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
     """Raise `PlanError` or `RecipeError` if the plan cannot compute the recipe's sequences."""
     if sequence is None and plan.context == 1:
         return
-    if sequence is not None and sequence.documents is not None:
-        raise RecipeError(
-            "Recipe.sequence with documents; packed documents are not built yet; leave documents"
-            " out, and give each document as a sample"
-        )
     for name, why in (
         ("pipeline", "stages are called with whole sequences"),
         (

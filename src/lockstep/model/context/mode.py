@@ -60,10 +60,9 @@ class SequenceMode(TorchFunctionMode):
         if self.sequence.is_handled:
             return func(*args, **keywords)
         call = call_of(func, args, keywords, sys._getframe(1))
-        if call is None:
+        if call is None or (self._only_draws and call.kind != "draw"):
             return func(*args, **keywords)
-        dim = self._dim_of(call)
-        if dim == NOT_TOKENS or (self._only_draws and call.kind != "draw"):
+        if (dim := self._dim_of(call)) == NOT_TOKENS:
             return func(*args, **keywords)
         return self._changed(call, dim, func, args, keywords)
 

@@ -216,8 +216,8 @@ class SequenceMask:
     def _kept(self, name: Any, allowed: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
         """The mask for this dtype, made once in a forward."""
         if (name, dtype) not in self._made:
-            made = torch.where(allowed(), 0.0, torch.finfo(dtype).min).to(dtype)
-            self._made[name, dtype] = made
+            zero = torch.zeros((), dtype=dtype, device=self._device)
+            self._made[name, dtype] = zero.where(allowed(), torch.finfo(dtype).min)
         return self._made[name, dtype]
 
     def _allowed(self, rows: slice, queries: Tensor, keys: Tensor) -> Tensor:
