@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from website.rewriting import two_scripts
@@ -67,11 +69,23 @@ def loss_of(output, y):
 """
 LAST = "\nprint('fell' if sum(losses[-6:]) < 0.6 * sum(losses[:6]) else losses)\n"
 
-pytestmark = [pytest.mark.command, pytest.mark.timeout(240)]
+PROGRAMS = {
+    "python": [sys.executable],
+    "lockstep": [forked.LOCKSTEP],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+
+pytestmark = [pytest.mark.command, pytest.mark.forks, pytest.mark.timeout(240)]
 
 
-def shell(command: str, folder: Path) -> str:
-    """What a command prints. It finds the interpreter and the commands of this environment
+def run(command: str, folder: Path) -> str:
+    """What a command prints."""
+    name, *words = shlex.split(command)
+    return printed([*PROGRAMS[name], *words], folder)
+
+
+def printed(line: list[str], folder: Path) -> str:
+    """What a process prints. It finds the interpreter and the commands of this environment
     first."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -79,14 +93,14 @@ def shell(command: str, folder: Path) -> str:
         "TMPDIR": str(folder),
     }
     ended = subprocess.run(
-        ["bash", "-c", command],
+        line,
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
+    assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
     return ended.stdout
 
 
@@ -96,8 +110,11 @@ def test_every_command_of_the_start_page_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     blocks = re.findall(r"^```console\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     commands = re.findall(r"^\$ (.*)$", "".join(blocks), flags=re.MULTILINE)
-    shown = {command: shell(command, tmp_path) for command in commands if command != INSTALLATION}
-    assert len(shown) == len(commands) - 1 >= 8
+    first, second, *others = commands
+    assert first == INSTALLATION
+    shown = {second: printed(["bash", "-c", second], tmp_path)}
+    shown.update((command, run(command, tmp_path)) for command in others)
+    assert len(shown) >= 8
     assert re.search(r"accuracy 0\.[89]", shown["python train.py"]), "the example learns"
     alone, together = (
         shown["python train.py"],
@@ -122,4 +139,4 @@ def test_both_scripts_of_the_page_on_fsdp_train(side: str, tmp_path: Path) -> No
         if side == "theirs"
         else "lockstep run --nproc 2 --plan shard=2"
     )
-    assert "fell" in shell(f"{command} train.py", tmp_path)
+    assert "fell" in run(f"{command} train.py", tmp_path)
