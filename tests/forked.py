@@ -37,6 +37,7 @@ from lockstep.audit.runner import SITE
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import freeze_for_good
 from lockstep.recipe.code import texts
+from lockstep.recipe.parameters import declared
 
 TESTS = Path(__file__).parent
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -306,6 +307,7 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1)
     tempfile.tempdir = None
     texts.cache_clear()
+    declared.parameters, declared.values, declared.is_closed = {}, {}, False
     for name in own:
         sys.modules.pop(name, None)
     sys.excepthook = sys.__excepthook__

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,9 @@ def searched(
 
 
 def lockstep(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run another command in a folder, to its end. Those that run the script are processes of their
-    own: a fork may have made a recipe before."""
+    """Run another command in a folder, to its end."""
     line = [LOCKSTEP, *map(str, words)]
-    with forked.use() if words[0] == "report" else nullcontext():
+    with forked.use():
         return subprocess.run(
             line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
         )

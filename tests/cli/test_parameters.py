@@ -12,7 +12,7 @@ import pytest
 from cli.searches import LOCKSTEP, SCRIPT, environment, lockstep, reported, searched
 from processes import started
 
-pytestmark = [pytest.mark.command, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.command, pytest.mark.forks, pytest.mark.timeout(120)]
 
 
 def recorded(folder: Path) -> Any:
