@@ -26,7 +26,8 @@ PLANS = {
     3: ("context=3",),
     4: (
         "context=4",
-        "replicate=2,context=2,checkpointing=selective",
+        "replicate=2,context=2",
+        "shard=2,context=2,checkpointing=selective",
         "context=2,tensor=2",
     ),
 }
@@ -245,7 +246,7 @@ def test_a_run_goes_on_under_another_plan(
 ) -> None:
     state, numbers = alone[0]
     for number, (first_plan, second_plan) in enumerate(
-        [("context=2", "replicate=1"), ("replicate=2", "context=3"), ("context=3", "replicate=2")]
+        [("context=2", "replicate=1"), ("replicate=2", "context=3"), ("context=3", "shard=2")]
     ):
         folder = str(tmp_path / str(number))
         said = pool.run(int(first_plan[-1]), begin, folder, first_plan)
