@@ -13,7 +13,7 @@ from lockstep.testing.pool import WorkerPool
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PLANS = ("replicate", "shard", "tensor", "pipeline")
+PLANS = ("replicate", "shard", "context", "tensor", "pipeline")
 """Each has a page with one example."""
 SLOW_PAGES = ("verify.md",)
 """Their examples are whole verifications, which tests/cli/test_verify.py has too."""
