@@ -90,3 +90,51 @@ def far_off(chunks: int) -> dict[str, float]:
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 8), (3, 7)])
 def test_the_gradients_of_one_process(pool: WorkerPool, ranks: int, chunks: int) -> None:
     assert pool.run(ranks, far_off, chunks) == [{}] * ranks
+
+
+DOCUMENTS = [[9, 20, 8], [1, 30, 6]]
+"""Tokens of the documents in each row."""
+
+
+def of_documents(positions: str, attention: str, exchange: str) -> float:
+    """The relative distance of the gradients of two rows from those of their documents alone."""
+    torch.manual_seed(0)
+    model = GPT(positions, dropout=0.0, causal=attention == "causal").double()
+    batch = text(2, 37)
+    rows = [[document for document, n in enumerate(row) for _ in range(n)] for row in DOCUMENTS]
+    batch["document"] = torch.tensor(rows)
+    batch["labels"][:, 1:][batch["document"].diff(dim=1) != 0] = -100
+    cut = SequenceCut(
+        model,
+        axis(),
+        Sequence(chunks=7, documents=lambda batch: batch["document"]),
+        exchange,  # type: ignore[arg-type]
+    )
+    cut.check((batch["words"],), shifting, batch)
+    cut.loss(shifting, cut.run((batch["words"],), batch), batch).backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for gradient in found:
+        dist.all_reduce(gradient)
+    model.zero_grad()
+    for row, lengths in enumerate(DOCUMENTS):
+        for words, labels in zip(
+            batch["words"][row].split(lengths), batch["labels"][row].split(lengths), strict=True
+        ):
+            shifting(model(words[None]), {"labels": labels[None]}).backward()
+    expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return max(
+        ((one - other).norm() / other.norm()).item()
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def all_of_documents() -> dict[str, float]:
+    cases = [("arange", "causal", "keys"), ("slice", "causal", "heads"), ("buffer", "", "keys")]
+    cases += [("arange", "", "heads"), ("slice", "", "auto")]
+    found = {str(case): of_documents(*case) for case in cases}
+    return {case: off for case, off in found.items() if not off <= 1e-13}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_gradients_of_documents_alone(pool: WorkerPool, ranks: int) -> None:
+    assert pool.run(ranks, all_of_documents) == [{}] * ranks

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from lockstep.model.context.documents import Documents
@@ -110,13 +109,3 @@ def handled() -> Iterator[None]:
         yield
     finally:
         sequence.is_handled = before
-
-
-def positions(tokens: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of a sequence's tokens, for a model that computes them itself: 0 to
-    `tokens` - 1; under `context`, where a rank has `tokens` of a longer sequence, those of its own
-    tokens. With documents they restart at each: (samples, tokens) where rows differ."""
-    sequence = active()
-    if sequence is None or sequence.layout.local != tokens:
-        return torch.arange(tokens, device=device)
-    return sequence.places().to(device) if device is not None else sequence.places()

@@ -169,7 +169,7 @@ def _rows(table: Tensor, index: tuple[Any, ...], dim: int, places: Tensor) -> Te
     if rows.shape[:dim].numel() != 1:
         raise RecipeError(
             f"the model slices a table of shape {tuple(table.shape)} for its positions, and rows of"
-            " the batch have other documents; write table[positions] with ls.positions(tokens), or"
-            " give Recipe.microbatch=1"
+            " the batch have other documents; give Recipe.microbatch=1, or take rows of a table of"
+            " (positions, features): table[torch.arange(tokens)]"
         )
     return found.reshape(*places.shape, *rows.shape[dim + 1 :])

@@ -68,7 +68,7 @@ REASONS = {
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "logcumsumexp"),
         "a running sum over tokens, which begins anew on each rank; for positions write"
-        f" torch.arange(tokens), table[:tokens], or ls.positions(tokens); {ELSEWHERE}",
+        f" torch.arange(tokens) or table[:tokens]; {ELSEWHERE}",
     ),
 }
 """Function of torch -> what it computes, and what to do."""
