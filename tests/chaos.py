@@ -12,7 +12,7 @@ another, and the run goes on by itself: the other workers keep their processes. 
 replaced, or, in half of the runs, not. With --machines too, whole machines are killed or cut off,
 and may come back: three network namespaces.
 
-What is done is written to DIR/done.jsonl, a line a run: the same command goes on after it. Exit
+What is done is written to DIR/done.jsonl, a line a run: the same command continues after it. Exit
 status: 0 where all runs are right.
 """
 

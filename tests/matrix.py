@@ -53,7 +53,7 @@ _PIPELINES = [plan for plan in PLANS if "pipeline" in plan]
 REFUSED = [
     # Their forwards do more than call one part after another. The models in stages are the same,
     # written for a pipeline.
-    *((model, _PIPELINES, "that is no nn.Sequential") for model in ("gpt2", "llama")),
+    *((model, _PIPELINES, "that is not an nn.Sequential") for model in ("gpt2", "llama")),
 ]
 """Models, plans that lockstep refuses for them, and words of the error
 (tests/verify/test_matrix.py). All others must pass."""

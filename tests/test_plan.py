@@ -239,7 +239,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "assignment=measured,context=2",
             "assignment=measured with context=2; its ranks compute each microbatch together",
         ),
-        ("offload=cpu,shard=2", "offload=cpu; it is yes or no (in Python True or False)"),
+        ("offload=cpu,shard=2", "offload=cpu; it must be yes or no (in Python True or False)"),
         ("offload=yes", "offload=yes with shard=1; CPU offload applies to sharded parameters"),
         (
             "offload=yes,shard=2,numerics=bitwise,threads=2",
@@ -249,7 +249,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "offload=yes,shard=1,replicate=2",
             "offload=yes with shard=1; CPU offload applies to sharded parameters",
         ),
-        ("compile=1", "compile=1; it is yes or no (in Python True or False)"),
+        ("compile=1", "compile=1; it must be yes or no (in Python True or False)"),
         ("checkpointing=all", "checkpointing=all; known are none, selective, full"),
         ("transport=tcp", "transport=tcp; known are auto, torch"),
         ("assignment=fair", "assignment=fair; known are equal, measured"),
@@ -278,11 +278,11 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         (
             "split=0",
             (
-                "split=0; it is a number of devices, at least 1, or the layers on each device, such"
+                "split=0; it must be a number of devices, at least 1, or the layers on each device, such"
                 " as 3+5"
             ),
         ),
-        ("split=0+0", "split=(0, 0); it is a number of devices"),
+        ("split=0+0", "split=(0, 0); it must be a number of devices"),
         ("split=3+", "split='' in plan 'split=3+'; the value is a whole number"),
         ("split=auto", "split='auto' in plan 'split=auto'; the value is a whole number"),
         (
@@ -376,9 +376,9 @@ def test_what_makes_no_plan_is_refused_when_it_is_read(text: str, message: str) 
     [
         ({"replicate": True}, "replicate=True; the size of a mesh axis is a whole number"),
         ({"replicate": 2.0}, "replicate=2.0; the size of a mesh axis is a whole number"),
-        ({"split": True}, "split=True; it is a number of devices"),
-        ({"split": (4,)}, "split=(4,); it is a number of devices"),
-        ({"split": (2, -1)}, "split=(2, -1); it is a number of devices"),
+        ({"split": True}, "split=True; it must be a number of devices"),
+        ({"split": (4,)}, "split=(4,); it must be a number of devices"),
+        ({"split": (2, -1)}, "split=(2, -1); it must be a number of devices"),
         ({"workers": False}, "workers=False; it counts loader processes"),
         ({"numerics": None}, "numerics=None; known are fast, bitwise"),
     ],

@@ -68,7 +68,7 @@ class Shapeless:
         (
             recipe,
             {"weights": 5},
-            "weights is 5 (a int); it is a path, ls.Weights(path, names=..., missing=...), or None",
+            "weights is 5 (a int); it must be a path, ls.Weights(path, names=..., missing=...), or None",
         ),
         (
             weights,
@@ -78,7 +78,7 @@ class Shapeless:
         (
             weights,
             {"missing": "drop"},
-            "Weights(missing='drop'); it is 'refuse', or 'keep' to keep the model's initial values",
+            "Weights(missing='drop'); it must be 'refuse', or 'keep' to keep the model's initial values",
         ),
         (
             weights,
@@ -162,7 +162,7 @@ class Shapeless:
         (
             ls.Sequence,
             {"positions": "position ids"},
-            "Sequence.positions is 'position ids' (a str); it is the name of a keyword argument",
+            "Sequence.positions is 'position ids' (a str); it must be the name of a keyword argument",
         ),
         (recipe, {"precision": "fp8"}, "precision='fp8'; known are fp32, bf16, fp16"),
         (

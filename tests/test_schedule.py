@@ -54,9 +54,9 @@ def test_it_stays_between_the_floor_and_1_and_never_rises_after_the_warmup(
         ({"warmup": 0, "total": 0}, "warmup=0 and total=0; both count steps"),
         (
             {"warmup": 0, "total": 10, "floor": 1.5},
-            "floor=1.5; it is a multiplier of the learning rate from 0 to 1",
+            "floor=1.5; it must be a multiplier of the learning rate from 0 to 1",
         ),
-        ({"warmup": 0, "total": 10, "floor": math.nan}, "floor=nan; it is a multiplier"),
+        ({"warmup": 0, "total": 10, "floor": math.nan}, "floor=nan; it must be a multiplier"),
     ],
 )
 def test_what_makes_no_schedule_is_refused(changes: dict[str, float], text: str) -> None:

@@ -47,8 +47,8 @@ def test_off_is_none() -> None:
 @pytest.mark.parametrize(
     ("after", "on_hang", "text"),
     [
-        ("90", None, "--hang-after='90'; it is a time with its unit"),
-        (None, "wait", "--on-hang='wait'; it is one of end, report"),
+        ("90", None, "--hang-after='90'; it must be a time with its unit"),
+        (None, "wait", "--on-hang='wait'; it must be one of end, report"),
     ],
 )
 def test_anything_else_is_refused(after: str | None, on_hang: str | None, text: str) -> None:

@@ -113,7 +113,7 @@ class RunRequest:
             _check_best(saving.best, evaluations)
         if not isinstance(plan, Plan | str | None):
             raise PlanError(
-                f"plan={plan!r} (a {type(plan).__name__}); it is an ls.Plan, or text such as"
+                f"plan={plan!r} (a {type(plan).__name__}); it must be an ls.Plan, or text such as"
                 " 'replicate=2,numerics=bitwise'"
             )
         return cls(
@@ -320,14 +320,14 @@ def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> No
     `Saving.best`."""
     if evaluations is None:
         raise CheckpointError(
-            f"Saving(best={metric!r}) in a loop of your own, which has no evaluations; it names a"
+            f"Saving(best={metric!r}) in your own loop, which has no evaluations; it names a"
             " metric of Recipe.evaluation; call ls.train with a recipe, or keep the best model in"
             " the loop: session.full_state_dict()"
         )
     if all(each.every is None for each in evaluations.values()):
         raise CheckpointError(
-            f"Saving(best={metric!r}) without Recipe.evaluation, or with every=None; it is a metric"
-            " of evaluations; give ls.Evaluation(every=...)"
+            f"Saving(best={metric!r}) without Recipe.evaluation, or with every=None; it must be a"
+            " metric of evaluations; give ls.Evaluation(every=...)"
         )
 
 

@@ -53,7 +53,9 @@ class WatchdogTimeouts:
         `hang_after`: "auto" (also None), "off", or a time. `on_hang`: see `OnHang`; None is "end".
         """
         if on_hang is not None and on_hang not in get_args(OnHang):
-            raise LaunchError(f"--on-hang={on_hang!r}; it is one of {', '.join(get_args(OnHang))}")
+            raise LaunchError(
+                f"--on-hang={on_hang!r}; it must be one of {', '.join(get_args(OnHang))}"
+            )
         if hang_after == "off":
             return None
         fixed = (
@@ -139,7 +141,8 @@ class Option:
         if self.kind is bool:
             if text not in ("0", "1"):
                 raise LaunchError(
-                    f"{name}={text!r}; it is 1 for yes, or 0; correct what sets it, or unset it"
+                    f"{name}={text!r}; it must be 1 for yes, or 0; correct what sets it, or unset"
+                    " it"
                 )
             return text == "1"
         if self.kind is float:
@@ -147,8 +150,8 @@ class Option:
                 return float(text)
             except ValueError:
                 raise LaunchError(
-                    f"{name}={text!r}; it is a time in seconds since 1970; correct what sets it, or"
-                    " unset it"
+                    f"{name}={text!r}; it must be a time in seconds since 1970; correct what sets"
+                    " it, or unset it"
                 ) from None
         return text
 
@@ -457,8 +460,8 @@ class LaunchOptions(RunOptions):
         check_run_dir(self.run_dir, flag("run_dir"))
         if self.backend == "":
             raise LaunchError(
-                "--backend ''; it is the name of a backend of torch.distributed, such as gloo;"
-                " leave it out for torch's own"
+                "--backend ''; it must be the name of a backend of torch.distributed, such as"
+                " gloo; leave it out for torch's own"
             )
         if self.save_every is not None:
             interval(self.save_every, flag("save_every"))
@@ -544,7 +547,7 @@ def non_negative_int(text: str, name: str) -> int:
         value = -1
     if value < 0:
         raise LaunchError(
-            f"{name}={text!r}; it is a whole number of at least 0; correct what sets it, or"
+            f"{name}={text!r}; it must be a whole number of at least 0; correct what sets it, or"
             " unset it"
         )
     return value

@@ -198,7 +198,7 @@ class Plan:
         for name in ("compile", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(
-                    f"{name}={getattr(self, name)}; it is yes or no (in Python True or False)"
+                    f"{name}={getattr(self, name)}; it must be yes or no (in Python True or False)"
                 )
         if self.offload and given.get("shard", 1) == 1:
             raise PlanError(
@@ -326,7 +326,7 @@ class Plan:
             if value != 1:
                 raise PlanError(
                     f"assignment=measured with {name}={_text_of(value)}; {why}; leave"
-                    " assignment=measured out, or use replicate alone"
+                    " assignment=measured out, or use replicate only"
                 )
 
     def _check_one_process(self, given: dict[str, Any]) -> None:
@@ -336,8 +336,8 @@ class Plan:
             or (len(layers) > 1 and any(layers) and all(_counts(number, 0) for number in layers))
         ):
             raise PlanError(
-                f"split={self.split}; it is a number of devices, at least 1, or the layers on each"
-                " device, such as 3+5"
+                f"split={self.split}; it must be a number of devices, at least 1, or the layers on"
+                " each device, such as 3+5"
             )
         if not _counts(self.data_parallel, 1):
             raise PlanError(

@@ -54,11 +54,12 @@ class Saving:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise CheckpointError(
-                    f"Saving({name}={value!r}); it is a whole number of at least {least}"
+                    f"Saving({name}={value!r}); it must be a whole number of at least {least}"
                 )
         if self.mode not in ("min", "max"):
             raise CheckpointError(
-                f"Saving(mode={self.mode!r}); it is 'min' if a smaller value is better, else 'max'"
+                f"Saving(mode={self.mode!r}); it must be 'min' if a smaller value is better, else"
+                " 'max'"
             )
         if not self.each_epoch and not (
             parse_duration(self.every)
@@ -66,8 +67,8 @@ class Saving:
             else type(self.every) is int and self.every >= 1
         ):
             raise CheckpointError(
-                f"Saving(every={self.every!r}); it is a number of steps, at least 1, a time such as"
-                " '10m', or 'epoch'"
+                f"Saving(every={self.every!r}); it must be a number of steps, at least 1, a time"
+                " such as '10m', or 'epoch'"
             )
         if self.folder == "":
             raise CheckpointError(
@@ -127,8 +128,8 @@ def interval(text: str, name: str) -> int | str:
         return int(text)
     if text != "epoch" and not parse_duration(text):
         raise CheckpointError(
-            f"{name}={text!r}; it is a number of steps, at least 1, a time with its unit, or epoch:"
-            " 500, 90s, 10m, 1h30m, epoch"
+            f"{name}={text!r}; it must be a number of steps, at least 1, a time with its unit, or"
+            " epoch: 500, 90s, 10m, 1h30m, epoch"
         )
     return text
 
@@ -136,7 +137,7 @@ def interval(text: str, name: str) -> int | str:
 def check_resume(value: Any, name: str) -> Resume:
     """Raises `CheckpointError` unless it is one of `Resume`."""
     if value not in get_args(Resume):
-        raise CheckpointError(f"{name}={value!r}; it is one of {', '.join(get_args(Resume))}")
+        raise CheckpointError(f"{name}={value!r}; it must be one of {', '.join(get_args(Resume))}")
     found: Resume = value
     return found
 
@@ -146,7 +147,7 @@ def check_allow_change(value: Collection[str]) -> frozenset[str]:
     field."""
     if isinstance(value, str):
         raise CheckpointError(
-            f"allow_change={value!r}; it is a list of fields of the recipe:"
+            f"allow_change={value!r}; it must be a list of fields of the recipe:"
             f" allow_change={value.split(',')!r}"
         )
     return frozenset(value)
@@ -155,7 +156,7 @@ def check_allow_change(value: Collection[str]) -> frozenset[str]:
 def check_out_of_memory(value: str, name: str) -> OutOfMemory:
     """Raises `PlanError` unless it is one of `OutOfMemory`."""
     if value not in get_args(OutOfMemory):
-        raise PlanError(f"{name}={value!r}; it is one of {', '.join(get_args(OutOfMemory))}")
+        raise PlanError(f"{name}={value!r}; it must be one of {', '.join(get_args(OutOfMemory))}")
     return cast(OutOfMemory, value)
 
 

@@ -21,7 +21,9 @@ def warmup_cosine(*, warmup: int, total: int, floor: float = 0.0) -> Callable[[i
             " total at least 1"
         )
     if not 0 <= floor <= 1:
-        raise RecipeError(f"floor={floor}; it is a multiplier of the learning rate from 0 to 1")
+        raise RecipeError(
+            f"floor={floor}; it must be a multiplier of the learning rate from 0 to 1"
+        )
 
     def multiplier(step: int) -> float:
         if step < warmup:

@@ -285,7 +285,7 @@ def test_an_evaluation_that_fails_writes_nothing(
         (
             ["a", "train.py"],
             (
-                "CheckpointError: train.py is no .safetensors file; no other file is read, "
+                "CheckpointError: train.py is not a .safetensors file; no other file is read, "
                 "because a pickle runs code"
             ),
         ),

@@ -277,7 +277,7 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["slurm", "--time", "10", "--run", "other.py --lr 1", "train.py"],
             (
-                "LaunchError: --run 'other.py --lr 1' has 'other.py', which is no option; --run "
+                "LaunchError: --run 'other.py --lr 1' has 'other.py', which is not an option; --run "
                 "takes options of lockstep run; give the script and its arguments after the "
                 "options of lockstep slurm"
             ),

@@ -75,15 +75,15 @@ def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
         (
             ["--set", "lr"],
             (
-                "lockstep: RecipeError: --set 'lr'; it is a parameter's name and its value: --set"
+                "lockstep: RecipeError: --set 'lr'; it must be a parameter's name and its value: --set"
                 " lr=1e-3\n"
             ),
         ),
         (
             ["--set", "lr=fast"],
             (
-                "lockstep: RecipeError: the parameter 'lr' has the value 'fast' (--set); it is a"
-                " number, as its default 0.1 is\n"
+                "lockstep: RecipeError: the parameter 'lr' has the value 'fast' (--set); it must be a"
+                " number, like its default 0.1 is\n"
             ),
         ),
         (
@@ -162,6 +162,6 @@ def test_a_sweep_makes_each_combination_once(tmp_path: Path) -> None:
     refused = lockstep(tmp_path, "sweep", "--set", "lr=0.1,7", "--run-dir", "other", SCRIPT)
     assert [trial["state"] for trial in reported(tmp_path, "other")] == ["complete", "failed"]
     assert (
-        "has the value 7.0 (--set); it is a number from 0.001 to 1.0"
+        "has the value 7.0 (--set); it must be a number from 0.001 to 1.0"
         in refused.stdout + refused.stderr
     )

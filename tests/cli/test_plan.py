@@ -132,10 +132,7 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
         (["--on", "2 x H1000", SCRIPT], "device 'H1000' is not known; known: A100-40GB"),
         (
             ["--on", "8 GPUs", SCRIPT],
-            (
-                "'GPUs' is no device that is known; write a count, an x and a device, such as `8 x"
-                " H100`"
-            ),
+            ("'GPUs' is not a known device; write a count, an x and a device, such as `8 x H100`"),
         ),
         (["--on", "2 x H100", "--on", "2 x H1000", SCRIPT], "device 'H1000' is not known"),
         (["--on", "2 x H100", SCRIPT, "--plans", "shard=3"], "the axes multiply to 3"),
@@ -161,7 +158,7 @@ def test_a_model_that_needs_values_is_computed_with_values_and_its_line_is_named
         (["--on", "2 x H100", "--tokens", "many", SCRIPT], "'many' is not a valid number"),
         (
             ["--on", "2 x H100", SCRIPT, "--plans"],
-            "--plans is followed by nothing, which is no plan; a plan is KEY=VALUE",
+            "--plans is followed by nothing, which is not a plan; a plan is KEY=VALUE",
         ),
     ],
 )

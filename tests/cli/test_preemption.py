@@ -165,18 +165,18 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     [
         (
             ["--stop-after", "55"],
-            "--stop-after='55'; it is a time with its unit, more than none: 90s, 55m, 1h30m",
+            "--stop-after='55'; it must be a time with its unit, more than none: 90s, 55m, 1h30m",
         ),
         (
             ["--save-every", "often"],
             (
-                "--save-every='often'; it is a number of steps, at least 1, a time with its unit,"
+                "--save-every='often'; it must be a number of steps, at least 1, a time with its unit,"
                 " or epoch: 500, 90s, 10m, 1h30m, epoch"
             ),
         ),
         (
             ["--save-every", "0"],
-            "--save-every='0'; it is a number of steps, at least 1, a time with its unit, or epoch",
+            "--save-every='0'; it must be a number of steps, at least 1, a time with its unit, or epoch",
         ),
     ],
 )

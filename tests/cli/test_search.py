@@ -244,7 +244,7 @@ def test_asked_to_end_its_trials_save_and_the_same_command_goes_on(
         first.send_signal(number)
         _, complained = first.communicate()
     assert first.returncode == 75, complained
-    assert complained.endswith(f"lockstep: stopped by {number.name}; the same command goes on\n")
+    assert complained.endswith(f"lockstep: stopped by {number.name}; the same command continues\n")
     assert [trial["state"] for trial in reported(tmp_path)][:2] == ["running"] * 2
     second = searched(tmp_path, *words)
     assert second.returncode == 0, second.stderr
@@ -265,7 +265,7 @@ def test_when_its_time_is_over_the_trials_save_and_the_same_command_is_to_go_on(
     )
     assert found.returncode == 75, found.stderr
     assert "lockstep: the time of the search is over; its trials save and end\n" in found.stderr
-    assert found.stderr.endswith("lockstep: stopped by --timeout; the same command goes on\n")
+    assert found.stderr.endswith("lockstep: stopped by --timeout; the same command continues\n")
     assert "complete" not in {trial["state"] for trial in reported(tmp_path)}
     assert not left_of(tmp_path)
 
@@ -299,7 +299,7 @@ def test_two_searches_of_one_folder_share_the_trials(
     [
         (
             ["--trials", 2, "--storage", "s.db"],
-            "LaunchError: --storage 's.db'; it is the URL of a database: sqlite:///search.db, ",
+            "LaunchError: --storage 's.db'; it must be the URL of a database: sqlite:///search.db, ",
         ),
         (
             ["--sampler", "tpe"],
@@ -324,7 +324,7 @@ def test_two_searches_of_one_folder_share_the_trials(
         ),
         (
             ["--trials", 2, "--set", "lr"],
-            "RecipeError: --set 'lr'; it is a parameter's name and its value: --set lr=1e-3",
+            "RecipeError: --set 'lr'; it must be a parameter's name and its value: --set lr=1e-3",
         ),
         (
             ["--trials", 2, "--storage", "postgresql+psycopg2://u:p@127.0.0.1:1/x"],

@@ -117,7 +117,7 @@ def test_a_server_that_goes_down_is_one_message_and_the_same_command_goes_on(
         "lockstep: LaunchError: --storage postgresql+psycopg2://tester@/postgres?host="
     )
     assert " cannot be reached: " in last
-    assert last.endswith("; correct the address, or start the database; the same command goes on")
+    assert last.endswith("; correct the address, or start the database; the same command continues")
     assert "Traceback" not in said
     found = lockstep(tmp_path, "report", "--json", "--storage", server.url, "s")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)

@@ -102,7 +102,7 @@ def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -
         ),
         (
             ["train.py", "--plans", "replicate=2", "shard"],
-            "LaunchError: 'shard' after --plans is no plan; a plan is KEY=VALUE",
+            "LaunchError: 'shard' after --plans is not a plan; a plan is KEY=VALUE",
         ),
         (
             ["train.py", "--plan", "replicate=2"],

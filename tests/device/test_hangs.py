@@ -148,7 +148,7 @@ def test_what_is_not_certainly_the_state_of_one_step_is_not_saved(
 ) -> None:
     ((between, amid, failed, behind),) = devices.run(1, on_device, fail_in_each_way, str(tmp_path))
     assert between["rescued"]["step"] == 3
-    assert "the device is amid a step" in amid["rescue-failed"]["reason"]
+    assert "the device is in the middle of a step" in amid["rescue-failed"]["reason"]
     assert (
         "collectives of the accelerator were aborted, or have failed"
         in failed["rescue-failed"]["reason"]

@@ -114,7 +114,7 @@ def test_two_ranks_on_one_device_are_refused_and_the_remedies_train(
     assert first == second
     (said, _), (shared, events) = first
     assert "and 1 GPU: ranks 0, 1 have one between them" in said
-    assert "each process takes a GPU of its own; start 1 process there, or hide the GPUs" in said
+    assert "each process needs its own GPU; start 1 process there, or hide the GPUs" in said
     assert (
         "or give --share-devices (LOCKSTEP_SHARE_DEVICES=1) to try a plan on fewer GPUs than it"
         " needs" in said
@@ -156,7 +156,7 @@ def test_gloo_on_a_device_is_refused_for_shards_and_the_remedies_train(
         " alone; leave"
     )
     assert said.endswith(
-        "write init_process_group('cpu:gloo,standin:standin_gloo'); or use replicate alone"
+        "write init_process_group('cpu:gloo,standin:standin_gloo'); or use replicate only"
     )
     assert replicate == without
 

@@ -130,7 +130,7 @@ def test_machines_with_other_versions_and_variables_are_named() -> None:
             "rank 1 was killed by SIGKILL",
         ),
         (
-            Ending(elsewhere="the rendezvous is gone; the same command goes on"),
+            Ending(elsewhere="the rendezvous is gone; the same command continues"),
             "the rendezvous is gone",
         ),
     ],

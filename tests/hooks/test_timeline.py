@@ -52,7 +52,7 @@ def of(*events: dict[str, Any], base: int = 0) -> dict[str, Any]:
 def test_steps_are_the_first_and_the_one_after_the_last(text: str) -> None:
     assert steps_of("steps=10:13") == range(10, 13)
     with pytest.raises(
-        LaunchError, match="it is the first step and the one after the last: steps=10:13"
+        LaunchError, match="it must be the first step and the one after the last: steps=10:13"
     ):
         steps_of(text)
 

@@ -234,13 +234,13 @@ def test_a_local_folder_of_checkpoints_that_a_run_names_is_read(run: Path, tmp_p
         ([], "holds no search; it may be another file or database"),
         (
             ["CREATE TABLE studies (x)", "CREATE VIEW trials AS SELECT 1"],
-            "holds 'trials', which is no table; a search writes tables only",
+            "holds 'trials', which is not a table; a search writes tables only",
         ),
         (
             ["CREATE TABLE t (x)", "CREATE TRIGGER y AFTER INSERT ON t BEGIN DELETE FROM t; END"],
-            "holds 'y', which is no table",
+            "holds 'y', which is not a table",
         ),
-        (["CREATE VIRTUAL TABLE studies USING fts5(x)"], "holds 'studies', which is no table"),
+        (["CREATE VIRTUAL TABLE studies USING fts5(x)"], "holds 'studies', which is not a table"),
     ],
 )
 def test_a_database_that_no_search_made_is_not_written_to(

@@ -165,11 +165,11 @@ def test_without_local_ranks_all_processes_are_on_this_machine() -> None:
         ),
         (
             {"RANK": "one", "WORLD_SIZE": "2"},
-            "RANK='one'; it is a whole number of at least 0; correct what sets it, or unset it",
+            "RANK='one'; it must be a whole number of at least 0; correct what sets it, or unset it",
         ),
         (
             {"RANK": "-1", "WORLD_SIZE": "2"},
-            "RANK='-1'; it is a whole number of at least 0; correct what sets it, or unset it",
+            "RANK='-1'; it must be a whole number of at least 0; correct what sets it, or unset it",
         ),
         (
             {"LOCKSTEP_LAUNCHER": "mpirun"},

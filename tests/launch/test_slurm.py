@@ -119,7 +119,7 @@ def test_limits_are_read_as_slurm_reads_them(time: str, seconds: int | None) -> 
 
 @pytest.mark.parametrize("time", ["2h", "", "1:2:3:4", "-1", "1-"])
 def test_limits_that_slurm_does_not_know_are_refused(time: str) -> None:
-    with pytest.raises(LaunchError, match=f"--time {time}; it is a time as Slurm writes it"):
+    with pytest.raises(LaunchError, match=f"--time {time}; it must be a time as Slurm writes it"):
         limit_seconds(time)
 
 

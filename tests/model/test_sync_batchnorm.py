@@ -370,7 +370,7 @@ REFUSED = {
         " nn.SyncBatchNorm.conv"
     ),
     ("one value", "replicate=2"): (
-        "a microbatch with one value a channel; a variance needs two; choose a microbatch"
+        "a microbatch with one value per channel; a variance needs two; choose a microbatch"
     ),
     ("cut", "replicate=2,tensor=2"): (
         "failed with its layers 0, 2 sharded .*; have no norm over the features"

@@ -142,26 +142,26 @@ def test_a_file_with_a_fault(tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("launch_seconds", '"fast"', "it is a number, 0 or more"),
-        ("launch_seconds", "-1e-6", "it is a number, 0 or more"),
-        ("memory_bytes", "-5", "it is a whole number, above 0"),
-        ("memory_bytes", "1.5", "it is a whole number, above 0"),
-        ("multiprocessors", "true", "it is a whole number, above 0"),
-        ("memory_fraction", "nan", "it is a number, above 0"),
-        ("memory_fraction", "inf", "it is a number, above 0"),
-        ("memory_bytes_per_second", "0", "it is a number, above 0"),
+        ("launch_seconds", '"fast"', "it must be a number, 0 or more"),
+        ("launch_seconds", "-1e-6", "it must be a number, 0 or more"),
+        ("memory_bytes", "-5", "it must be a whole number, above 0"),
+        ("memory_bytes", "1.5", "it must be a whole number, above 0"),
+        ("multiprocessors", "true", "it must be a whole number, above 0"),
+        ("memory_fraction", "nan", "it must be a number, above 0"),
+        ("memory_fraction", "inf", "it must be a number, above 0"),
+        ("memory_bytes_per_second", "0", "it must be a number, above 0"),
         (
             "attention_fraction",
             '{flash = 0.5, cudnn = 0.5, colour = "red"}',
-            "it is a table of numbers above 0, with at least cudnn, flash",
+            "it must be a table of numbers above 0, with at least cudnn, flash",
         ),
         (
             "peak_flops",
             "{bfloat16 = 1e15}",
-            "it is a table of numbers above 0, with at least float32",
+            "it must be a table of numbers above 0, with at least float32",
         ),
-        ("inside", "3", "it is a string"),
-        ("aliases", '"mine"', "it is a list of strings"),
+        ("inside", "3", "it must be a string"),
+        ("aliases", '"mine"', "it must be a list of strings"),
     ],
 )
 def test_a_value_that_is_not_possible(tmp_path: Path, key: str, value: str, rule: str) -> None:
@@ -197,7 +197,7 @@ def test_a_count_without_an_x() -> None:
 def test_a_count_of_what_is_no_device_is_answered_with_one_that_exists() -> None:
     with pytest.raises(
         PlanError,
-        match=r"'GPUs' is no device that is known; write .* such as `8 x H100`; devices: .*MI300X",
+        match=r"'GPUs' is not a known device; write .* such as `8 x H100`; devices: .*MI300X",
     ):
         parse_target("8 GPUs")
 

@@ -49,7 +49,7 @@ OF_STAGE = 4 * (
 """Bytes of the first of two stages: the embedding and half of the blocks."""
 BLOCK = 4 * sum(each.numel() for each in Transformer().blocks[0].parameters())
 MESSAGE = 4 * MICROBATCH * LENGTH * WIDTH
-"""Bytes that a stage of a pipeline hands on."""
+"""Bytes that a stage of a pipeline passes on."""
 MICROBATCHES = 4
 """Microbatches of a step of one data rank, of two it is half."""
 

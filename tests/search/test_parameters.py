@@ -75,7 +75,7 @@ def test_set_gives_a_value_of_its_type(
 
 BOUNDS = {"low": 0.1, "high": 1.0}
 DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
-    ([1], {}, "has the default [1]; it is a bool, int, float, str or None"),
+    ([1], {}, "has the default [1]; it must be a bool, int, float, str or None"),
     (
         1,
         {"choices": [1, 2], **BOUNDS},
@@ -169,13 +169,21 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
         {**BOUNDS, "log": True, "step": 0.1},
         "has log=True with low=0.1, step=0.1; log needs low > 0, and no step; change one",
     ),
-    (0.5, {**BOUNDS, "step": 0.0}, "has step=0.0; it is more than 0 and at most high - low = 0.9"),
+    (
+        0.5,
+        {**BOUNDS, "step": 0.0},
+        "has step=0.0; it must be more than 0 and at most high - low = 0.9",
+    ),
     (
         1,
         {"low": 0, "high": 9, "step": math.inf},
-        "has step=inf; it is more than 0 and at most high - low = 9",
+        "has step=inf; it must be more than 0 and at most high - low = 9",
     ),
-    (0.5, {**BOUNDS, "step": "1"}, "has step='1'; it is more than 0 and at most high - low = 0.9"),
+    (
+        0.5,
+        {**BOUNDS, "step": "1"},
+        "has step='1'; it must be more than 0 and at most high - low = 0.9",
+    ),
     (
         0.5,
         {"log": True},
@@ -195,7 +203,7 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
     (
         2.0,
         BOUNDS,
-        "has the value 2.0 (default); it is a number from 0.1 to 1.0; change it, or the bounds",
+        "has the value 2.0 (default); it must be a number from 0.1 to 1.0; change it, or the bounds",
     ),
     (
         math.nan,
@@ -238,9 +246,19 @@ def test_a_name_is_a_word(name: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "default", "options", "error"),
     [
-        ("fast", 0.1, {}, "has the value 'fast' (--set); it is a number, as its default 0.1 is"),
-        ("0.5", 1, {}, "has the value '0.5' (--set); it is a whole number, as its default 1 is"),
-        ("yes", True, {}, "has the value 'yes' (--set); it is true or false"),
+        (
+            "fast",
+            0.1,
+            {},
+            "has the value 'fast' (--set); it must be a number, like its default 0.1 is",
+        ),
+        (
+            "0.5",
+            1,
+            {},
+            "has the value '0.5' (--set); it must be a whole number, like its default 1 is",
+        ),
+        ("yes", True, {}, "has the value 'yes' (--set); it must be true or false"),
         (
             "inf",
             0.1,
@@ -251,13 +269,13 @@ def test_a_name_is_a_word(name: Any) -> None:
             "2.0",
             0.5,
             BOUNDS,
-            "has the value 2.0 (--set); it is a number from 0.1 to 1.0; change it, or the bounds",
+            "has the value 2.0 (--set); it must be a number from 0.1 to 1.0; change it, or the bounds",
         ),
         (
             "0.01",
             0.5,
             BOUNDS,
-            "has the value 0.01 (--set); it is a number from 0.1 to 1.0; change it, or the bounds",
+            "has the value 0.01 (--set); it must be a number from 0.1 to 1.0; change it, or the bounds",
         ),
         (
             "nan",
@@ -287,7 +305,9 @@ def test_a_text_that_is_no_value_of_it_is_refused(
 def test_an_assignment_is_a_name_and_a_value(text: str) -> None:
     with pytest.raises(
         RecipeError,
-        match=re.escape(f"--set {text!r}; it is a parameter's name and its value: --set lr=1e-3"),
+        match=re.escape(
+            f"--set {text!r}; it must be a parameter's name and its value: --set lr=1e-3"
+        ),
     ):
         parameters.split_assignment(text)
 
@@ -298,8 +318,8 @@ def test_asked_for_twice_it_has_one_value_and_with_other_bounds_it_is_refused() 
         ls.param("lr", 0.1, low=0.01, high=2.0, log=True)
     assert (
         str(raised.value)
-        == "the parameter 'lr' is asked for twice, with high=1.0 and 2.0, log=False and True; it"
-        " has one declaration; ask for it once"
+        == "the parameter 'lr' is declared twice, with high=1.0 and 2.0, log=False and True; it"
+        " has one declaration; declare it once"
     )
 
 
@@ -321,7 +341,7 @@ def test_after_the_recipe_was_made_none_is_added() -> None:
     assert (
         str(raised.value)
         == "ls.param('width', ...) after the recipe was made; values of parameters are part of the"
-        " recipe; ask for all of them before ls.Recipe(...)"
+        " recipe; declare all of them before ls.Recipe(...)"
     )
 
 
@@ -330,7 +350,7 @@ def test_a_value_for_a_parameter_that_is_not_there_is_refused(declared: Declared
     with pytest.raises(
         RecipeError,
         match=(
-            "has not asked for it before its recipe; it has asked for none; correct the name, or "
+            "has not declared it before its recipe; it has declared none; correct the name, or "
         ),
     ):
         declared.check_all_used(given)
@@ -338,7 +358,7 @@ def test_a_value_for_a_parameter_that_is_not_there_is_refused(declared: Declared
     ls.param("width", 2)
     with pytest.raises(
         RecipeError,
-        match=r"^--set wdith=\.\.\., or a search's .* it has asked for lr, width; correct the name",
+        match=r"^--set wdith=\.\.\., or a search's .* it has declared lr, width; correct the name",
     ):
         declared.check_all_used(given)
     declared.check_all_used({parameters.ASSIGNMENTS: '["lr=1"]'})
@@ -373,7 +393,7 @@ class TestOfTheRunThatIsResumed:
                 0.1,
                 {"low": 0.01, "high": 0.2},
                 (
-                    "has the value 0.5 (of the run in {}); it is a number from 0.01 to 0.2; change"
+                    "has the value 0.5 (of the run in {}); it must be a number from 0.01 to 0.2; change"
                     " it, or the bounds"
                 ),
             ),
@@ -381,7 +401,7 @@ class TestOfTheRunThatIsResumed:
                 "lr",
                 1,
                 {"low": 0, "high": 2},
-                "has the value '0.5' (of the run in {}); it is a whole number, as its default 1 is",
+                "has the value '0.5' (of the run in {}); it must be a whole number, like its default 1 is",
             ),
             (
                 "width",

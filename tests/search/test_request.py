@@ -38,7 +38,11 @@ def test_a_sweep_has_each_combination_once_and_the_last_name_changes_the_fastest
                 " lr=1e-3,3e-3"
             ),
         ),
-        (["lr"], RecipeError, "--set 'lr'; it is a parameter's name and its value: --set lr=1e-3"),
+        (
+            ["lr"],
+            RecipeError,
+            "--set 'lr'; it must be a parameter's name and its value: --set lr=1e-3",
+        ),
         (
             ["lr=1,2", "lr=3"],
             LaunchError,

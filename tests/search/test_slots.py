@@ -41,7 +41,7 @@ def test_a_trial_that_needs_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(
         LaunchError,
         match=(
-            r"a trial of 3 processes on 2 GPUs; each process has a GPU of its own; give a smaller"
+            r"a trial of 3 processes on 2 GPUs; each process needs its own GPU; give a smaller"
             r" --plan"
         ),
     ):

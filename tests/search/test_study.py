@@ -380,18 +380,18 @@ class TestReports:
         (
             "search.db",
             (
-                "--storage 'search.db'; it is the URL of a database: sqlite:///search.db,"
+                "--storage 'search.db'; it must be the URL of a database: sqlite:///search.db,"
                 " postgresql://user@host/name or mysql://"
             ),
         ),
         (
             "oops://a/b",
             (
-                "--storage 'oops://a/b'; it is the URL of a database: sqlite:///search.db,"
+                "--storage 'oops://a/b'; it must be the URL of a database: sqlite:///search.db,"
                 " postgresql://user@host/name or mysql://"
             ),
         ),
-        ("", "--storage ''; it is the URL of a database"),
+        ("", "--storage ''; it must be the URL of a database"),
         (
             "postgresql+pg8000://u@h/x",
             (
@@ -411,7 +411,7 @@ class TestReports:
             (
                 "--storage postgresql+psycopg2://u@127.0.0.1:1/x cannot be reached: connection to"
                 ' server at "127.0.0.1", port 1 failed: Connection refused; correct the address, or'
-                " start the database; the same command goes on"
+                " start the database; the same command continues"
             ),
         ),
     ],

@@ -382,7 +382,7 @@ LOSSES = [
     ),
     Remedy(
         trains(loss=None, batch_loss=ls.Gathered(collected_twice, mean_square)),
-        "each tensor has one row a sample",
+        "each tensor has one row per sample",
         trains(loss=None, batch_loss=GATHERED),
     ),
     Remedy(
@@ -1280,7 +1280,7 @@ LAYERS = [
     ),
     Remedy(
         trains(gradient_compression="bf16"),
-        "use a plan with replicate alone, or gradient_compression='none'",
+        "use a plan with replicate only, or gradient_compression='none'",
         trains(),
         plan="shard=2",
         alone=False,
@@ -1743,7 +1743,7 @@ PARTS = [
     on_several(
         PIPELINE,
         staged(model=cut_off),
-        "freeze them (requires_grad_(False)), or hand on a tensor with a gradient",
+        "freeze them (requires_grad_(False)), or pass on a tensor with a gradient",
         staged(model=frozen_before, optimizer=frozen_out),
     ),
     on_several(
@@ -1958,11 +1958,11 @@ ELSEWHERE = {
     "pass use_reentrant=False to torch.utils.checkpoint.checkpoint": BACKWARDS,
     "as the factory made it; ": GRADIENT_HOOKS,
     "where both are sharded alike": GRADIENT_HOOKS,
-    "or use parameter.register_hook for each, whose hooks are called once a step": GRADIENT_HOOKS,
+    "or use parameter.register_hook for each, whose hooks are called once per step": GRADIENT_HOOKS,
     "and let a hook return None for what it is not to change": GRADIENT_HOOKS,
     "and a load_state_dict() that loads it": OPTIMIZER_STATE,
     "code of your own can ask torch.distributed.is_initialized()": COLLECTIVES,
-    "so they would be counted once a rank; leave it out": COLLECTIVES,
+    "so these would be counted once per rank; leave it out": COLLECTIVES,
     "for samples of all ranks, give Recipe.batch_loss": (
         "training/test_collectives.py::test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks"
     ),
@@ -2023,7 +2023,7 @@ ELSEWHERE = {
     "leave one of the two out; over processes, {instead}": PLANS,
     "or use replicate={self.data_parallel}, which goes with everything": PLANS,
     "change the plan, or the number of processes to {fixed}": PLANS,
-    "for replicate alone; leave --backend": (
+    "for replicate only; leave --backend": (
         "device/test_sharing_devices.py::test_gloo_on_a_device_is_refused_for_shards_and_the_remedies_train"
     ),
 }
@@ -2032,12 +2032,12 @@ ELSEWHERE = {
 RIGHT_VALUES = (
     "the size of a mesh axis is a whole number of at least 1",
     "known are {', '.join(known)}",
-    "it is yes or no (in Python",
+    "it must be yes or no (in Python",
     "it counts how often each microbatch is halved",
     "it counts loader processes a rank",
     "it counts intra-op threads a process",
     "it counts microbatches that a loader process makes ahead",
-    "it is a number of devices, at least 1, or the layers",
+    "it must be a number of devices, at least 1, or the layers",
     "it counts GPUs of one process and is at least 1",
     "a plan is made of name=value pairs",
     "in plan {text}; give it once",
@@ -2048,7 +2048,7 @@ RIGHT_VALUES = (
     "of samples: microbatch=8",
     "=auto {why}",
     "a Mean's values are a tensor, one a sample",
-    "it is a list of hooks",
+    "it must be a list of hooks",
     "a hook is an object of a subclass of ls.Hook; make it one",
     "it must return a torch LRScheduler",
     "or optimizer -> torch LRScheduler",
@@ -2059,7 +2059,7 @@ RIGHT_VALUES = (
     "it must return at least one torch.optim.Optimizer",
     "it must return a torch.nn.Module",
     "it must return a torch.optim.Optimizer, or a list of them",
-    "it is a number or a scalar tensor",
+    "it must be a number or a scalar tensor",
     "it counts what the term sums over and is finite and not negative",
     "return a tensor like it, or None",
     "register them on every rank",

@@ -625,13 +625,13 @@ def of_ones_own(run_dir: str, plan: str, microbatch: Any) -> None:
 
 
 def test_a_custom_loop_cannot_measure(tmp_path: Path) -> None:
-    only = "in a loop of your own; only ls.train has a loss to measure with; give a number"
+    only = "in your own loop; only ls.train has a loss to measure with; give a number"
     one, other = each_of(of_ones_own, str(tmp_path), [("workers=auto", 4), ("", "auto")])
     assert one.startswith(f"PlanError: workers=auto {only}: workers=2")
     assert other.startswith(f"RecipeError: microbatch='auto' {only} of")
     with pytest.raises(LockstepError) as caught:
         ls.Session(precision="auto")  # type: ignore[arg-type]
-    assert "precision='auto' in a loop of your own" in str(caught.value)
+    assert "precision='auto' in your own loop" in str(caught.value)
 
 
 def pinned(folder: str) -> None:

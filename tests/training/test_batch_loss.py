@@ -207,7 +207,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
         {"batch_loss": ls.Gathered(few, torch.sum)},
         "DataError: the batch loss collected shape ",
-        " each tensor has one row a sample",
+        " each tensor has one row per sample",
     ),
     (
         {"batch_loss": ls.Gathered(ragged, torch.sum), "microbatch": 3},

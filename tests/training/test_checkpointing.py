@@ -102,7 +102,9 @@ def test_never_refuses_an_unfinished_run_and_must_one_without_a_checkpoint(tmp_p
         match=r"^resume=must, and .*checkpoints has no checkpoint to resume from: there is none",
     ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="must")
-    with pytest.raises(CheckpointError, match=r"^resume='maybe'; it is one of auto, never, must"):
+    with pytest.raises(
+        CheckpointError, match=r"^resume='maybe'; it must be one of auto, never, must"
+    ):
         ls.train(recipe(steps=6), run_dir=str(tmp_path / "new"), resume="maybe")  # type: ignore[arg-type]
 
 
@@ -900,7 +902,7 @@ def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=(
-            r"^allow_change='steps,seed'; it is a list of fields of the recipe:"
+            r"^allow_change='steps,seed'; it must be a list of fields of the recipe:"
             r" allow_change=\['steps', 'seed'\]"
         ),
     ):

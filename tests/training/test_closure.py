@@ -1,4 +1,4 @@
-"""Optimizers that compute the gradient more than once a step: LBFGS and SAM, on any number of
+"""Optimizers that compute the gradient more than once per step: LBFGS and SAM, on any number of
 processes."""
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def test_it_is_refused_where_it_cannot_be(plan: Plan, options: dict[str, str], s
             **{"precision": "fp32", "gradient_compression": "none", **options},
         )
     assert str(raised.value).startswith(
-        f"LBFGS with {said}; it computes the gradient more than once a step, by a closure"
+        f"LBFGS with {said}; it computes the gradient more than once per step, by a closure"
     )
 
 

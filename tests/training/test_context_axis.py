@@ -324,7 +324,7 @@ REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
     (
         "context=2",
         {"gradient_compression": "bf16"},
-        "use a plan with replicate alone, or gradient_compression='none'",
+        "use a plan with replicate only, or gradient_compression='none'",
         [("context=2", {})],
     ),
     (

@@ -141,7 +141,7 @@ def test_other_words_are_refused() -> None:
     ):
         ls.Evaluation(data=rows(4), every="epochs")  # type: ignore[arg-type]
     with pytest.raises(
-        CheckpointError, match=r"every='epochs'\); it is a number of steps.* or 'epoch'"
+        CheckpointError, match=r"every='epochs'\); it must be a number of steps.* or 'epoch'"
     ):
         ls.Saving(every="epochs")
 

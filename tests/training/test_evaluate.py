@@ -370,7 +370,7 @@ def not_a_number(order: Tensor) -> float:
     return math.nan
 
 
-ROWS, OF_4 = "one row a sample", "from a microbatch of 4 samples"
+ROWS, OF_4 = "one row per sample", "from a microbatch of 4 samples"
 ONE = "a metric is one number; reduce it"
 TOGETHER = "the rows of all samples are concatenated"
 RECIPES: dict[str, dict[str, Any]] = {
@@ -409,7 +409,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "computed a vector": ("DataError: metric 'bad' computed an array of shape (12,)", ONE),
     "a mean of means": (
         "DataError: metric 'bad' has one value for a microbatch of 4 samples",
-        "return one value a sample: leave out .mean()",
+        "return one value per sample: leave out .mean()",
     ),
     "a mean of a number": ("DataError: metric 'bad' has values 0.5 (a float)", "one a sample"),
     "widths": (

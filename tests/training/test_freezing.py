@@ -156,7 +156,7 @@ def test_ranks_that_freeze_different_parameters_are_refused_on_all(
 ) -> None:
     for message in pool.run(2, freeze_on_one, str(tmp_path / "run")):
         assert message.endswith(
-            "on some ranks alone; all train the same parameters; call it on every rank"
+            "on some ranks only; all train the same parameters; call it on every rank"
         )
 
 

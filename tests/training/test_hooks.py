@@ -275,17 +275,17 @@ def test_a_hook_may_set_its_methods_in_on_start(tmp_path: Path) -> None:
         ),
         (
             lambda: ls.EarlyStopping(mode="best"),
-            "mode='best'; it is 'min' if less is better, or 'max'",
+            "mode='best'; it must be 'min' if less is better, or 'max'",
         ),  # type: ignore[arg-type]
         (
             lambda: ls.EarlyStopping(min_delta=-0.1),
-            "min_delta=-0.1; it is the smallest change that counts as an improvement, 0 or more",
+            "min_delta=-0.1; it must be the smallest change that counts as an improvement, 0 or more",
         ),
         (
             lambda: ls.ExponentialMovingAverage(1.0),
-            "decay=1.0; it is the factor of the old average, from 0 to below 1",
+            "decay=1.0; it must be the factor of the old average, from 0 to below 1",
         ),
-        (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it is the factor"),
+        (lambda: ls.ExponentialMovingAverage(-0.1), "decay=-0.1; it must be the factor"),
     ],
 )
 def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message: str) -> None:

@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing": (lambda: None, f"{TERM}is None (a NoneType); it must be a scalar tensor"),
     "not a scalar": (
         lambda: W * torch.ones(3, 2),
-        f"{TERM}has shape (3, 2); it must be a scalar; take its mean() if it has one value a"
+        f"{TERM}has shape (3, 2); it must be a scalar; take its mean() if it has one value per"
         " sample, or return ls.Sum of its sum() with Recipe.weight",
     ),
     "of no elements": (
@@ -120,16 +120,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a weight that is no scalar": (
         lambda: ls.Loss(W, torch.ones(2)),
-        "the weight of ls.Loss has shape (2,); it is a number or a scalar tensor",
+        "the weight of ls.Loss has shape (2,); it must be a number or a scalar tensor",
     ),
     "a weight that is nothing": (
         lambda: ls.Loss(W, None),  # type: ignore[arg-type]
-        "the weight of term 'loss' is a NoneType; it is a number or a scalar tensor: the"
+        "the weight of term 'loss' is a NoneType; it must be a number or a scalar tensor: the"
         " denominator of the term in this microbatch",
     ),
     "a weight in words": (
         lambda: ls.Loss(W, "3"),  # type: ignore[arg-type]
-        "the weight of term 'loss' is a str; it is a number",
+        "the weight of term 'loss' is a str; it must be a number",
     ),
     "a number for a name": (
         lambda: {"a": ls.Sum(W), 0: ls.Sum(W)},
@@ -233,12 +233,12 @@ def test_what_is_no_weight_is_refused() -> None:
         (torch.tensor(float("inf")), f"{weight}inf; it counts"),
         (
             torch.ones(2),
-            f"{weight}of shape (2,); it is a number or a scalar tensor: the denominator of the term"
+            f"{weight}of shape (2,); it must be a number or a scalar tensor: the denominator of the term"
             " in this microbatch",
         ),
-        ("3", f"{weight}a str; it is a number or a scalar tensor"),
-        (None, f"{weight}a NoneType; it is a number"),
-        (True, f"{weight}a bool; it is a number"),
+        ("3", f"{weight}a str; it must be a number or a scalar tensor"),
+        (None, f"{weight}a NoneType; it must be a number"),
+        (True, f"{weight}a bool; it must be a number"),
         (
             {0: 1.0},
             "the weight has a term named 0 (a int); a name is text, under which the term is"

@@ -501,7 +501,7 @@ def test_batchnorm_over_a_last_microbatch_of_one_sample_is_refused_before_the_fi
 
 def test_drop_last_that_cannot_be_is_refused() -> None:
     for changes, text in (
-        ({"drop_last": 1, "epochs": 1}, "drop_last=1; it is True to leave out"),
+        ({"drop_last": 1, "epochs": 1}, "drop_last=1; it must be True to leave out"),
         ({"drop_last": True, "steps": 2}, "drop_last=True without epochs"),
         (
             {"drop_last": True, "epochs": 1, "data": rows(15)},

@@ -137,7 +137,8 @@ def test_a_setting_limits_the_fallbacks(tmp_path: Path, setting: str) -> None:
 def test_the_setting_is_one_of_four_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_OUT_OF_MEMORY", "try")
     with pytest.raises(
-        PlanError, match="LOCKSTEP_OUT_OF_MEMORY='try'; it is one of retry, halve, same-bits, stop"
+        PlanError,
+        match="LOCKSTEP_OUT_OF_MEMORY='try'; it must be one of retry, halve, same-bits, stop",
     ):
         ls.train(recipe(), run_dir=str(tmp_path / "run"))
 

@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "weight": None,
         },
         "RecipeError: the part '0' of the model returns a list, and the next one is on another"
-        " rank; a stage of a pipeline hands on",
+        " rank; a stage of a pipeline passes on",
     ),
     "a pattern that matches nothing": (
         "pipeline=3",
@@ -459,7 +459,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a model whose parts nobody names": (
         "pipeline=3",
         {"stages": None},
-        "RecipeError: pipeline=3 and a model (Staged) that is no nn.Sequential; a pipeline must"
+        "RecipeError: pipeline=3 and a model (Staged) that is not an nn.Sequential; a pipeline must"
         " know the model's parts in the order",
     ),
     "parameters outside of the parts": (

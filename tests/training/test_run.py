@@ -507,7 +507,11 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
         ({"model": network}, {}, "RecipeError: train({'model'"),
         (recipe(), {"log_every": 0}, "RecipeError: log_every=0; it counts steps and must be"),
         (recipe(), {"plan": "replicate"}, "PlanError: 'replicate' in plan 'replicate'; a plan is"),
-        (recipe(), {"plan": 2}, "PlanError: plan=2 (a int); it is an ls.Plan, or text such as"),
+        (
+            recipe(),
+            {"plan": 2},
+            "PlanError: plan=2 (a int); it must be an ls.Plan, or text such as",
+        ),
     ):
         with pytest.raises(LockstepError) as caught:
             ls.train(given, run_dir=str(tmp_path / "run"), **arguments)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def test_a_scalar_is_taken_for_a_mean_over_the_samples_if_each_has_as_many_rows(
     [
         (rows(6), "has 6 rows"),
         (rows(0, 3), "has 0 rows"),
-        ((rows(9), rows(5)), "has nothing with one row a sample"),
+        ((rows(9), rows(5)), "has nothing with one row per sample"),
     ],
 )
 def test_else_it_is_refused(batch: Any, found: str) -> None:

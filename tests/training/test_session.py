@@ -440,7 +440,7 @@ def test_the_best_of_evaluations_that_a_session_does_not_have_is_refused(tmp_pat
     with pytest.raises(CheckpointError) as caught:
         ls.Session(run_dir=str(tmp_path / "run"), saving=ls.Saving(best="loss"))
     assert str(caught.value).startswith(
-        "Saving(best='loss') in a loop of your own, which has no evaluations; it names a metric of"
+        "Saving(best='loss') in your own loop, which has no evaluations; it names a metric of"
     )
     assert not (tmp_path / "run").exists()
 

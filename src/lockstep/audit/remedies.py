@@ -299,7 +299,6 @@ class Cause(Enum):
     DEPENDS_ON_PROCESSES = (
         "what is learned depends on the number of processes",
         _EQUIVALENCE,
-        "mend the other findings first; then look at what the script computes from the rank or"
-        " the number of processes:\n"
-        "learning rate, batch, seeds, the order of the data",
+        "fix the other findings first; then look at what the script computes from the rank or the"
+        " number of processes:\nlearning rate, batch, seeds, the order of the data",
     )

@@ -70,7 +70,7 @@ class CompareOptions:
     def __post_init__(self) -> None:
         if "{}" not in self.per_rank_batch:
             raise LaunchError(
-                f"--per-rank-batch {self.per_rank_batch!r}; it is the script's option for one"
+                f"--per-rank-batch {self.per_rank_batch!r}; it must be the script's option for one"
                 " process's batch, with {} for the number; write for example --per-rank-batch"
                 ' "--batch-size {}"'
             )

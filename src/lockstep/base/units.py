@@ -19,7 +19,7 @@ def seconds(text: str, name: str, raises: type[UserError]) -> float:
     `name`."""
     if not (found := parse_duration(text)):
         raise raises(
-            f"{name}={text!r}; it is a time with its unit, more than none: 90s, 55m, 1h30m"
+            f"{name}={text!r}; it must be a time with its unit, more than none: 90s, 55m, 1h30m"
         )
     return found
 

@@ -320,9 +320,9 @@ def rearranged(args: Sequence[str], flags: Collection[str]) -> list[str]:
         more, stop = _leading_options(after, start, flags)
         if stop < len(after):
             raise LaunchError(
-                f"{after[stop]!r} after --plans is no plan; a plan is KEY=VALUE[,KEY=VALUE...], and"
-                " SCRIPT's arguments come before --plans; write for example --plans replicate=2"
-                " shard=2"
+                f"{after[stop]!r} after --plans is not a plan; a plan is KEY=VALUE[,KEY=VALUE...],"
+                " and SCRIPT's arguments come before --plans; write for example --plans"
+                " replicate=2 shard=2"
             )
         own, after = own + more, after[:start]
     return [*own, *script, *after]
@@ -345,7 +345,7 @@ def _leading_options(
             if index == first:
                 follows = repr(args[first]) if first < len(args) else "nothing"
                 raise LaunchError(
-                    f"--plans is followed by {follows}, which is no plan; a plan is"
+                    f"--plans is followed by {follows}, which is not a plan; a plan is"
                     " KEY=VALUE[,KEY=VALUE...], such as replicate=2"
                 )
         elif option in flags or "=" in option:

@@ -209,8 +209,8 @@ def _weights(source: str, module: int | None) -> tuple[StateDictReader, str, Pat
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(
-                f"{source} is no .safetensors file; no other file is read, because a pickle runs "
-                "code; give the run's folder"
+                f"{source} is not a .safetensors file; no other file is read, because a pickle"
+                " runs code; give the run's folder"
             )
         try:
             return read_safetensors(path), "file", path

@@ -193,7 +193,7 @@ def run_search(line: ScriptLine, given: dict[str, Any], **fields: Any) -> int:
     results, ended_by = _run(request, plan)
     _print(results, request, as_json=given["as_json"], csv=given["csv"])
     if ended_by is not None:
-        say(f"lockstep: stopped by {ended_by}; the same command goes on")
+        say(f"lockstep: stopped by {ended_by}; the same command continues")
         return PREEMPTED_STATUS
     return 0 if results.best is not None else 1
 

@@ -109,7 +109,7 @@ def command(
     asked = run_command.command.make_context("lockstep run", [*given, script, *arguments]).params
     if asked["script"] != script:
         raise LaunchError(
-            f"--run {run_options!r} has {asked['script']!r}, which is no option; --run takes"
+            f"--run {run_options!r} has {asked['script']!r}, which is not an option; --run takes"
             " options of lockstep run; give the script and its arguments after the options of"
             " lockstep slurm"
         )

@@ -143,7 +143,7 @@ def _at_path(text: str) -> Target:
 def _one(storage: Storage, name: CheckpointName, text: str) -> Target:
     if name not in storage.names():
         raise CheckpointError(
-            f"{text} is no complete checkpoint; {storage} has"
+            f"{text} is not a complete checkpoint; {storage} has"
             f" {', '.join(map(str, storage.names())) or 'none'}"
         )
     return Target(storage, [name], None)

@@ -154,9 +154,9 @@ def _several_on_one(everyone: Sequence[RankDevice], ranks: Sequence[int]) -> str
     if each.id.endswith(accelerator.MIG):
         sees += " and to NCCL all MIG instances of a machine's GPU are one"
     return (
-        f"{len(on_host)} processes on {each.host} and {gpus} GPU{'s' if gpus > 1 else ''}:"
-        f" ranks {', '.join(map(str, ranks))} have one between them{sees}; each process takes a GPU"
-        f" of its own; start {gpus} process{'es' if gpus > 1 else ''} there, or hide the GPUs"
+        f"{len(on_host)} processes on {each.host} and {gpus} GPU{'s' if gpus > 1 else ''}: ranks"
+        f" {', '.join(map(str, ranks))} have one between them{sees}; each process needs its own"
+        f" GPU; start {gpus} process{'es' if gpus > 1 else ''} there, or hide the GPUs"
         f" ({accelerator.how_to_hide()}) to compute on the CPU, or give {_SHARE} to try a plan on"
         " fewer GPUs than it needs"
     )
@@ -200,7 +200,7 @@ def chosen_backend(
             raise LaunchError(
                 f"{size} processes on {device.type}, whose collectives are {usual}'s, and this"
                 f" torch ({torch.__version__}) has no {usual}; install one that has it, start one"
-                " process, or give --backend gloo, which is slow, and carries replicate alone"
+                " process, or give --backend gloo, which is slow, and carries replicate only"
             )
         return usual
     asked = asked.lower()  # as torch takes it
@@ -265,10 +265,10 @@ def check_carries(plan: Plan, device: torch.device) -> None:
     if f"{device.type}:gloo" in config.split(","):
         usual = accelerator.process_group_backend(device)
         raise PlanError(
-            f"{', '.join(beyond)} through {config!r}; Gloo carries the tensors of {device.type} for"
-            f" replicate alone; leave --backend (LOCKSTEP_BACKEND) out for {usual}, or, where the"
-            " script makes the process group, write"
-            f" init_process_group({group_backends(usual, device)!r}); or use replicate alone"
+            f"{', '.join(beyond)} through {config!r}; Gloo carries the tensors of {device.type}"
+            f" for replicate only; leave --backend (LOCKSTEP_BACKEND) out for {usual}, or, where"
+            " the script makes the process group, write"
+            f" init_process_group({group_backends(usual, device)!r}); or use replicate only"
         )
 
 

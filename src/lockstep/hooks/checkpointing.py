@@ -230,7 +230,9 @@ class Checkpointing(ControlHook):
             # not on the current stream, which may wait for ever for a collective
             with suppress(StateChangedError), torch.Stream(run.context.device):
                 return ended.step, self._checkpointer.rescue(ended.step, ended, on_host=is_now)
-        raise CheckpointError("the device is amid a step, and may have changed a part of the state")
+        raise CheckpointError(
+            "the device is in the middle of a step, and may have changed a part of the state"
+        )
 
     def on_end(self, run: Run) -> None:
         if self._checkpointer is not None:

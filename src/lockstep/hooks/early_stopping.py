@@ -29,11 +29,11 @@ class EarlyStopping(Hook):
         if patience < 1:
             raise RecipeError(f"patience={patience}; it counts evaluations and is at least 1")
         if mode not in ("min", "max"):
-            raise RecipeError(f"mode={mode!r}; it is 'min' if less is better, or 'max'")
+            raise RecipeError(f"mode={mode!r}; it must be 'min' if less is better, or 'max'")
         if not min_delta >= 0:
             raise RecipeError(
-                f"min_delta={min_delta}; it is the smallest change that counts as an improvement, 0"
-                " or more"
+                f"min_delta={min_delta}; it must be the smallest change that counts as an"
+                " improvement, 0 or more"
             )
         self.metric = metric
         self.best: float | None = None

@@ -273,8 +273,8 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
     if (rows := _common_rows(item.batch)) < 2:
         return Findings(
             unchecked=(
-                "its first microbatch cannot be cut in two: its tensors do not all have one row a"
-                " sample, and two or more"
+                "its first microbatch cannot be cut in two: its tensors do not all have one row"
+                " per sample, and two or more"
             )
         )
     sums = [whole[0].sums]

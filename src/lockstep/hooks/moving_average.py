@@ -26,7 +26,7 @@ class ExponentialMovingAverage(Hook):
         """`decay`: factor of the old average, at least 0 and less than 1. Raises `RecipeError`."""
         if not 0 <= decay < 1:
             raise RecipeError(
-                f"decay={decay}; it is the factor of the old average, from 0 to below 1"
+                f"decay={decay}; it must be the factor of the old average, from 0 to below 1"
             )
         self.decay = decay
         self._averages: dict[str, Tensor] = {}  # by name, sharded like the parameters

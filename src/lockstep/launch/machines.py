@@ -90,7 +90,8 @@ class Machines:
         except OSError as error:
             raise LaunchError(
                 f"{self.option}: the address of {self.host} cannot be found ({error.strerror}); it"
-                " is one of the machines, by a name or address that all of them know; correct it"
+                " must be one of the machines, by a name or address that all of them know;"
+                " correct it"
             ) from None
         return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
@@ -121,8 +122,8 @@ def _endpoint(options: LaunchOptions) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise LaunchError(
-            f"--rdzv {options.rdzv}; it is HOST:PORT, the address of one of the machines and a free"
-            " port there; give both"
+            f"--rdzv {options.rdzv}; it must be HOST:PORT, the address of one of the machines and"
+            " a free port there; give both"
         )
     return host, int(port)
 
@@ -135,8 +136,8 @@ def address_towards(address: str, port: int) -> str:
             probe.connect((address, port))
         except OSError as error:
             raise LaunchError(
-                f"no way from this machine to {address} ({error.strerror}); the machines of a run"
-                " reach each other"
+                f"no route from this machine to {address} ({error.strerror}); the machines of a"
+                " run must reach each other"
             ) from None
         return str(probe.getsockname()[0])
 

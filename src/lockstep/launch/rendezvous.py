@@ -82,14 +82,14 @@ def host_store(machines: Machines, address: str) -> TCPStore | None:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL and machines.node_rank == 0:
             raise LaunchError(
-                f"{machines.option}: {address} is no address of this machine, whose number is 0;"
-                " the others look for number 0 there; correct the address, or --node-rank"
+                f"{machines.option}: {address} is not an address of this machine, whose number is"
+                " 0; the others look for number 0 there; correct the address, or --node-rank"
             ) from None
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise LaunchError(
-            f"{machines.option}: cannot listen there ({error.strerror}); it is a free port of one"
-            " of the machines; give another"
+            f"{machines.option}: cannot listen there ({error.strerror}); it must be a free port of"
+            " one of the machines; give another"
         ) from None
 
 
@@ -459,14 +459,14 @@ def check_machines(everyone: Sequence[tuple[int, str, str | None]]) -> None:
         if obstacle is not None:
             raise LaunchError(
                 "a machine of the run reaches the rendezvous, and not another machine (tried"
-                f" {obstacle}); the machines of a run reach each other on all ports; open the way,"
-                " give --interface where there is another network, or start containers with"
+                f" {obstacle}); the machines of a run must reach each other on all ports; open"
+                " them, give --interface where there is another network, or start containers with"
                 " --network=host"
             )
         if number in by_number:
             raise LaunchError(
-                f"--node-rank {number} at {by_number[number]} and at {address}; each machine has a"
-                f" number of its own, 0 to {len(everyone) - 1}; correct one of them"
+                f"--node-rank {number} at {by_number[number]} and at {address}; each machine has"
+                f" its own number, 0 to {len(everyone) - 1}; correct one of them"
             )
         by_number[number] = address
 

@@ -140,9 +140,9 @@ def limit_seconds(time: str) -> int | None:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
         raise LaunchError(
-            f"--time {time}; it is a time as Slurm writes it: minutes, minutes:seconds,"
-            " hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds;"
-            " give one of those"
+            f"--time {time}; it must be a time as Slurm writes it: minutes, minutes:seconds,"
+            " hours:minutes:seconds, days-hours, days-hours:minutes or"
+            " days-hours:minutes:seconds; give one of those"
         )
     days, *given = found.groups()
     numbers = [int(each) for each in given if each is not None]

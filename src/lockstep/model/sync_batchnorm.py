@@ -161,9 +161,9 @@ class _Normalise(torch.autograd.Function):
         number = numbers.sum()
         if values < 2 and number < 2:
             raise RecipeError(
-                f"a SyncBatchNorm got {tuple(x.shape)} from a microbatch with one value a channel; "
-                "a variance needs two; choose a microbatch size that leaves no remainder of one "
-                "sample"
+                f"a SyncBatchNorm got {tuple(x.shape)} from a microbatch with one value per"
+                " channel; a variance needs two; choose a microbatch size that leaves no"
+                " remainder of one sample"
             )
         mean = (numbers * means).sum(0) / number
         variance = (numbers * (variances + (means - mean) ** 2)).sum(0) / number

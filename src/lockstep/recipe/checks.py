@@ -66,8 +66,8 @@ def check_drop_last(value: Any, epochs: Any, samples: int | None, global_batch: 
     batch. `samples`: number of samples in an epoch; None: unknown."""
     if not isinstance(value, bool):
         raise RecipeError(
-            f"drop_last={value!r}; it is True to leave out the last batch of an epoch if it is"
-            " short, or False"
+            f"drop_last={value!r}; it must be True to leave out the last batch of an epoch if it"
+            " is short, or False"
         )
     if value and epochs is None:
         raise RecipeError(
@@ -92,8 +92,8 @@ def check_clip_norm(value: Any) -> None:
 def check_precision(value: Any) -> None:
     if value == "auto":
         raise RecipeError(
-            "precision='auto' in a loop of your own; only ls.train has a loss to measure with; give"
-            " a precision: 'fp32'"
+            "precision='auto' in your own loop; only ls.train has a loss to measure with; give a"
+            " precision: 'fp32'"
         )
     if value not in get_args(Precision):
         raise RecipeError(

@@ -53,7 +53,7 @@ class Parameter:
             )
         if not isinstance(self.default, bool | int | float | str | None):
             raise self._error(
-                f"has the default {self.default!r}; it is a bool, int, float, str or None"
+                f"has the default {self.default!r}; it must be a bool, int, float, str or None"
             )
         if self.choices:
             self._check_choices()
@@ -101,7 +101,7 @@ class Parameter:
             isinstance(self.step, int | float) and 0 < self.step <= self.high - self.low
         ):
             raise self._error(
-                f"has step={self.step!r}; it is more than 0 and at most high - low ="
+                f"has step={self.step!r}; it must be more than 0 and at most high - low ="
                 f" {self.high - self.low}"
             )
         if self.is_int and any(
@@ -168,7 +168,7 @@ class Parameter:
             or not self.low <= value <= self.high
         ):
             raise self._error(
-                f"has the value {value!r} ({source}); it is a number from {self.low} to"
+                f"has the value {value!r} ({source}); it must be a number from {self.low} to"
                 f" {self.high}; change it, or the bounds"
             )
 
@@ -182,7 +182,7 @@ class Parameter:
             value = same[0] if same else text
         elif isinstance(self.default, bool):
             if text.lower() not in ("true", "false", "1", "0"):
-                raise self._error(f"has the value {text!r} ({source}); it is true or false")
+                raise self._error(f"has the value {text!r} ({source}); it must be true or false")
             value = text.lower() in ("true", "1")
         elif isinstance(self.default, int | float):
             try:
@@ -190,7 +190,7 @@ class Parameter:
             except ValueError:
                 kind = "a whole number" if self.is_int else "a number"
                 raise self._error(
-                    f"has the value {text!r} ({source}); it is {kind}, as its default"
+                    f"has the value {text!r} ({source}); it must be {kind}, like its default"
                     f" {self.default} is"
                 ) from None
         else:
@@ -287,14 +287,14 @@ class Declared:
                 if (old := before.describe()[key]) != new
             ]
             raise RecipeError(
-                f"the parameter {name!r} is asked for twice, with {', '.join(changed)}; it has one"
-                " declaration; ask for it once"
+                f"the parameter {name!r} is declared twice, with {', '.join(changed)}; it has one"
+                " declaration; declare it once"
             )
         if before is None:
             if self.is_closed:
                 raise RecipeError(
                     f"ls.param({name!r}, ...) after the recipe was made; values of parameters are"
-                    " part of the recipe; ask for all of them before ls.Recipe(...)"
+                    " part of the recipe; declare all of them before ls.Recipe(...)"
                 )
             self.values[name] = _value(parameter, environ)
             self.parameters[name] = parameter
@@ -309,9 +309,9 @@ class Declared:
         if unknown:
             there = ", ".join(self.parameters) or "none"
             raise RecipeError(
-                f"--set {unknown[0]}=..., or a search's value for it, and the script has not asked"
-                f" for it before its recipe; it has asked for {there}; correct the name, or call"
-                " ls.param whatever other values are"
+                f"--set {unknown[0]}=..., or a search's value for it, and the script has not"
+                f" declared it before its recipe; it has declared {there}; correct the name, or"
+                " call ls.param whatever other values are"
             )
 
     def describe(self) -> list[dict[str, Any]]:
@@ -337,7 +337,8 @@ def read_assignments(text: str, name: str) -> tuple[str, ...]:
         found = None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise RecipeError(
-            f'{name}={text!r}; it is a JSON list of texts: ["lr=1e-3"]; correct what sets it, or'
+            f'{name}={text!r}; it must be a JSON list of texts: ["lr=1e-3"];'
+            " correct what sets it, or"
             " unset it"
         )
     return tuple(found)
@@ -347,7 +348,9 @@ def split_assignment(text: str) -> tuple[str, str]:
     """Split an assignment, such as `lr=1e-3`, into name and value. Raises `RecipeError`."""
     name, equals, value = text.partition("=")
     if not equals or not _NAME.fullmatch(name):
-        raise RecipeError(f"--set {text!r}; it is a parameter's name and its value: --set lr=1e-3")
+        raise RecipeError(
+            f"--set {text!r}; it must be a parameter's name and its value: --set lr=1e-3"
+        )
     return name, value
 
 

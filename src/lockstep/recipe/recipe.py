@@ -147,7 +147,7 @@ class Evaluation:
         check_callable("Evaluation.loss", self.loss, optional=True)
         if self.weights not in ("current", "average"):
             raise RecipeError(
-                f"Evaluation.weights={self.weights!r}; it is 'current', or 'average' with an"
+                f"Evaluation.weights={self.weights!r}; it must be 'current', or 'average' with an"
                 " ls.ExponentialMovingAverage"
             )
         for name, metric in self.metrics.items():
@@ -194,8 +194,8 @@ class Weights:
             )
         if self.missing not in ("refuse", "keep"):
             raise RecipeError(
-                f"Weights(missing={self.missing!r}); it is 'refuse', or 'keep' to keep the model's"
-                " initial values"
+                f"Weights(missing={self.missing!r}); it must be 'refuse', or 'keep' to keep the"
+                " model's initial values"
             )
         if not isinstance(self.names, Mapping):
             raise RecipeError(
@@ -221,7 +221,7 @@ class Weights:
             return given
         if not isinstance(given, str | PathLike):
             raise RecipeError(
-                f"weights is {in_words(given)}; it is a path, ls.Weights(path, names=...,"
+                f"weights is {in_words(given)}; it must be a path, ls.Weights(path, names=...,"
                 " missing=...), or None"
             )
         return cls(fspath(given))

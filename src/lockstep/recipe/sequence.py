@@ -37,6 +37,6 @@ class Sequence:
             isinstance(self.positions, str) and self.positions.isidentifier()
         ):
             raise RecipeError(
-                f"Sequence.positions is {in_words(self.positions)}; it is the name of a keyword"
-                " argument of the model's forward, such as 'position_ids', or None"
+                f"Sequence.positions is {in_words(self.positions)}; it must be the name of a"
+                " keyword argument of the model's forward, such as 'position_ids', or None"
             )

@@ -40,7 +40,7 @@ class ScriptLine:
         is_module = words[:1] == ["-m"]
         if len(words) <= is_module:
             raise LaunchError(
-                f"{option} {text!r} names no script; it is the path of a Python file, and its"
+                f"{option} {text!r} names no script; it must be the path of a Python file, and its"
                 " arguments; give one"
             )
         line = cls(words[is_module], words[is_module + 1 :], is_module)

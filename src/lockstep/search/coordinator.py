@@ -227,7 +227,7 @@ class Search:
         if message is None:
             raise LaunchError(
                 "the process that starts the trials has ended; was it killed? the same command"
-                " goes on"
+                " continues"
             )
         running = self._running.pop(message["number"])
         while self._on_message(running):

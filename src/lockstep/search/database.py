@@ -95,8 +95,8 @@ def study_in_file(path: Path, name: str) -> optuna.Study:
             name for kind, name, sql in found if kind != "table" or "VIRTUAL" in str(sql).upper()
         ]:
             raise LaunchError(
-                f"{path} holds {strange[0]!r}, which is no table; a search writes tables only; it"
-                " is not read"
+                f"{path} holds {strange[0]!r}, which is not a table; a search writes tables only;"
+                " it is not read"
             )
         _check_schema(str(path), {table for _, table, _ in found})
         storage = RDBStorage(
@@ -217,7 +217,7 @@ def _unreachable(url: str, error: BaseException) -> LaunchError:
     cause = text.strip().partition("\n")[0]
     return LaunchError(
         f"--storage {without_password(url)} cannot be reached: {cause}; correct the address, or"
-        " start the database; the same command goes on"
+        " start the database; the same command continues"
     )
 
 
@@ -228,9 +228,9 @@ def parsed(url: str) -> URL:
         address.get_dialect()
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise LaunchError(
-            f"--storage {without_password(url)!r}; it is the URL of a database:"
-            " sqlite:///search.db, postgresql://user@host/name or mysql://user@host/name;"
-            " correct it"
+            f"--storage {without_password(url)!r}; it must be the URL of a database:"
+            " sqlite:///search.db, postgresql://user@host/name or mysql://user@host/name; correct"
+            " it"
         ) from error
     except ModuleNotFoundError as error:
         raise _without_driver(url, error) from error

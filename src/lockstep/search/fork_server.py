@@ -131,9 +131,8 @@ class ForkServer:
             message = self.channel.receive()
             if message is None:
                 raise LaunchError(
-                    f"torch cannot be imported by {sys.executable}; what that process said stands "
-                    "above; mend its "
-                    "installation"
+                    f"torch cannot be imported by {sys.executable}; what that process said stands"
+                    " above; fix its installation"
                 )
             self._gpus = int(message["gpus"])
         return self._gpus

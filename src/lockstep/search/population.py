@@ -53,7 +53,7 @@ class Population:
         if steps is None or every is None:
             raise LaunchError(
                 "--sampler pbt on a recipe whose steps, or steps from one evaluation to the next,"
-                " are not known; members are compared in mid-training; give Recipe(steps=...) and"
+                " are not known; members are compared during training; give Recipe(steps=...) and"
                 " ls.Evaluation(every=...)"
             )
         if members < 2 or trials % members:

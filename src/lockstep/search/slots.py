@@ -40,7 +40,7 @@ def slots(
     `LaunchError`."""
     if gpus and gpus < processes and not share_devices:
         raise LaunchError(
-            f"a trial of {processes} processes on {gpus} GPUs; each process has a GPU of its own;"
+            f"a trial of {processes} processes on {gpus} GPUs; each process needs its own GPU;"
             " give a smaller --plan or --nproc, or --share-devices, to try a plan on fewer GPUs"
             " than it needs"
         )

@@ -44,8 +44,8 @@ def checked_columns(what: str, collected: Any, samples: int) -> Columns:
             )
             raise DataError(
                 f"{what} collected {shape} from a microbatch of {samples} samples; each tensor has"
-                " one row a sample; of tokens collect each sample's counts, such as right.sum(1)"
-                " and mask.sum(1)"
+                " one row per sample; of tokens collect each sample's counts, such as"
+                " right.sum(1) and mask.sum(1)"
             )
     return tensors
 
@@ -85,7 +85,7 @@ def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
             f"{what} collected {_words(found)} from microbatch {index}, and {_words(before)} from"
             f" microbatch {first}; the rows of all samples are concatenated, so they must have one"
             " dtype and one shape: pad them to one width for all microbatches, or collect one"
-            " number a sample"
+            " number per sample"
         )
     return len(before)
 
@@ -168,9 +168,9 @@ class BatchLoss:
                     loss = self._loss.compute(*leaves)
             except CollectiveCalled as error:
                 raise LossError(
-                    f"{WHAT} calls {error} of torch.distributed in its compute, which every rank"
-                    " calls with the rows of all samples, so they would be counted once a rank;"
-                    " leave it out"
+                    f"{WHAT} calls {error} of torch.distributed in its compute; every rank calls"
+                    " compute with the rows of all samples, so these would be counted once per"
+                    " rank; leave it out"
                 ) from None
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = (
@@ -179,8 +179,8 @@ class BatchLoss:
                 else f"a {type(loss).__name__}"
             )
             raise LossError(
-                f"{WHAT} computed {found}; it is a scalar tensor that depends on the collected"
-                " rows; take its mean() or sum()"
+                f"{WHAT} computed {found}; it must be a scalar tensor that depends on the"
+                " collected rows; take its mean() or sum()"
             )
         learning = [leaf for leaf in leaves if leaf.requires_grad]
         found_gradients = iter(torch.autograd.grad(loss, learning, allow_unused=True))

@@ -263,9 +263,9 @@ class Evaluator:
                     computed = self._metrics(Gathered)[name].compute(*everyone)
             except CollectiveCalled as error:
                 raise DataError(
-                    f"metric {name!r} calls {error} of torch.distributed in its compute, which"
-                    " every rank calls with the rows of all samples, so they would be counted once"
-                    f" a rank; leave it out: {ALONE}"
+                    f"metric {name!r} calls {error} of torch.distributed in its compute; every"
+                    " rank calls compute with the rows of all samples, so these would be counted"
+                    f" once per rank; leave it out: {ALONE}"
                 ) from None
             found[name] = _one_number(name, computed)
         return found
@@ -328,6 +328,6 @@ def _sum_and_number(name: str, values: Any, samples: int) -> tuple[Number, Numbe
         raise DataError(
             f"metric {name!r} has one value for a microbatch of {samples} samples; an ls.Mean"
             " divides the sum of the values by their number, and would take a mean of means;"
-            " return one value a sample: leave out .mean() (or .sum()) over them"
+            " return one value per sample: leave out .mean() (or .sum()) over them"
         )
     return number_of(values.double().sum()), float(values.numel())

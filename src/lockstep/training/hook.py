@@ -105,4 +105,4 @@ def check_hooks(hooks: Any) -> None:
                     f" are {moments}; use one of them, or a name with another beginning"
                 )
     if several is not hooks:
-        raise RecipeError(f"hooks={hooks!r}; it is a list of hooks; give hooks=[...]")
+        raise RecipeError(f"hooks={hooks!r}; it must be a list of hooks; give hooks=[...]")

@@ -42,7 +42,7 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
         return 1
     if rows and rows % samples == 0:
         return rows // samples
-    found = f"has {rows} rows" if rows >= 0 else "has nothing with one row a sample"
+    found = f"has {rows} rows" if rows >= 0 else "has nothing with one row per sample"
     raise LossError(
         f"term {name!r} of the loss is a plain scalar, the mean over this microbatch's samples, and"
         f" the batch {found} for {samples} samples, as where collate leaves samples out, filters,"
@@ -386,7 +386,7 @@ def _forward_known(
     value = _recorded(total)
     if isinstance(loss.weight, Tensor) and loss.weight.numel() != 1:
         raise LossError(
-            f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it is a number or a"
+            f"the weight of ls.Loss has shape {tuple(loss.weight.shape)}; it must be a number or a"
             " scalar tensor"
         )
     if isinstance(loss.weight, Tensor):
@@ -422,7 +422,7 @@ def _checked(name: str, total: Any, learns: bool) -> Tensor:
     if total.numel() != 1:
         raise LossError(
             f"term {name!r} of the loss has shape {tuple(total.shape)}; it must be a scalar; take"
-            " its mean() if it has one value a sample, or return ls.Sum of its sum() with"
+            " its mean() if it has one value per sample, or return ls.Sum of its sum() with"
             " Recipe.weight"
         )
     if total.is_complex():
@@ -450,8 +450,8 @@ def _number(name: Any, value: Any) -> float:
         else f"a {type(value).__name__}"
     )
     raise LossError(
-        f"the weight of term {name!r} is {kind}; it is a number or a scalar tensor: the denominator"
-        " of the term in this microbatch"
+        f"the weight of term {name!r} is {kind}; it must be a number or a scalar tensor: the"
+        " denominator of the term in this microbatch"
     )
 
 

@@ -113,7 +113,7 @@ class Run:
         first, *others = self.context.world.gather_values([verb, *patterns])
         if any(other != first for other in others):
             raise RecipeError(
-                f"run.{verb}{tuple(patterns)} on some ranks alone; all train the same parameters;"
+                f"run.{verb}{tuple(patterns)} on some ranks only; all train the same parameters;"
                 " call it on every rank"
             )
         names = set(module.names)

@@ -259,7 +259,7 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
 
 def check_no_auto(plan: Plan, microbatch: object) -> None:
     """Raise `PlanError` or `RecipeError` if a setting is still `auto`."""
-    why = "in a loop of your own; only ls.train has a loss to measure with; give a number"
+    why = "in your own loop; only ls.train has a loss to measure with; give a number"
     for name in MEASURED:
         if getattr(plan, name) == "auto":
             raise PlanError(f"{name}=auto {why}: {name}=2")
@@ -283,7 +283,7 @@ def check_compression_fits(plan: Plan, gradient_compression: str) -> None:
     if divided:
         raise RecipeError(
             f"gradient_compression={gradient_compression!r} with {', '.join(divided)}; only"
-            " gradients of full replicas can be compressed; use a plan with replicate alone, or"
+            " gradients of full replicas can be compressed; use a plan with replicate only, or"
             " gradient_compression='none'"
         )
 

@@ -252,7 +252,7 @@ class Step:
         if module.needs_closure and closure is None and self._computed is None:
             raise LossError(
                 f"after step {self.index}: a commit without a closure;"
-                f" {type(module.optimizers[0]).__name__} computes the gradient more than once a"
+                f" {type(module.optimizers[0]).__name__} computes the gradient more than once per"
                 " step; give commit(closure=...) a function that loops over step.microbatches()"
                 " and calls step.backward for each"
             )
@@ -437,9 +437,9 @@ class Step:
             f"{assigned.per_round} of {ranks}" if assigned.per_round < assigned.ranks else ranks
         )
         raise RecipeError(
-            f"step.microbatches() under {plan} in a loop with steps of {count} {parts}, computed in"
-            f" rounds by {number} ranks; forwards have collectives there, so a rank that has none"
-            " left computes a dummy, and the loop would count its samples twice; write"
+            f"step.microbatches() under {plan} in a loop with steps of {count} {parts}, computed"
+            f" in rounds by {number} ranks; forwards have collectives there, so a rank that has no"
+            " microbatch left computes a dummy, and the loop would count its samples twice; write"
             " step.microbatches(dummies=True), and `if not step.is_dummy:` around all but the"
             " forwards and step.backward; or call step.compute; or choose another plan, or sizes"
             " whose microbatches are a multiple of the ranks in every step"

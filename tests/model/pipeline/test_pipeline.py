@@ -211,7 +211,7 @@ def only(name: str, schedule: Schedule) -> str:
 
 UNREACHED: dict[tuple[str, Schedule], str] = {
     ("detached", "1f1b"): (
-        "the part '0' of the model hands on float32 [3, 8] without gradient, so no gradient"
+        "the part '0' of the model passes on float32 [3, 8] without gradient, so no gradient"
         " reaches the trainable parameters up to it"
     ),
     ("ignoring", "1f1b"): (

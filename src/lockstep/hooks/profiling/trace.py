@@ -33,8 +33,8 @@ def steps_of(text: str) -> range:
     steps = range(0) if found is None else range(int(found[1]), int(found[2]))
     if not steps:
         raise LaunchError(
-            f"--profile {text!r}; it is the first step and the one after the last: steps=10:13 are"
-            " 10, 11 and 12"
+            f"--profile {text!r}; it must be the first step and the one after the last:"
+            " steps=10:13 are 10, 11 and 12"
         )
     return steps
 

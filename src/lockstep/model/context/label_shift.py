@@ -114,12 +114,12 @@ def find_shift(
     if not any(is_right):
         found = [", ".join(f"{number:.6g}" for number in each) for each in (whole, *sums)]
         raise LossError(
-            f"the loss is no sum over tokens: of {tokens} tokens it is {found[0]}, and the losses"
-            f" of their parts sum to {found[1]}, or {found[2]} if it shifts labels by one; under"
-            " context each rank computes the loss of its own tokens, and these are summed; return"
-            " ls.Sum(total), the sum over the tokens with a label, and give Recipe.weight = batch"
-            " -> their number, instead of a mean over tokens, a loss of the last token, or one of"
-            " their mean"
+            f"the loss is not a sum over tokens: of {tokens} tokens it is {found[0]}, and the"
+            f" losses of their parts sum to {found[1]}, or {found[2]} if it shifts labels by one;"
+            " under context each rank computes the loss of its own tokens, and these are summed;"
+            " return ls.Sum(total), the sum over the tokens with a label, and give Recipe.weight"
+            " = batch -> their number, instead of a mean over tokens, a loss of the last token,"
+            " or one of their mean"
         )
     return is_right.index(True)
 

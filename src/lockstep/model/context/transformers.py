@@ -129,8 +129,8 @@ def _complete_call(
     if call.get("labels") is not None:
         raise RecipeError(
             f"{name} is called with labels; its loss is a mean over the tokens of one call, and"
-            " pairs a token with the next one, of whatever document or rank; leave labels out of"
-            " inputs, and compute the loss from output.logits in Recipe.loss"
+            " pairs a token with the next one, even of another document or rank; leave labels out"
+            " of inputs, and compute the loss from output.logits in Recipe.loss"
         )
     if call.get("past_key_values") is not None or call.get("use_cache"):
         raise RecipeError(

@@ -57,23 +57,24 @@ class Boundary(NamedTuple):
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
-                f"the part {part!r} of the model returns an empty tuple, and the next one is on "
-                "another rank; a stage of a pipeline hands on a tensor or a tuple of tensors; "
-                "return the next part's input"
+                f"the part {part!r} of the model returns an empty tuple, and the next one is on"
+                " another rank; a stage of a pipeline passes on a tensor or a tuple of tensors;"
+                " return the next part's input"
             )
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 inside = " in a tuple" if isinstance(value, tuple) else ""
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside}, "
-                    "and the next one is on another rank; a stage of a pipeline hands on a tensor "
-                    "or a tuple of tensors; return those, or put both parts into one module"
+                    f"the part {part!r} of the model returns a {type(tensor).__name__}{inside},"
+                    " and the next one is on another rank; a stage of a pipeline passes on a"
+                    " tensor or a tuple of tensors; return those, or put both parts into one"
+                    " module"
                 )
             if hasattr(tensor, "placements"):
                 raise RecipeError(
-                    f"the part {part!r} of the model returns a distributed tensor, sharded over "
-                    "the tensor axis, and the next one is on another rank; a stage of a pipeline "
-                    "hands on whole tensors; let the part's last layer gather its output"
+                    f"the part {part!r} of the model returns a distributed tensor, sharded over"
+                    " the tensor axis, and the next one is on another rank; a stage of a pipeline"
+                    " passes on whole tensors; let the part's last layer gather its output"
                 )
         return cls(
             tuple(tuple(tensor.shape) for tensor in tensors),

@@ -244,10 +244,10 @@ class BoundaryDiscovery:
             # every stage must have something to train
             if backward and not any(route[-1].gradients):
                 raise RecipeError(
-                    f"the part {self._stages.last_part(stage)!r} of the model hands on "
-                    f"{route[-1].describe()}, so no gradient reaches the trainable parameters up "
-                    "to it; freeze them (requires_grad_(False)), or hand on a tensor with a "
-                    "gradient: no detach(), no whole numbers"
+                    f"the part {self._stages.last_part(stage)!r} of the model passes on"
+                    f" {route[-1].describe()}, so no gradient reaches the trainable parameters up"
+                    " to it; freeze them (requires_grad_(False)), or pass on a tensor with a"
+                    " gradient: no detach(), no whole numbers"
                 )
             value = self._sent_to_next_stage(stage, value, route[-1])
         return route

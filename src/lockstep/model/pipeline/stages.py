@@ -53,9 +53,9 @@ class Stages:
         number of its parameters. Call it before any parameter is removed from the model."""
         if not (parts := sequential_parts(model, patterns)):
             raise RecipeError(
-                f"pipeline={ranks} and a model ({type(model).__name__}) that is no nn.Sequential; "
-                "a pipeline must know the model's parts in the order of their calls; name them, "
-                "as in Recipe.stages=['embed', 'blocks.*', 'head']"
+                f"pipeline={ranks} and a model ({type(model).__name__}) that is not an"
+                " nn.Sequential; a pipeline must know the model's parts in the order of their"
+                " calls; name them, as in Recipe.stages=['embed', 'blocks.*', 'head']"
             )
         modules = [model.get_submodule(name) for name in parts]
         costs = [numel(module) for module in modules] if costs is None else costs

@@ -110,7 +110,7 @@ def parse_target(text: str) -> Cluster:
     match = TARGET.fullmatch(text)
     if not match:
         raise PlanError(
-            f"target {text!r}: it is a count and a device, such as `64 x H100`; devices:"
+            f"target {text!r}: it must be a count and a device, such as `64 x H100`; devices:"
             f" {', '.join(known_devices())}"
         )
     count, name, link = int(match[1] or 1), match[2], match[3]
@@ -125,8 +125,8 @@ def parse_target(text: str) -> Cluster:
                 f" {counted[2]}`"
             )
         raise PlanError(
-            f"target {text!r}: {counted[2]!r} is no device that is known; write a count, an x and"
-            f" a device, such as `{counted[1]} x H100`; devices: {', '.join(known_devices())}"
+            f"target {text!r}: {counted[2]!r} is not a known device; write a count, an x and a"
+            f" device, such as `{counted[1]} x H100`; devices: {', '.join(known_devices())}"
         )
     device = load_device(name)
     inside, between = load_link(device.inside), load_link(link or device.between)
@@ -217,19 +217,19 @@ def _built(kind: type[T], sheet: dict[str, Any], name: str) -> T:
 
 def _rule_broken(key: str, value: Any, annotation: str) -> str | None:
     """Return the rule that a value breaks; None if it breaks none."""
-    rule = "it is a string"
+    rule = "it must be a string"
     holds = isinstance(value, str)
     if annotation in ("int", "float"):
         is_whole, or_zero = annotation == "int", key in MAY_BE_ZERO
-        rule = f"it is a {'whole ' * is_whole}number, {'0 or more' if or_zero else 'above 0'}"
+        rule = f"it must be a {'whole ' * is_whole}number, {'0 or more' if or_zero else 'above 0'}"
         holds = _is_quantity(value, is_whole=is_whole, or_zero=or_zero)
     elif annotation.startswith("Mapping"):
         needed = ", ".join(sorted(NEEDED[key]))
-        rule = f"it is a table of numbers above 0, with at least {needed}"
+        rule = f"it must be a table of numbers above 0, with at least {needed}"
         holds = isinstance(value, dict) and value.keys() >= NEEDED[key]
         holds = holds and all(map(_is_quantity, value.values()))
     elif annotation.startswith("tuple"):
-        rule = "it is a list of strings"
+        rule = "it must be a list of strings"
         holds = isinstance(value, list) and all(isinstance(each, str) for each in value)
     return None if holds else rule
 

@@ -220,8 +220,8 @@ def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
     except (AttributeError, KeyError, TypeError, NotImplementedError) as error:
         raise CheckpointError(
             f"{type(optimizer).__name__}.state_dict() cannot be saved ({type(error).__name__}:"
-            f" {error}); it is a dict with the keys state and param_groups, as torch's is; return"
-            " such a one"
+            f" {error}); it must be a dict with the keys state and param_groups, as torch's is;"
+            " return such a one"
         ) from error
     # torch's state dict shares the dicts of the optimizer, so a dict that was changed there is
     # restored

@@ -46,8 +46,8 @@ def check_closures(
     if others:
         raise RecipeError(
             f"{type(found).__name__} with {', '.join(others)}; it computes the gradient more than"
-            " once a step, by a closure, and needs all parameters on each process, one optimizer"
-            " for a model, and gradients as they are; use replicate, without these"
+            " once per step, by a closure, and needs all parameters on each process, one"
+            " optimizer for a model, and gradients as they are; use replicate, without these"
         )
 
 

@@ -94,8 +94,8 @@ def refuse_post_accumulate_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"parameter {name!r} has a post-accumulate-grad hook, which is called in each"
                 " microbatch's backward, with a gradient that is not summed over microbatches and"
                 f" processes; {AFTER_BACKWARD}, or with parameter.register_hook, whose hooks are"
-                " called once a step; for optimizers that step in the backward, return them from"
-                " the factory without hooks: they step after the last backward"
+                " called once per step; for optimizers that step in the backward, return them"
+                " from the factory without hooks: they step after the last backward"
             )
 
 
@@ -135,8 +135,8 @@ class GradientHooks:
                 if getattr(hook, "__module__", "") == "torch.autograd.graph":
                     raise RecipeError(
                         f"parameter {name!r} has a hook of register_multi_grad_hook, which torch"
-                        f" calls amid a backward; {AFTER_BACKWARD}, or use parameter.register_hook"
-                        " for each, whose hooks are called once a step"
+                        f" calls during a backward; {AFTER_BACKWARD}, or use"
+                        " parameter.register_hook for each, whose hooks are called once per step"
                     )
                 if _is_of_user(hook) and not isinstance(hook, _OncePerStep):
                     hooks[number] = _OncePerStep(hook, self)
