@@ -30,11 +30,12 @@ from lockstep.recipe.checks import check_count
 from lockstep.recipe.data import PackedStream, Stream, check_dataset
 
 TOGETHER = 256
-"""Documents that are packed among themselves."""
+"""Number of documents that are packed as one group."""
 IGNORED_LABEL = -100
-"""The label of a token that nothing predicts: the first of a document, and the rest of a row."""
+"""The label of a token that no token predicts: the first token of a document, and padding at the
+end of a row."""
 NO_DOCUMENT = -1
-"""The document of the rest of a row."""
+"""The document id of the padding at the end of a row."""
 Integers = NDArray[np.int64]
 PLAIN = (
     "a document is a list, an array or a tensor of token ids, or a dict with them as input_ids, and"
@@ -65,7 +66,7 @@ def pieces_of(document: int, tokens: int, length: int) -> list[Piece]:
 
 
 def packed_rows(lengths: Sequence[int], length: int) -> list[list[Piece]]:
-    """Pack documents of these `lengths` among themselves."""
+    """Pack documents of these `lengths` as one group."""
     pieces = [
         piece
         for document, tokens in enumerate(lengths)
@@ -149,7 +150,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     """The documents of a map-style dataset, in rows."""
 
     def __init__(self, data: Any, length: int, lengths: Any) -> None:
-        """`lengths`: tokens of each document. Raises `DataError`."""
+        """`lengths`: the number of tokens in each document. Raises `DataError`."""
         self._data, self._length = data, length
         self._lengths = self._checked(lengths)
         self._rows_together = lru_cache(maxsize=8)(self._packed)

@@ -12,14 +12,14 @@ class ShardPosition(NamedTuple):
 
     epoch: int = 0
     seen: int = 0
-    """Samples of the shard read in that epoch."""
+    """Number of the shard's samples read in that epoch."""
 
 
 class MixturePosition(NamedTuple):
     """The position in a shard of a mixture."""
 
     seen: int
-    """Samples of the mixture read."""
+    """Number of the mixture's samples read."""
     streams: dict[str, Position]
     """The position in each of its streams, by name."""
 
@@ -28,9 +28,9 @@ class PackedPosition(NamedTuple):
     """The position in a shard of packed documents."""
 
     documents: Position
-    """The beginning of the documents that are packed together."""
+    """The position of the first of the documents that are packed together."""
     rows: int
-    """Rows of these documents that were read."""
+    """Number of rows of these documents that were read."""
 
 
 Position = ShardPosition | MixturePosition | PackedPosition
@@ -60,7 +60,7 @@ def position_in(value: Any) -> Position:
 
 
 def fits(position: Position, stream: Stream) -> bool:
-    """True if the position is one in a shard of such a stream."""
+    """True if `position` is a position in a shard of this kind of stream."""
     match stream.open, position:
         case Mixture(streams=streams), MixturePosition(streams=positions):
             return streams.keys() == positions.keys() and all(

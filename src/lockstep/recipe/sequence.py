@@ -18,7 +18,7 @@ class Sequence:
     `RecipeError`."""
 
     dim: int = 1
-    """The dim of the tokens in the model's inputs and output; dim 0 is that of the samples."""
+    """The dim of the tokens in the model's inputs and output; dim 0 is the dim of the samples."""
     chunks: int = 16
     """Number of chunks in each sequence. Each chunk has its own random numbers, which do not depend
     on the plan. The axis `context` can have at most half as many ranks."""

@@ -33,7 +33,7 @@ def check_packing(records: Records) -> AreaResult:
 
 
 def _why(row: Row) -> str:
-    """Why transformers did not look for documents in the positions."""
+    """Return the reason why transformers did not look for documents in the positions."""
     if row["has_mask"]:
         return "an attention_mask, with which transformers does not look for documents"
     if row["has_cache"]:

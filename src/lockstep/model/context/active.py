@@ -1,4 +1,4 @@
-"""The cut sequence of the forward that is under way in this thread."""
+"""The cut sequence of the forward that runs in this thread."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ActiveSequence:
     is_handled: bool = False
     """True inside an attention that exchanges keys itself."""
     checkpointed_blocks: int = 0
-    """Blocks under way whose recomputation enters the sequence again."""
+    """Number of running blocks whose recomputation enters the sequence again."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Calls of each kind since the forward began."""
+    """Number of calls of each kind since the start of the forward."""
 
     def places(self) -> Tensor:
-        """Return the positions of this rank's tokens: (tokens,), or (samples, tokens) where rows
-        have other documents."""
+        """Return the positions of this rank's tokens: (tokens,), or (samples, tokens) if rows have
+        different documents."""
         own = self.layout.places
         return own if self.documents is None else self.documents.places(own)
 
@@ -41,7 +41,7 @@ class Forward(Protocol):
     sequence: ActiveSequence
 
     def resumed(self, counts: dict[str, int]) -> AbstractContextManager[Any]:
-        """A forward that goes on after these calls, for a recomputation."""
+        """Return a context in which a recomputation continues a forward after these calls."""
 
 
 class _Stack(threading.local):
@@ -53,7 +53,7 @@ _stack = _Stack()
 
 
 def active() -> ActiveSequence | None:
-    """Return the sequence of the forward under way in this thread, if it is cut or chunked."""
+    """Return the sequence of the forward that runs in this thread, if it is cut or chunked."""
     return _stack.forwards[-1].sequence if _stack.forwards else None
 
 
@@ -67,7 +67,7 @@ def deactivate() -> None:
 
 @contextmanager
 def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
-    """Around a block whose activations are checkpointed. Yields the context of its recomputation,
+    """Run a block whose activations are checkpointed. Yields the context of its recomputation,
     which can be entered several times."""
     if not _stack.forwards:
         yield nullcontext()
@@ -81,7 +81,7 @@ def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
 
 
 class _Resumed:
-    """Goes on with a forward as it was when this was made."""
+    """Continues a forward in the state in which it was when this object was made."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -99,7 +99,7 @@ class _Resumed:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Leave every call in the body as it is: for an attention that exchanges keys itself."""
+    """Leave every call in the body unchanged, because the attention exchanges keys itself."""
     sequence = active()
     if sequence is None:
         yield

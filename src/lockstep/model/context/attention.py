@@ -36,9 +36,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return this rank's tokens' attention to all tokens of their documents. Every rank calls it.
-    The arguments are those of torch's function, for this rank's tokens. Raises `RecipeError` and
-    `PlanError`."""
+    """Return the attention of this rank's tokens to all tokens of their documents. Every rank calls
+    it. The arguments are those of torch's function, for this rank's tokens. Raises `RecipeError`
+    and `PlanError`."""
     layout, documents = sequence.layout, sequence.documents
     ranks = layout.world.size
     attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
@@ -104,7 +104,7 @@ class ChunkedAttention:
         self._dropout = dropout
         self._is_causal = is_causal
         self.remade = Remade()
-        """Keys, values and masks, which a backward makes again."""
+        """Keys, values and masks, which the backward makes again."""
 
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:
@@ -125,7 +125,7 @@ class ChunkedAttention:
         )
 
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The attention of one chunk, if causal to the keys before its end."""
+        """Return the attention of one chunk; if causal, to the keys before its end."""
         if not len(span):
             return query
         if self._is_causal:
@@ -166,7 +166,7 @@ class ChunkedAttention:
 
 
 def _of(mask: Tensor, rows: range, keys: int) -> Tensor:
-    """Return a mask's rows and keys, of which it may have one for all."""
+    """Return some rows and keys of a mask, which may have size 1 in either dim."""
     if mask.shape[-2] > 1:
         mask = mask[..., rows.start : rows.stop, :]
     return mask[..., :keys] if mask.shape[-1] > 1 else mask

@@ -1,5 +1,6 @@
-"""The calls of a model that a cut sequence changes, and the dim of each that is the tokens: found
-by two forwards of different lengths, so that a size that is equal by chance is not taken for it."""
+"""The calls of a model that a cut sequence changes, and which dim of each is the dim of the tokens.
+Two forwards of different lengths show this, so a size that equals the length by chance is not
+mistaken for it."""
 
 from __future__ import annotations
 
@@ -20,23 +21,24 @@ Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
 """The call is the same at every length."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
-"""Modules whose slices are none of the model."""
+"""Modules whose slices do not belong to the model."""
 OTHERWISE: Final = -2
-"""The call changes with the length, but no dim of it is as long as the sequence, or several are."""
+"""The call changes with the length, but none of its dims is as long as the sequence, or several
+are."""
 
 
 class Call(NamedTuple):
-    """A call, by the sizes in it."""
+    """A call, described by its sizes."""
 
     kind: Kind
     sizes: tuple[int, ...]
-    """A slice has the tokens that it takes of each dim, or -1 for a dim that is not sliced."""
+    """For a slice: the number of tokens taken of each dim, or -1 for a dim that is not sliced."""
     table: tuple[int, ...] = ()
     """The shape of a sliced tensor."""
 
 
 Dims = Mapping[Kind, Sequence[int]]
-"""Kind -> the dim of the tokens in each call of a forward, `NOT_TOKENS` or `OTHERWISE`."""
+"""Kind -> the dim of the tokens in each call of a forward, or `NOT_TOKENS` or `OTHERWISE`."""
 
 
 def call_of(
@@ -61,7 +63,7 @@ def call_of(
 
 
 def is_call_of_model(caller: FrameType) -> bool:
-    """True if the model's own code, or torch's for it, makes a call."""
+    """True if the model's own code makes the call, or torch's code called by the model."""
     frame: FrameType | None = caller
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # of another mode
         frame = frame.f_back
@@ -73,7 +75,8 @@ def _given(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name: s
 
 
 def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | None:
-    """Return the numbers of a call of `torch.arange`; None unless they are whole and 1 apart."""
+    """Return the numbers that a call of `torch.arange` returns; None unless they are whole and 1
+    apart."""
     if not args:
         args = [keywords["start"]] if "start" in keywords else [0]
         args = [*args, keywords["end"]]
@@ -145,7 +148,8 @@ def _dim(short: Call, long: Call, lengths: tuple[int, int]) -> int:
     sizes = zip(short.sizes, long.sizes, strict=True)
     found = [dim for dim, pair in enumerate(sizes) if pair == lengths]
     if short.kind == "slice":
-        # a slice of what has the tokens already takes some of them, and is no table of positions
+        # a slice of a tensor that has the tokens already takes some of them; the tensor is not a
+        # table of positions
         found = [dim for dim in found if short.table[dim] == long.table[dim]]
         return found[0] if len(found) == 1 else NOT_TOKENS
     return found[0] if len(found) == 1 else OTHERWISE

@@ -1,5 +1,5 @@
-"""A model that computes a rank's tokens of each sequence: what training sees of the axis
-`context`, and of a recipe's chunks and documents."""
+"""A model that computes a rank's tokens of each sequence. This is what training uses for the axis
+`context`, and for a recipe's chunks and documents."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ from lockstep.model.context.transformers import open_transformers
 from lockstep.recipe.sequence import Sequence
 
 LENGTHS = (17, 19)
-"""Tokens of the two forwards that show which calls grow with the sequence."""
+"""Numbers of tokens in the two forwards that show which calls grow with the sequence."""
 COMPARED_TOKENS_PER_CHUNK = 8
 WINDOWS = 8
-"""Windows of a long sequence in which the shift of a loss is looked for, before the whole."""
+"""Number of windows of a long sequence in which the shift of a loss is looked for, before the whole
+sequence is used."""
 MOST_LAYOUTS = 64
-"""Lengths whose layout is kept."""
+"""Number of lengths whose layout is kept."""
 
 
 class SequenceCut:
-    """Calls a model with this rank's tokens of each sequence, and its loss. Every rank of the axis
-    makes one, and the same calls. With one rank nothing is cut; random numbers are drawn by chunk,
-    and documents are kept apart."""
+    """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis
+    makes one, and makes the same calls. With one rank nothing is cut, but random numbers are drawn
+    by chunk, and documents are kept separate."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class SequenceCut:
         self._exchange = exchange
         self._only_draws = open_transformers(model)
         self._compared: set[LossFunction] = set()
-        """Losses whose labels were seen at a cut between documents."""
+        """Losses whose labels were checked at a cut between documents."""
         self._documents: Documents | None = None
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Dims] = {}
@@ -76,8 +77,9 @@ class SequenceCut:
         """The layout of the last forward."""
 
     def run(self, arguments: Any, batch: Any) -> Any:
-        """Return the model's output for this rank's tokens. `arguments`: what `Recipe.inputs`
-        returned for `batch`, of all tokens. Raises `RecipeError`, `DataError` and `PlanError`."""
+        """Return the model's output for this rank's tokens. `arguments`: the result of
+        `Recipe.inputs` for `batch`, with all tokens. Raises `RecipeError`, `DataError` and
+        `PlanError`."""
         size = self._samples, tokens = self._size_of(arguments)
         self._know_dims(arguments)
         self._documents = self._documents_of(batch, size)
@@ -86,9 +88,9 @@ class SequenceCut:
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
         """Check that the model and the loss can be cut: once in training mode, and once in
-        evaluation. Every rank of the axis calls it, with what `run` gets. Generators and buffers
-        are as before. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on
-        all ranks."""
+        evaluation mode. Every rank of the axis calls it, with the arguments of `run`. Generators
+        and buffers are unchanged afterwards. Raises `RecipeError`, `LossError`, `DataError` or
+        `PlanError`, the same on all ranks."""
         if self._model.training in self._checked:
             return
         self._checked.add(self._model.training)
@@ -97,9 +99,9 @@ class SequenceCut:
         self._check_documents(arguments, batch)
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
-        """Return the loss of this rank's tokens, in the form in which `loss` returns it. Over the
-        axis these sum to the loss of all tokens. `output`: what `run` returned for this batch.
-        Raises `LossError`."""
+        """Return the loss of this rank's tokens, in the form in which `loss` returns it. Summed
+        over the axis, these give the loss of all tokens. `output`: the result of `run` for this
+        batch. Raises `LossError`."""
         self._check_labels(loss, output, batch)
         if self._world.size == 1:
             return loss(output, batch)
@@ -110,7 +112,7 @@ class SequenceCut:
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
-        calls it. `output`: what `run` returned last."""
+        calls it. `output`: the latest result of `run`."""
         if self._world.size == 1:
             return output
         layout, dim = self._layout, self.dim
@@ -127,7 +129,7 @@ class SequenceCut:
         documents: Documents | None = None,
         observer: AbstractContextManager[Any] | None = None,
     ) -> Any:
-        """Return the model's output for this rank's tokens of the layout. `arguments`: of all
+        """Return the model's output for this rank's tokens of the layout. `arguments`: for all
         tokens. `observer`: a context around the forward."""
         sequence = ActiveSequence(layout, self._exchange, documents)
         mode = SequenceMode(
@@ -145,7 +147,8 @@ class SequenceCut:
     def call_of(
         self, arguments: Any, places: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the model is called with. `places`: of the tokens; None: they are all."""
+        """Return the arguments with which the model is called. `places`: the indices of the tokens;
+        None: all tokens."""
         keywords = dict(arguments) if isinstance(arguments, dict) else {}
         name = self._sequence.positions
         if name is not None and name not in keywords:
@@ -177,7 +180,7 @@ class SequenceCut:
                 self._find_shift(loss, output, layout, batch, tokens)
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
-        """Return the samples and the tokens of a batch. Raises `RecipeError`."""
+        """Return the numbers of samples and of tokens in a batch. Raises `RecipeError`."""
         dim = self.dim
         for leaf in tensors_in(arguments):
             if leaf.dim() > dim:
@@ -205,8 +208,8 @@ class SequenceCut:
         return layout
 
     def sample(self, value: Any, size: tuple[int, int], start: int, tokens: int) -> Any:
-        """Return the first sample of a batch, or of what the model is called with, from the token
-        `start` on. `size`: samples and tokens."""
+        """Return the first sample of a batch, or of the model's arguments, from the token `start`
+        on. `size`: the numbers of samples and of tokens."""
         dim = self.dim
 
         def first(tensor: Tensor) -> Tensor:
@@ -290,9 +293,9 @@ class SequenceCut:
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, tokens: int
     ) -> int:
-        """Find the shift of a loss and remember it. If nothing in the batch shows it, both are
-        right for this batch. `output`: of this rank's tokens of the layout. `batch`: of `tokens`
-        tokens."""
+        """Find the shift of a loss and remember it. If nothing in the batch shows it, both shifts
+        are right for this batch. `output`: for this rank's tokens of the layout. `batch`: with
+        `tokens` tokens."""
         samples, dim = self._samples, self.dim
         most = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
         step = max(1, (tokens - most) // WINDOWS)
@@ -329,7 +332,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """A context in which nothing is dropped, and BatchNorm takes statistics as in training."""
+    """A context in which dropout drops nothing, and BatchNorm takes statistics as in training."""
     modes = [(each, each.training) for each in model.modules()]
     try:
         for each, _ in modes:

@@ -1,4 +1,4 @@
-"""Checks before the first step that documents in one row do not meet: neither in the model, nor in
+"""Checks before the first step that documents in one row are independent, both in the model and in
 the labels of the loss."""
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from lockstep.model.context.documents import Documents
 from lockstep.recipe.recipe import Loss, Sum
 
 MOST_TOKENS = 32
-"""Tokens of each of the two documents that the model is tried with."""
+"""Largest number of tokens in each of the two documents with which the model is tried."""
 ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's eps."""
+"""Tolerance of the relative error, in units of the square root of the dtype's epsilon."""
 
 Call = Callable[[Any, Documents], Any]
-"""(arguments of the model, documents) -> its output, with nothing drawn."""
+"""(arguments of the model, documents) -> the model's output, without random numbers."""
 
 
 @torch.no_grad()
 def check_model(call: Call, arguments: Any, documents: Documents) -> None:
     """Try the model with two documents in one row, made of the first tokens of a batch: the second
-    must not see the first, and must be what it is alone. Three forwards, on every rank. Raises
-    `RecipeError`. `arguments`: of the model, for `documents`."""
+    must not depend on the first, and must have the same output as alone. This takes three forwards,
+    on every rank. Raises `RecipeError`. `arguments`: the model's arguments for `documents`."""
     half = min(documents.tokens // 2, MOST_TOKENS)
     if not half:
         return
@@ -69,7 +69,7 @@ def check_model(call: Call, arguments: Any, documents: Documents) -> None:
 
 
 def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
-    """The first sample alone, and these tokens of it."""
+    """Return the first sample, with only these tokens."""
     samples = len(documents.ids)
 
     def cut(tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
 
 
 def _rows(output: Any, tokens: int) -> Tensor:
-    """The output that has a row for each token. Raises `RecipeError`."""
+    """Return the part of the output that has a row for each token. Raises `RecipeError`."""
     for leaf in tree_leaves(output):
         if (
             isinstance(leaf, Tensor)
@@ -104,9 +104,10 @@ def _distance(found: Tensor, truth: Tensor) -> float:
 def check_labels(
     loss: Callable[[Any, Any], Any], output: Any, batch: Any, documents: Documents
 ) -> bool:
-    """Raise `LossError` if the loss pairs the last token of a document with the first of the next:
-    no token predicts a document's first. `loss`: as in `Recipe`. `output`: of all tokens; its
-    values do not count. Returns False if the batch has no documents that follow each other."""
+    """Raise `LossError` if the loss pairs the last token of a document with the first token of the
+    next one: no token predicts the first token of a document. `loss`: as in `Recipe`. `output`: for
+    all tokens; its values do not matter. Returns False if the batch has no documents that follow
+    each other."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
@@ -133,7 +134,7 @@ def check_labels(
 def _gradient(
     loss: Callable[[Any, Any], Any], output: Any, batch: Any, documents: Documents
 ) -> Tensor:
-    """The gradient of the loss with respect to a random output, (samples, tokens, ...)."""
+    """Return the gradient of the loss with respect to a random output, (samples, tokens, ...)."""
     generator = torch.Generator().manual_seed(29)
     leaves: list[Tensor] = []
 
@@ -152,7 +153,7 @@ def _gradient(
 
 
 def _total(value: Any) -> Any:
-    """The sum of a loss's terms."""
+    """Return the sum of a loss's terms."""
     if isinstance(value, dict):
         return sum(map(_total, value.values()))
     return value.total if isinstance(value, Loss | Sum) else value
@@ -168,7 +169,7 @@ def _is_labels(leaf: Any, documents: Documents) -> bool:
 
 
 def _with_other_firsts(batch: Any, documents: Documents) -> Any:
-    """The batch with another label, which some token may have, at the first token of each
+    """Return the batch with another label, which some token may have, at the first token of each
     document."""
     firsts = documents.lasts().roll(1, 1)
 
@@ -183,7 +184,8 @@ def _with_other_firsts(batch: Any, documents: Documents) -> Any:
 
 
 def _has_next_tokens(batch: Any, documents: Documents, read: Tensor) -> bool:
-    """True if a tensor of the batch holds the next token of another, wherever the loss reads."""
+    """True if, wherever the loss reads, a tensor of the batch has the next token of another
+    tensor."""
     places = read[:, :-1]
     tensors = [leaf for leaf in tree_leaves(batch) if _is_labels(leaf, documents)]
     return any(

@@ -14,7 +14,7 @@ from lockstep.base.errors import DataError
 from lockstep.base.torch_private import assert_async
 
 PADDING = -1
-"""The id of tokens that belong to no document: the padding at the end of a row."""
+"""The id of tokens that belong to no document: padding at the end of a row."""
 RULE = (
     "each row has its documents one behind the other, with ids that never decrease, such as"
     f" [0, 0, 0, 1, 1]; padding at its end has the id {PADDING}"
@@ -26,8 +26,8 @@ class Documents:
     """The documents in the rows of one microbatch. Indices refer to tokens in the whole row."""
 
     ids: Tensor
-    """Shape (samples, tokens): the number of each token's document, counted from 0 in each row;
-    padding counts as the last document."""
+    """Shape (samples, tokens): the number of each token's document, counted from 0 in each row.
+    Padding counts as the last document."""
     positions: Tensor
     """Shape (samples, tokens): the position of each token in its document, from 0."""
 
@@ -61,22 +61,22 @@ class Documents:
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Tokens of each document, by row."""
+        """Return the number of tokens of each document, for each row."""
         return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids]
 
     def places(self, indices: Tensor) -> Tensor:
-        """Positions of these tokens in their documents: shape (tokens,) for a single row, else
-        (samples, tokens)."""
+        """Return the positions of these tokens in their documents: shape (tokens,) for a single
+        row, else (samples, tokens)."""
         positions = self.positions[:, indices]
         return positions[0] if len(positions) == 1 else positions
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """A mask of shape (samples, 1, queries, keys): True where query and key belong to the same
-        document."""
+        """Return a mask of shape (samples, 1, queries, keys): True where query and key belong to
+        the same document."""
         return self.ids[:, None, queries, None] == self.ids[:, None, None, keys]
 
     def lasts(self) -> Tensor:
-        """A mask of shape (samples, tokens): True at the last token of each document that is
+        """Return a mask of shape (samples, tokens): True at the last token of each document that is
         followed by another one in its row."""
         return torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (0, 1))
 

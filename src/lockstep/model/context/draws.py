@@ -1,8 +1,9 @@
-"""Random numbers of a sequence, drawn chunk by chunk: they do not depend on which rank has which
-chunks.
+"""Random numbers of a sequence, drawn chunk by chunk, so that they do not depend on which rank has
+which chunks.
 
-A call takes one number from the default generator, which all ranks of the axis `context` have in
-one state. Each chunk's numbers come from generators seeded with that number and the chunk's.
+A call takes one number from the default generator, whose state is the same on all ranks of the axis
+`context`. The numbers for each chunk come from generators seeded with that number and the number of
+the chunk.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def draws(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> bool:
 
 
 def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> torch.Size:
-    """Return the shape of what a call of one of the functions above returns."""
+    """Return the shape of the result of a call of one of the functions above."""
     if function in OF_A_SHAPE:
         return torch.Size(sizes_of(args, keywords))
     given = args[0] if args else keywords["input"]
@@ -73,15 +74,15 @@ def shape_of(function: Any, args: Sequence[Any], keywords: dict[str, Any]) -> to
 
 
 def sizes_of(args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
-    """Return the sizes in a call of `torch.rand` or its like."""
+    """Return the sizes in a call of `torch.rand` or a similar function."""
     is_one = bool(args) and isinstance(args[0], list | tuple)
     sizes = keywords["size"] if "size" in keywords else args[0] if is_one else args
     return [int(size) for size in sizes]
 
 
 def seeded_chunks(chunks: Sequence[int], device: torch.device) -> Iterator[int]:
-    """Yield the place of each chunk, with the default generators, also of `device`, seeded for it.
-    Afterwards they are as if one number had been drawn. Exhaust it."""
+    """Yield the index of each chunk while the default generators (also the one of `device`) are
+    seeded for it. Afterwards they are as if one number had been drawn. Exhaust the iterator."""
     with disable_current_modes():
         number = int(torch.empty((), dtype=torch.int64).random_())
     generators = accelerator.generators_of([device])
@@ -100,8 +101,8 @@ def draw_by_chunk(
     chunks: Sequence[int],
     widths: Sequence[int],
 ) -> Any:
-    """Call a function above chunk by chunk. `dim`: of the tokens. `chunks`, `widths`: the numbers
-    and the tokens of this rank's chunks."""
+    """Call a function above chunk by chunk. `dim`: the dim of the tokens. `chunks`, `widths`: the
+    numbers of this rank's chunks, and how many tokens each has."""
     if function in OF_A_SHAPE:
         sizes = sizes_of(args, keywords)
         others = {name: value for name, value in keywords.items() if name != "size"}

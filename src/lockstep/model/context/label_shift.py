@@ -1,9 +1,9 @@
 """Losses on the tokens of one rank: whether a loss shifts its labels, and its value at the cuts.
 
-A loss is called on a rank's tokens alone. If it compares the output of each token with the label of
-the next one (`output[:, :-1]`, `labels[:, 1:]`), the pairs at the ends of chunks are no neighbours
-on the rank: it is then given labels that are shifted already. Which of both a loss does is found by
-a test: the sum over ranks must be the loss of all tokens.
+A loss is called with a rank's tokens only. If it compares the output of each token with the label
+of the next one (`output[:, :-1]`, `labels[:, 1:]`), the pairs at the ends of chunks are not
+adjacent on the rank. The loss then gets labels that are already shifted. A test shows which of the
+two a loss does: the sum over ranks must be the loss of all tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.recipe.recipe import Loss, Sum
 
 LossFunction = Callable[[Any, Any], Any]
 TOLERANCE = 1e-4
-"""Relative, in float32: sums of losses in another order differ by less."""
+"""A relative tolerance, in float32: sums of losses in another order differ by less."""
 
 
 def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
@@ -31,7 +31,8 @@ def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
 
 
 def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same containers with each tensor that has the tokens along `dim` replaced."""
+    """Return the same containers, with `function` applied to each tensor that has the tokens along
+    `dim`."""
     return map_tensors(
         value, lambda tensor: function(tensor) if has_tokens(tensor, dim, tokens) else tensor
     )
@@ -41,7 +42,7 @@ def parts_of(
     output: Any, batch: Any, layout: TokenLayout, rank: int, dim: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of outputs and batches whose losses sum to the loss of a rank's tokens. `output`:
-    of the rank's tokens. `batch`: of all tokens."""
+    for the rank's tokens. `batch`: with all tokens."""
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
     select = partial(map_tokens, batch, dim, tokens)
@@ -55,7 +56,7 @@ def parts_of(
         labels = torch.cat([places[start : start + 1], following[start : stop - 1]])
         return select(lambda tensor: tensor.index_select(dim, labels))
 
-    # the last token of the sequence has no label; a loss drops the last row of what it is given
+    # the last token of the sequence has no label; a loss drops the last row of its arguments
     end = [span.stop for span in layout.spans_of(rank)]
     widths = [len(span) for span in layout.spans_of(rank)]
     cut = sum(widths[: end.index(tokens) + 1]) if tokens in end else 0
@@ -63,7 +64,7 @@ def parts_of(
         if stop - start > 1:
             yield rows(partial(_narrowed, dim, start, stop)), shifted(start, stop)
     if cut == own_tokens:
-        if own_tokens == 1:  # without a label: only that the loss has a gradient
+        if own_tokens == 1:  # without a label; it only gives the loss a gradient
             yield output, shifted(0, 1)
         return
     # the label of the last row: two rows, of which the loss drops one
@@ -95,7 +96,8 @@ def find_shift(
     loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int
 ) -> int | None:
     """Return how far a loss shifts its labels, 0 or 1; None if this output and batch do not show
-    it. Raises `LossError` if the loss is no sum over tokens. `output`, `batch`: of all tokens."""
+    it. Raises `LossError` if the loss is not a sum over tokens. `output`, `batch`: with all
+    tokens."""
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)
 

@@ -20,9 +20,10 @@ from lockstep.model.context.draws import DROPOUTS, draw_by_chunk
 
 
 class SequenceMode(TorchFunctionMode):
-    """Computes a cut sequence: enter it around a forward, with `sequence` active. `dims`: from
-    `find_dims`. `only_draws`: for a model whose attention is registered with transformers, which
-    takes positions as an argument. `draws_by_chunk`: False refuses random numbers."""
+    """Computes a cut sequence: enter it around a forward, with `sequence` active. `dims`: the
+    result of `find_dims`. `only_draws`: for a model whose attention is registered with
+    transformers, which takes positions as an argument. `draws_by_chunk`: False refuses random
+    numbers."""
 
     def __init__(
         self, sequence: ActiveSequence, dims: Dims, *, only_draws: bool, draws_by_chunk: bool
@@ -87,7 +88,7 @@ class SequenceMode(TorchFunctionMode):
         whole = layout.world.size == 1
         if call.kind == "draw":
             return self._draw(call, dim, function, args, keywords)
-        if dim == OTHERWISE:  # what it then computes is compared with the uncut forward
+        if dim == OTHERWISE:  # the result is compared with the uncut forward
             return function(*args, **keywords)
         if call.kind == "attention":
             dropout = args[4] if len(args) > 4 else keywords.get("dropout_p", 0.0)
@@ -124,7 +125,8 @@ class SequenceMode(TorchFunctionMode):
 
     def _check_recomputation(self, *, without_gradients: bool) -> None:
         """Raise `RecipeError` if the model's own checkpointing would compute this call again
-        outside of the mode. `without_gradients`: it is checkpointing too if gradients are off."""
+        outside of the mode. `without_gradients`: a call without gradients also counts as
+        checkpointing."""
         if self.sequence.checkpointed_blocks:
             return
         is_off = without_gradients and self._has_gradients and not torch.is_grad_enabled()
@@ -156,7 +158,7 @@ _NAMES = {
 
 def _rows(table: Tensor, index: tuple[Any, ...], dim: int, places: Tensor) -> Tensor:
     """Return the rows at `places` of a table, instead of the slice `index[dim]`."""
-    # dims before that are indexed by a number are gone from the result
+    # dims that are indexed by a number before that are missing in the result
     gone = sum(isinstance(each, int) for each in index[:dim])
     others = tuple(slice(None) if place == dim else each for place, each in enumerate(index))
     rows = table[others]

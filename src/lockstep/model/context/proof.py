@@ -1,4 +1,4 @@
-"""A check before the first step: a cut forward computes what an uncut one does.
+"""A check before the first step that a cut forward computes the same as an uncut one.
 
 One sample is computed twice, whole and cut, with the same random numbers. If the outputs differ,
 both forwards are computed once more, and the first call of torch whose result differs is named."""
@@ -29,8 +29,8 @@ from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
 
 ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in
-float32."""
+"""Tolerance of the relative error, in units of the square root of the dtype's epsilon, which is
+3e-4 in float32."""
 ELSEWHERE = "or leave context out: shard=N and checkpointing=full make room for long sequences too"
 Compute = Callable[[TokenLayout, AbstractContextManager[Any]], Any]
 """(layout, context around the model's forward) -> the output of the rank's tokens."""
@@ -40,7 +40,7 @@ HIDDEN_ATTENTION = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-"""Modules of torch whose attention no mode sees."""
+"""Modules of torch whose attention a mode cannot intercept."""
 ATTENTION = (
     "attention of its own; each rank has some of the tokens: call"
     " torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True), which"
@@ -71,12 +71,12 @@ REASONS = {
         f" torch.arange(tokens) or table[:tokens]; {ELSEWHERE}",
     ),
 }
-"""Function of torch -> what it computes, and what to do."""
+"""Function of torch -> what it computes, and what to do about it."""
 OTHER_REASON = f"something else for a part of the tokens; compute each token by itself, {ELSEWHERE}"
 
 
 def check_modules(model: nn.Module, ranks: int) -> None:
-    """Raise `RecipeError` for modules that no cut sequence can go through."""
+    """Raise `RecipeError` for modules that do not work with a cut sequence."""
     for name, module in model.named_modules():
         if isinstance(module, HIDDEN_ATTENTION):
             raise RecipeError(
@@ -97,9 +97,9 @@ def _torch_name(module: nn.Module) -> str:
 
 
 def prove(compute: Compute, layout: TokenLayout, whole: TokenLayout, dim: int) -> Any:
-    """Compare the output of this rank's tokens with that of all. Every rank of the axis calls it.
-    Returns the output of the rank's tokens. `compute`: with collectives; it raises the same on all
-    ranks. Raises `RecipeError` if they differ."""
+    """Compare the output for this rank's tokens with the output for all tokens. Every rank of the
+    axis calls it. Returns the output for the rank's tokens. `compute`: has collectives, and raises
+    the same on all ranks. Raises `RecipeError` if they differ."""
     world = layout.world
     try:
         found, state = _run(compute, layout)
@@ -126,13 +126,13 @@ def prove(compute: Compute, layout: TokenLayout, whole: TokenLayout, dim: int) -
 def _run(
     compute: Compute, layout: TokenLayout, observer: AbstractContextManager[Any] | None = None
 ) -> tuple[Any, Tensor]:
-    """Return the output, and the state in which the default generator was left."""
+    """Return the output, and the state of the default generator after it."""
     with accelerator.preserved_generators(layout.world.device):
         return compute(layout, observer or nullcontext()), torch.default_generator.get_state()
 
 
 def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tuple[float, float]:
-    """Return the relative difference of the outputs, and what rounding explains."""
+    """Return the relative difference of the outputs, and the difference that rounding explains."""
     pairs = list(zip(tensors_in(found), tensors_in(expected), strict=True))
     if not any(has_tokens(whole, dim, layout.tokens) for _, whole in pairs):
         shapes = ", ".join(str(tuple(whole.shape)) for _, whole in pairs)
@@ -207,15 +207,16 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """The shape of a result, and its sums of squares at each index of each dim of tokens; under
-    None all together."""
+    """The shape of a result, and its sums of squares at each index of each dim of tokens. Under
+    None: the sum of all."""
 
     shape: torch.Size
     squares: dict[int | None, Tensor]
 
 
 class _Results(TorchFunctionMode):
-    """Notes the results of the model's calls, or compares them with those of an uncut forward."""
+    """Records the results of the model's calls, or compares them with the results of an uncut
+    forward."""
 
     def __init__(
         self, layout: TokenLayout, expected: list[tuple[str, _Tensor]] | None, allowed: float
@@ -242,7 +243,7 @@ class _Results(TorchFunctionMode):
                 self.first = _Result(number, name, _line(caller), is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
-        """Return None if the results agree; else True if tokens meet tokens in it."""
+        """Return None if the results agree; else True if the call combines different tokens."""
         layout = self._layout
         if part.dim() != len(whole.shape):
             return False

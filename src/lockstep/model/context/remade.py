@@ -16,7 +16,7 @@ Make = Callable[[], Tensor]
 
 
 class Remade:
-    """Inside the context, autograd does not keep tensors that were added, or views of them: a
+    """Inside the context, autograd does not keep tensors that were added, or views of them. A
     backward makes such a tensor again, and keeps it until all of its saved views have been used.
     Other tensors are passed to the hooks of the surrounding context. Enter it once, for the forward
     of one attention."""
@@ -28,7 +28,7 @@ class Remade:
     def add(self, tensor: Tensor, make: Make) -> None:
         """Add a tensor. `make` returns it (or a view of it) again, with the same order in memory.
         If `make` calls collectives, every rank must add the same tensors."""
-        # the source keeps the tensor alive, so that no other tensor gets its address
+        # this object keeps the tensor alive, so that no other tensor gets its address
         self._sources[storage_address(tensor.untyped_storage())] = _Source(make, tensor)
 
     def drop(self, tensor: Tensor) -> None:

@@ -1,10 +1,11 @@
-"""The way into models of transformers: their attention and masks, through its two registries.
+"""Support for models of transformers: their attention and masks, through the two registries of the
+library.
 
 transformers describes every mask as a function of indices (sample, head, query, key): causal,
-sliding window, chunks. Here the function is evaluated at the positions of tokens in their
-documents, and only tokens of one document are left. The attention that the model was made with
-computes the rest: sdpa, or the family's own with sinks or a softcap. The model stays as it is; with
-no sequence active, it computes what it always does."""
+sliding window, chunks. This module evaluates the function at the positions of tokens in their
+documents, and masks tokens of other documents. The model's own attention computes the rest: sdpa,
+or the family's own with sinks or a softcap. The model is unchanged; with no sequence active, it
+computes the same as before."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ from lockstep.model.context.exchange import (
 from lockstep.model.context.remade import Remade
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers, in configurations of transformers, that mix tokens by an attention."""
+"""Kinds of layers that mix tokens by an attention, in configurations of transformers."""
 READS_LARGEST_POSITION = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies follow the largest position of a batch."""
+"""Kinds of rotary embeddings whose frequencies depend on the largest position of a batch."""
 OWN = ("sdpa", "eager")
 """Implementations of attention that take a dense mask."""
 PREFIX = "lockstep_"
@@ -51,9 +52,9 @@ def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def open_transformers(model: nn.Module) -> bool:
-    """Let the models of transformers in `model` attend by document, or over the ranks of `context`,
-    while a sequence is active. Called once, before the first forward. Returns False if there are
-    none. Raises `RecipeError` for models that no mask keeps documents apart in."""
+    """Make the models of transformers in `model` attend by document, or over the ranks of
+    `context`, while a sequence is active. Called once, before the first forward. Returns False if
+    there are none. Raises `RecipeError` for models in which no mask can separate documents."""
     models = pretrained_models(model)
     for _, each in models:
         own = _checked_implementation(each)
@@ -100,7 +101,8 @@ def _checked_implementation(model: nn.Module) -> str:
 
 
 def _rope_kinds(config: Any) -> Iterator[str]:
-    """Kinds of the rotary embeddings of a configuration: of all layers, or by kind of layer."""
+    """Yield the kinds of rotary embeddings in a configuration: one for all layers, or one for each
+    kind of layer."""
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, dict):
         for each in (found, *(value for value in found.values() if isinstance(value, dict))):
@@ -119,7 +121,7 @@ def _complete_call(
     arguments: tuple[Any, ...],
     given: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Complete a call of the model: positions, a mask of the whole row, no cache. Raises
+    """Complete a call of the model with positions, a mask of the whole row, and no cache. Raises
     `RecipeError`."""
     if (sequence := active()) is None:
         return None
@@ -148,7 +150,7 @@ def _complete_call(
     first = next(value for value in call.values() if isinstance(value, Tensor))
     samples, device = len(first), first.device
     if mask is None:
-        # without one, transformers looks for documents in the positions
+        # without a mask, transformers looks for documents in the positions
         mask = torch.ones(samples, layout.tokens, dtype=torch.long, device=device)
     elif mask.shape[1] == layout.local:
         mask = gather_tokens(layout, mask, 1)
@@ -174,35 +176,36 @@ class SequenceMask:
         samples: int,
         device: torch.device,
     ) -> None:
-        """`function`: transformers' own, of indices. `padding`: (samples, tokens), 0 at padding."""
+        """`function`: transformers' own function of indices. `padding`: (samples, tokens), 0 at
+        padding."""
         self.sequence = sequence
         self._function = function
         self._padding = None if padding is None or padding.all() else padding
         self._samples, self._device = samples, device
         causal = import_module("transformers.masking_utils").causal_mask_function
-        # others attend to all without a mask
+        # other implementations attend to all tokens without a mask
         self._needs_none = own == "sdpa" and function is causal and self._padding is None
         self._made: dict[Any, Tensor] = {}
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """Tokens of each document, by row."""
+        """Return the number of tokens of each document, for each row."""
         documents = self.sequence.documents
         return [] if documents is None else documents.lengths
 
     def of_rank(self, dtype: torch.dtype) -> Tensor:
-        """The mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
+        """Return the mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
         places = self.sequence.layout.places.to(self._device)
         return self._kept("rank", lambda: self._allowed(slice(None), places, self._every), dtype)
 
     def of_all(self, dtype: torch.dtype) -> Tensor:
-        """The mask of all queries, for all keys."""
+        """Return the mask of all queries, for all keys."""
         every = self._every
         return self._kept("all", lambda: self._allowed(slice(None), every, every), dtype)
 
     def of_document(self, row: int, tokens: slice, dtype: torch.dtype) -> Tensor | None:
-        """The mask within one document, (1, 1, tokens, tokens). None if sdpa needs none: the
-        attention is causal."""
+        """Return the mask within one document, (1, 1, tokens, tokens). None if sdpa needs none,
+        because the attention is causal."""
         if self._needs_none:
             return None
         own = self._every[tokens]
@@ -214,7 +217,7 @@ class SequenceMask:
         return torch.arange(self.sequence.layout.tokens, device=self._device)
 
     def _kept(self, name: Any, allowed: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-        """The mask for this dtype, made once in a forward."""
+        """Return the mask for this dtype, made once per forward."""
         if (name, dtype) not in self._made:
             zero = torch.zeros((), dtype=dtype, device=self._device)
             self._made[name, dtype] = zero.where(allowed(), torch.finfo(dtype).min)
@@ -338,8 +341,8 @@ def _attention(
 
 
 def _is_by_document(mask: SequenceMask, query: Tensor) -> bool:
-    """True if each document's attention is computed alone, which skips what a mask would hide: on a
-    CPU, where many small calls cost little."""
+    """True if the attention of each document is computed separately. This skips what a mask would
+    hide; it is used on a CPU, where many small calls cost little."""
     return mask.sequence.documents is not None and not accelerator.is_accelerator(query)
 
 
@@ -351,7 +354,7 @@ def _dense(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """The attention of whole rows: (samples, tokens, heads, features)."""
+    """Return the attention of whole rows: (samples, tokens, heads, features)."""
     found: Tensor = compute(query, key, value, mask.of_all(query.dtype), **given)[0]
     return found
 
@@ -364,7 +367,7 @@ def _by_document(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """The attention of whole rows, one document after another."""
+    """Return the attention of whole rows, computed one document after another."""
     rows = []
     samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
     for row, sample in enumerate(samples):
@@ -380,7 +383,8 @@ def _by_document(
 
 
 class _HeadsOf:
-    """An attention module as its function sees it, with the parameters of this rank's heads."""
+    """An attention module as its function sees it, with only the parameters for this rank's
+    heads."""
 
     def __init__(self, module: nn.Module, heads: int, world: World) -> None:
         self._module, self._heads, self._world = module, heads, world
@@ -389,7 +393,7 @@ class _HeadsOf:
         return self.cut(getattr(self._module, name))
 
     def cut(self, value: Any) -> Any:
-        """Return this rank's heads of a tensor with one value a head."""
+        """Return this rank's part of a tensor that has one value per head."""
         if isinstance(value, Tensor) and value.shape == (self._heads,):
             return value.chunk(self._world.size)[self._world.rank]
         return value

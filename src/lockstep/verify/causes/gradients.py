@@ -59,7 +59,8 @@ def _ranks_miscounted(
     rank: int,
     together: set[frozenset[int]],
 ) -> str | None:
-    """`together`: the ranks that share out sequences."""
+    """Fit the wrong gradients with sums over ranks that share sequences. `together`: the ranks that
+    share the tokens of one sequence."""
     ranks = [r for r in sums if np.any(sums[r])]
     factors = exact_factors([sums[r] for r in ranks], target)
     if factors is None or len(ranks) < 2 or all(abs(factor - 1) <= EXACT for factor in factors):

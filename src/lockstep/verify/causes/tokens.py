@@ -1,9 +1,9 @@
-"""Causes where ranks share out the tokens of a sequence.
+"""Causes of differences if several ranks compute tokens of one sequence.
 
-The trace has a sketch of each token's output, and of the loss's gradient with respect to it, at the
-token's place in the sequence. Which tokens are wrong names the fault: those at the ends of what a
-rank holds, those from a place on where a rank's tokens begin, those of later documents; or none,
-and the fault is in the backward.
+The trace has a sketch of each token's output, and of the loss's gradient with respect to it, by the
+token's index in the sequence. The wrong tokens show the fault: those at the ends of a rank's
+chunks, those from the index on where a rank's tokens begin, or those of later documents. If no
+token is wrong, the fault is in the backward.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lockstep.evidence.trace import TokenTrace
 from lockstep.verify.causes.evidence import Evidence, enumerated
 
 MOST_NAMED = 4
-"""Most tokens that a cause names."""
+"""Largest number of tokens that a cause names."""
 MOSTLY = 0.9
-"""Part of the tokens behind a fault that must be wrong: a token may hardly attend to those before
-it."""
+"""Fraction of the tokens after a fault that must be wrong: a token may hardly attend to earlier
+ones."""
 Wrong = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of a microbatch, in the order of the sequence, with those that are wrong."""
+    """The tokens of a microbatch in the order of the sequence, and which of them are wrong."""
 
     index: int
-    """The microbatch's."""
+    """The index of the microbatch."""
     parts: Sequence[TokenTrace]
     """The tokens of each rank."""
     documents: np.ndarray[Any, np.dtype[np.int64]] | None
@@ -40,31 +40,32 @@ class _Tokens:
     """Sketches of the reference: (samples, tokens, projections)."""
     found: dict[str, Vector]
     wrong: dict[str, Wrong]
-    """(samples, tokens): True for a sketch that is not the reference's."""
+    """(samples, tokens): True for a sketch that differs from the reference."""
 
     @property
     def count(self) -> int:
-        """Tokens of a sequence."""
+        """Return the number of tokens in a sequence."""
         return int(self.wrong["output"].shape[1])
 
     def places(self, name: str) -> list[int]:
-        """Return the places that have a wrong token, in any sample."""
+        """Return the indices at which a token is wrong, in any sample."""
         return [int(place) for place in np.flatnonzero(self.wrong[name].any(0))]
 
     def ends(self) -> set[int]:
-        """Return the places whose next token is another rank's, or is elsewhere on the same rank;
-        and the last one."""
+        """Return the indices whose next token is on another rank, or elsewhere on the same rank;
+        and the last index."""
         return {int(run[-1]) for part in self.parts for run in _runs(part)}
 
     def begins(self) -> dict[int, int]:
-        """Return the places whose previous token is elsewhere -> their rank; without the first."""
+        """Return the indices whose previous token is elsewhere, except the first -> the rank of the
+        token."""
         begins = {int(run[0]): part.rank for part in self.parts for run in _runs(part)}
         begins.pop(0, None)
         return begins
 
 
 def lost_tokens(evidence: Evidence) -> str | None:
-    """Tokens that no rank computes, or several do."""
+    """Check for tokens that no rank computes, or several ranks compute."""
     for index in _wrong_microbatches(evidence):
         ours, theirs = evidence.reference.tokens_of(index), evidence.plan.tokens_of(index)
         if not ours or len(theirs) < 2:
@@ -82,7 +83,7 @@ def lost_tokens(evidence: Evidence) -> str | None:
 
 
 def pairs_at_cuts(evidence: Evidence) -> str | None:
-    """Every output is right, and the loss of the tokens at the cuts is not."""
+    """Check for a wrong loss of the tokens at the cuts, although every output is right."""
     tokens = _first_wrong(evidence, "gradient")
     if tokens is None or tokens.wrong["output"].any():
         return None
@@ -116,7 +117,8 @@ def pairs_at_cuts(evidence: Evidence) -> str | None:
 
 
 def document_leak(evidence: Evidence) -> str | None:
-    """Outputs are right in the first document of each row, and wrong from the second on."""
+    """Check for outputs that are right in the first document of each row, and wrong from the second
+    on."""
     tokens = _first_wrong(evidence, "output")
     if tokens is None or tokens.documents is None:
         return None
@@ -136,7 +138,8 @@ def document_leak(evidence: Evidence) -> str | None:
 
 
 def places_of_others(evidence: Evidence) -> str | None:
-    """Outputs are right up to a place where a rank's tokens begin, and wrong from there on."""
+    """Check for outputs that are right up to an index where a rank's tokens begin, and wrong from
+    there on."""
     tokens = _first_wrong(evidence, "output")
     if tokens is None:
         return None
@@ -152,7 +155,8 @@ def places_of_others(evidence: Evidence) -> str | None:
 
 
 def attention_backward(evidence: Evidence) -> str | None:
-    """Every token's output and loss are right, and the gradient of parameters is not."""
+    """Check for a wrong gradient of parameters, although every token's output and loss are
+    right."""
     tokens = _first_wrong(evidence, None)
     if tokens is None or any(each.any() for each in tokens.wrong.values()):
         return None
@@ -185,7 +189,8 @@ def _first_wrong(evidence: Evidence, name: str | None) -> _Tokens | None:
 
 
 def _wrong_microbatches(evidence: Evidence) -> list[int]:
-    """Return the microbatches of the first step that may be wrong: all, if none is known to be."""
+    """Return the microbatches of the first step that may be wrong: all of them, if none is known to
+    be wrong."""
     if evidence.step:
         return []
     found = evidence.of("microbatch")
@@ -224,7 +229,8 @@ def _in_order(parts: Sequence[TokenTrace]) -> dict[str, Vector]:
 
 
 def _differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
-    """True for each token that is off by more than `tolerance` of a typical token's size."""
+    """True for each token that differs by more than `tolerance` times the size of a typical
+    token."""
     typical = float(np.sqrt(np.mean(expected**2)))
     away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
     wrong: Wrong = ~(away <= tolerance * typical)
@@ -232,7 +238,7 @@ def _differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
 
 
 def _runs(part: TokenTrace) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the places of a rank in runs of neighbours."""
+    """Yield the indices of a rank's tokens in runs of adjacent ones."""
     yield from np.split(part.places, np.flatnonzero(np.diff(part.places) != 1) + 1)
 
 

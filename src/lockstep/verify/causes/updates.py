@@ -108,7 +108,8 @@ def earlier_update(evidence: Evidence) -> str | None:
 
 
 def _relative(found: Vector, expected: Vector) -> float:
-    """The distance relative to `expected`; 0 if there are no numbers, because a step overflowed."""
+    """Return the distance relative to `expected`; 0 if there are no numbers, because a step
+    overflowed."""
     size, away = float(np.linalg.norm(expected)), float(np.linalg.norm(found - expected))
     return away / size if size and np.isfinite(away) else 0.0
 
