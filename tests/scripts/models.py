@@ -301,7 +301,8 @@ if __name__ == "__main__":
     recipe = ls.Recipe(
         **MODELS[name],
         optimizer=adamw,
-        global_batch=26,
+        # The last microbatch has 3: of 2, BatchNorm makes signs, which rounding to bf16 flips.
+        global_batch=27,
         microbatch=4,
         steps=100,
         clip_norm=0.5,

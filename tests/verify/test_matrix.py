@@ -16,7 +16,7 @@ from lockstep.verify.jobs import parse_plans
 
 PART = {
     ("gpt-dropout", "fp32"): ["tensor=2", "split=2"],
-    ("convolutions", "bf16"): ["replicate=3"],
+    ("perceptron-batchnorm", "bf16"): ["replicate=3"],
 }
 
 

@@ -267,10 +267,10 @@ class Verification:
         if spread > MAX_SPREAD:
             raise RecipeError(
                 f"two runs of {self._line.script} on one process have gradients of the first step"
-                f" that differ by {spread:.2g} of their norm, from the same weights and data; that"
-                " is no rounding, so nothing can be compared: the model or the loss draws from a"
-                " generator that nobody seeds, or reads the clock; draw from torch's default"
-                " generators"
+                f" that differ by {spread:.2g} of their norm, from the same weights and data, so"
+                " nothing can be compared; the model or the loss draws from a generator that nobody"
+                " seeds, or reads the clock: draw from torch's default generators; or the precision"
+                " is too short for it, as bf16 is for BatchNorm over two samples: verify it in fp32"
             )
 
     def _note_spread(self, rounding: MeasuredRounding) -> None:
