@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -72,17 +71,20 @@ def packed_rows(lengths: Sequence[int], length: int) -> list[list[Piece]]:
         for document, tokens in enumerate(lengths)
         for piece in pieces_of(document, tokens, length)
     ]
-    rows: list[list[Piece]] = []
+    sizes = [stop - start for _, start, stop in pieces]
+    rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # sorted: (tokens left, row)
-    for piece in sorted(pieces, key=lambda piece: piece.start - piece.stop):
-        tokens = piece.stop - piece.start
-        place = bisect_left(room, (tokens, 0))
-        left, row = room.pop(place) if place < len(room) else (length, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(piece)
-        insort(room, (left - tokens, row))
-    return sorted(map(sorted, rows))
+    for number in sorted(range(len(pieces)), key=sizes.__getitem__, reverse=True):
+        place = bisect_left(room, (sizes[number], 0))
+        if place < len(room):
+            left, row = room.pop(place)
+            rows[row].append(number)
+        else:
+            left, row = length, len(rows)
+            rows.append([number])
+        if left > sizes[number]:
+            insort(room, (left - sizes[number], row))
+    return [[pieces[number] for number in sorted(row)] for row in sorted(rows, key=min)]
 
 
 def row_of(documents: Sequence[Document], length: int) -> dict[str, Tensor]:
@@ -153,7 +155,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         """`lengths`: the number of tokens in each document. Raises `DataError`."""
         self._data, self._length = data, length
         self._lengths = self._checked(lengths)
-        self._rows_together = lru_cache(maxsize=8)(self._packed)
+        self._latest: tuple[int, list[list[Piece]]] = (-1, [])
         counts = [len(self._packed(group)) for group in range(-(-len(data) // TOGETHER))]
         self._bounds = np.cumsum([0, *counts])
         """The first row of each group of documents that are packed together."""
@@ -165,7 +167,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         group = int(np.searchsorted(self._bounds, row, side="right")) - 1
-        pieces = self._rows_together(group)[row - int(self._bounds[group])]
+        if self._latest[0] != group:
+            self._latest = group, self._packed(group)
+        pieces = self._latest[1][row - int(self._bounds[group])]
         documents: dict[int, Document] = {}
         return row_of(list(self._cut(pieces, group * TOGETHER, documents)), self._length)
 
