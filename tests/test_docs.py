@@ -47,7 +47,10 @@ def run(page: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.command if page.name in SLOW_PAGES else ())
+        pytest.param(
+            page,
+            marks=[pytest.mark.command, pytest.mark.forks] if page.name in SLOW_PAGES else (),
+        )
         for page in PAGES
         if examples(page)
     ],
