@@ -56,7 +56,7 @@ FAULTS = [
         faults.LabelsShiftedInAPart,
         "microbatch",
         "head.bias",
-        "labels shifted within a part of the sequence: the loss lets the tokens at",
+        "labels shifted within a part of the sequence: the loss of the tokens at",
     ),
     Expected(
         faults.DoublePositions,

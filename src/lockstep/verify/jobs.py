@@ -39,6 +39,9 @@ class TraceRequest(ScriptRequest):
     eval_mode: bool = False
     """True if the model trains in eval mode: no dropout, and BatchNorm with its running
     statistics."""
+    tokens: bool = False
+    """True if the first step's trace has sketches of each token's output. They tell where plans
+    that share out sequences go wrong."""
     uncompressed: bool = False
     """True if gradients are sent uncompressed, even if the recipe has `gradient_compression`."""
 
@@ -133,7 +136,14 @@ def reference_jobs(
         compiled = "-compiled" if plan.compile else ""
         size = f"-microbatch-{microbatch}" if microbatch else ""
         name = f"reference-{plan.numerics}{compiled}{size}"
-        jobs[plan] = Job(name=name, plan=plan, processes=1, steps=steps, microbatch=microbatch)
+        jobs[plan] = Job(
+            name=name,
+            plan=plan,
+            processes=1,
+            steps=steps,
+            microbatch=microbatch,
+            tokens=any(each.divides("tokens") for each, _ in plans),
+        )
     return jobs
 
 
@@ -161,6 +171,7 @@ def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> 
         processes=processes,
         steps=steps,
         microbatch=microbatch,
+        tokens=plan.divides("tokens"),
         uncompressed=True,
     )
 

@@ -3,7 +3,7 @@ the run. It answers a `TraceRequest`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 from lockstep.verify.jobs import TraceRequest
+from lockstep.verify.sequence_output import SequenceOutput
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, list[TraceHook]]:
@@ -63,6 +64,8 @@ class TraceHook(ControlHook):
         """The numbers that calls of the script have reduced over all ranks since the step began."""
         self._together: list[int] = []
         """The ranks that compute each microbatch with this one, each some of its tokens."""
+        self._outputs: dict[int, SequenceOutput] = {}
+        """The latest output of each train module in its first step, if tokens are traced."""
         self._in_microbatch = self._has_ended = False
         self._logged_steps = 0
 
@@ -114,6 +117,8 @@ class TraceHook(ControlHook):
             index, _full(module.model.named_parameters()), _full(module.model.named_buffers())
         )
         self.tracer.watch(index, zip(module.names, module.parameters, strict=True))
+        if self._request.tokens:
+            module.model.register_forward_hook(partial(self._see_output, index))
         if self._request.eval_mode and module.parallel.streams is not None:
             # If there is no random stream per microbatch, a forward that draws random numbers
             # changes the default generators.
@@ -154,12 +159,27 @@ class TraceHook(ControlHook):
         """See `Probe`. Computes the gradient of this microbatch alone, or of this rank's tokens of
         it, unless this rank has only a slice of it."""
         each, gradients = self.run.training.modules[module], None
-        if self._is_whole and not self._slices:
+        parameters = each.parameters if self._is_whole and not self._slices else []
+        output = self._outputs.pop(module, None)
+        if wanted := [*parameters, *([] if output is None else [output.tensor])]:
             found = torch.autograd.grad(
-                total, each.parameters, grad_output, retain_graph=True, allow_unused=True
+                total, wanted, grad_output, retain_graph=True, allow_unused=True
             )
-            gradients = _unscaled(each, found)
+            if parameters:
+                gradients = _unscaled(each, zip(each.names, found, strict=False))
+            if output is not None:
+                index, _ = self._full_microbatch(microbatch)
+                ((_, gradient),) = _unscaled(each, {"": found[-1]}.items())
+                output.write(self.tracer, module, index, gradient)
         self._note_microbatch(module, microbatch, gradients)
+
+    def _see_output(self, index: int, module: nn.Module, given: Any, output: Any) -> None:
+        """Keep the output of a microbatch of the first step. A forward hook."""
+        if self._in_microbatch and not self._steps[index]:
+            cut = self.run.training.modules[index].parallel.cut
+            found = SequenceOutput.of(output, 1 if cut is None else cut.dim)
+            if found is not None:
+                self._outputs[index] = found
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """Record a microbatch without a backward, see `Probe`."""
@@ -175,8 +195,7 @@ class TraceHook(ControlHook):
     def _note_microbatch(
         self, module: int, microbatch: int, gradients: NamedTensors | None
     ) -> None:
-        assert self.run.training.source is not None, "a step has begun"
-        index, samples = self.run.training.source.layout.full_microbatch(microbatch)
+        index, samples = self._full_microbatch(microbatch)
         batch = {} if self._slices else self._batches[microbatch]
         self.tracer.microbatch(
             module,
@@ -188,13 +207,20 @@ class TraceHook(ControlHook):
             together=self._together,
         )
 
+    def _full_microbatch(self, microbatch: int) -> tuple[int, Sequence[int | str]]:
+        """Return the number and the samples of a microbatch, or of the one that it is a slice
+        of."""
+        assert self.run.training.source is not None, "a step has begun"
+        return self.run.training.source.layout.full_microbatch(microbatch)
+
     def after_backward(self, run: Run, model: nn.Module) -> None:
         number, module = next(
             (number, each)
             for number, each in enumerate(run.training.modules)
             if each.model is model
         )
-        gradients = _full(_unscaled(module, (parameter.grad for parameter in module.parameters)))
+        pairs = zip(module.names, module.parameters, strict=True)
+        gradients = _full(_unscaled(module, ((name, each.grad) for name, each in pairs)))
         self.tracer.gradients(number, self._steps[number], gradients, gain=float(module.gain))
 
     def after_step(self, run: Run) -> None:
@@ -250,9 +276,9 @@ class TraceHook(ControlHook):
             self.tracer.close()
 
 
-def _unscaled(module: TrainModule, gradients: Iterable[Tensor | None]) -> NamedTensors:
+def _unscaled(module: TrainModule, gradients: NamedTensors) -> NamedTensors:
     scale = 1.0 if module.loss_scale is None else module.loss_scale.value
-    for name, gradient in zip(module.names, gradients, strict=True):
+    for name, gradient in gradients:
         yield name, gradient if gradient is None or scale == 1.0 else gradient / scale
 
 

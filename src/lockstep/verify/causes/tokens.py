@@ -88,13 +88,13 @@ def pairs_at_cuts(evidence: Evidence) -> str | None:
     if tokens is None or tokens.wrong["output"].any():
         return None
     wrong = tokens.places("gradient")
+    last = tokens.count - 1
     ends, begins = tokens.ends(), set(tokens.begins())
     if not (set(wrong) <= ends or set(wrong) <= begins):
         return None
-    cuts = len(begins)
-    last = tokens.count - 1
     at = [place for place in wrong if place != last] or wrong
-    where = f"at {_named(at)} ({'every cut' if len(at) >= cuts else f'{len(at)} of {cuts} cuts'})"
+    share = "every cut" if len(at) >= len(begins) else f"{len(at)} of {len(begins)} cuts"
+    where = f"at {_named(at)} ({share})"
     chosen = tokens.wrong["gradient"][:, at]
     expected = tokens.expected["gradient"][:, at][chosen].ravel()
     found = tokens.found["gradient"][:, at][chosen].ravel()
@@ -110,9 +110,9 @@ def pairs_at_cuts(evidence: Evidence) -> str | None:
             f" {tokens.index} on both sides of the cut"
         )
     return (
-        f"labels shifted within a part of the sequence: the loss lets the tokens {where} of"
-        f" microbatch {tokens.index} predict another token than their next one, which is in another"
-        " part; shift labels before the sequence is cut"
+        f"labels shifted within a part of the sequence: the loss of the tokens {where} of"
+        f" microbatch {tokens.index} is another, and their next token is in another part; shift"
+        " labels before the sequence is cut"
     )
 
 
