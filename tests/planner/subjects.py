@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -124,6 +125,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "quantized": {"gradient_compression": "int8"},
     "running statistics": {"model": Normed, "stages": None, "tensor": None},
     "wide": {"model": Wide, "stages": None, "tensor": None},
+    "sequences": {"sequence": ls.Sequence(chunks=4)},
 }
 """Recipes of which real processes train some steps, as changes of `recipe`."""
 
@@ -131,8 +133,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def processes(plan: str) -> int:
     """The number of processes that a plan with sizes needs."""
     parsed = Plan.parse(plan)
-    sizes = [parsed.replicate, parsed.shard, parsed.tensor, parsed.pipeline]
-    return int(torch.tensor([size for size in sizes if isinstance(size, int)]).prod())
+    return prod(size for size in parsed.axis_sizes.values() if isinstance(size, int))
 
 
 @cache

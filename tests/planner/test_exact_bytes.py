@@ -64,9 +64,13 @@ CASES = [
         (plan, name)
         for plan in ("replicate=2", "shard=2")
         for name in CHANGES
-        if name not in ("transformer", *COMPRESSED)
+        if name not in ("transformer", "sequences", *COMPRESSED)
     ),
     *(("replicate=2", name) for name in COMPRESSED),
+    *(
+        (plan, "sequences")
+        for plan in ("context=2", "context=2,exchange=keys", "shard=2,context=2")
+    ),
     *(("replicate=2,shard=2", name) for name in ("running statistics", "wide")),
     *(
         (plan, "running statistics")

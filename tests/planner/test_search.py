@@ -13,10 +13,10 @@ from hypothesis import given, strategies as st
 
 from lockstep.plan import Plan
 from lockstep.planner.prediction import Outcome, Prediction, text
-from lockstep.planner.search import Space, closest, layouts, search
+from lockstep.planner.search import Space, closest, layouts, search, shorter
 from lockstep.planner.trace import Peak
 
-AXES = ("replicate", "shard", "tensor", "pipeline")
+AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 SPACE = Space(
     devices=8, devices_per_node=8, samples=256, microbatch=4, is_splittable=True,
     state_bytes=100, stages=8,
@@ -48,17 +48,28 @@ def evaluating(
     return evaluate
 
 
-@given(st.integers(1, 128), st.sampled_from([1, 4, 8]), st.integers(1, 512))
+@given(
+    st.integers(1, 128),
+    st.sampled_from([1, 4, 8]),
+    st.integers(1, 512),
+    st.sampled_from([None, 4, 16]),
+)
 def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(
-    devices: int, node: int, microbatches: int
+    devices: int, node: int, microbatches: int, chunks: int | None
 ) -> None:
-    for plan in layouts(
-        replace(SPACE, devices=devices, devices_per_node=node, samples=4 * microbatches)
-    ):
-        sizes = [getattr(plan, axis) for axis in AXES]
-        assert prod(sizes) == devices
-        assert plan.replicate * plan.shard <= microbatches  # type: ignore[operator]
-        assert node % plan.tensor == 0, "tensor parallelism stays inside a node"  # type: ignore[operator]
+    space = replace(
+        SPACE, devices=devices, devices_per_node=node, samples=4 * microbatches, chunks=chunks
+    )
+    for plan in [*layouts(space), *shorter(space)]:
+        sizes = {axis: int(getattr(plan, axis)) for axis in AXES}
+        assert prod(sizes.values()) == devices
+        assert sizes["replicate"] * sizes["shard"] <= microbatches
+        assert node % sizes["tensor"] == 0, "tensor parallelism stays inside a node"
+        assert 2 * sizes["context"] <= (chunks or 2), "a rank computes two chunks or more"
+    for plan in layouts(space):
+        context = int(plan.context or 1)
+        data = plan.data_ranks
+        assert context == 1 or data * context > microbatches, "data ranks send less"
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 4, 8]), st.integers(1, 100), st.integers(1, 8))
@@ -196,6 +207,42 @@ def test_the_text_of_a_plan_is_read_back(plan: str) -> None:
     assert Plan.parse(text(Plan.parse(plan).resolve(devices))).resolve(devices) == Plan.parse(
         plan
     ).resolve(devices)
+
+
+# Sequences shared out
+
+LONG = replace(SPACE, samples=2, microbatch=1, chunks=16, stages=0)
+
+
+def test_sequences_are_shared_out_where_there_are_more_devices_than_microbatches() -> None:
+    found = {text(plan) for plan in layouts(LONG)}
+    assert {"replicate=2,context=4", "shard=2,context=4", "tensor=8"} <= found
+    assert "context=8" not in found, "the second sample would wait"
+    assert "shard=2,context=2,tensor=2" in found
+    assert "context" not in "".join(text(plan) for plan in layouts(replace(LONG, samples=8)))
+    assert "context" not in "".join(text(plan) for plan in layouts(replace(LONG, chunks=None)))
+
+
+def test_sequences_are_shared_out_further_only_if_nothing_fits_without() -> None:
+    space = replace(LONG, samples=8)
+    search(space, evaluating(lambda plan: (1.0, 10), tried := []))
+    assert not [plan for plan in tried if "context" in plan]
+    rule = evaluating(lambda plan: (1.0, 10 if plan.context == 4 else 5000), tried := [])
+    outcomes = search(space, rule)
+    assert outcomes[0].plan == "replicate=2,context=4"
+    assert tried.index("replicate=2,context=4") > tried.index("replicate=8,checkpointing=full")
+    held = replace(space, state_bytes=1500)
+    assert search(held, rule)[0].plan == "shard=2,context=4", "a replica has no room"
+
+
+@pytest.mark.parametrize(("samples", "usable"), [(1, 8), (2, 16), (3, 24), (5, 40), (64, 64)])
+def test_devices_beyond_all_chunks_are_left_out(samples: int, usable: int) -> None:
+    space = replace(LONG, devices=64, samples=samples)
+    assert space.usable_devices == usable
+    assert list(layouts(replace(space, devices=usable)))
+    without = replace(space, chunks=None).why_fewer()
+    assert "or, for a model of sequences, sequence=ls.Sequence()" in without
+    assert "for a model of sequences" not in space.why_fewer()
 
 
 # Faster variants of the fastest

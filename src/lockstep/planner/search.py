@@ -55,6 +55,8 @@ class Space:
     stages: int
     """Largest number of pipeline stages. If it is 0 or 1, one pipeline is still tried, to report
     the reason."""
+    chunks: int | None = None
+    """Chunks of a sequence; None: the recipe does not say that it has sequences."""
 
     @property
     def microbatches(self) -> int:
@@ -63,16 +65,31 @@ class Space:
 
     @property
     def usable_devices(self) -> int:
-        """The largest number of devices that data parallelism alone can use; if they span several
-        nodes, whole nodes."""
-        most = min(self.devices, self.microbatches)
-        return most if most < self.devices_per_node else most - most % self.devices_per_node
+        """The largest number of devices that data parallelism and `context` can use; if they span
+        several nodes, whole nodes."""
+        sizes = range(self.devices, 0, -1)
+        return next(size for size in sizes if self._is_whole(size) and self.contexts(size))
+
+    def _is_whole(self, devices: int) -> bool:
+        return devices < self.devices_per_node or devices % self.devices_per_node == 0
+
+    def contexts(self, devices: int) -> list[int]:
+        """Return the sizes of `context` with which so many devices are data ranks with a microbatch
+        each. A rank computes two chunks or more."""
+        most = 1 if self.chunks is None else max(1, self.chunks // 2)
+        return [
+            size
+            for size in _divisors(devices)
+            if size <= most and devices // size <= self.microbatches
+        ]
 
     def why_fewer(self) -> str:
         """Return the reason why no plan uses all devices, and what to change."""
         size, smaller = self.microbatch or 1, ""
         if self.devices <= self.samples:
             smaller = f", or microbatch={self.samples // self.devices}"
+        if self.chunks is None:
+            smaller += ", or, for a model of sequences, sequence=ls.Sequence()"
         return (
             f"no plan can use {self.devices} devices: a step has {self.microbatches} microbatches"
             f" (global_batch={self.samples}, microbatch={size}), and each data rank needs one;"
@@ -105,6 +122,10 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
             )
             outcomes.append(Outcome(plan=text(plan), reason=reason))
     outcomes += _with_less_memory(list(plans), space, evaluate)
+    if not any(each.reason is None for each in outcomes):
+        most = space.capacity_bytes or math.inf
+        able = [plan for plan in shorter(space) if _held_bytes(plan, space) <= most]
+        outcomes += _with_less_memory(able, space, evaluate)
     outcomes += evaluate(list(_scheduled(outcomes)))
     for change in REFINEMENTS:
         outcomes += evaluate(list(_refined(outcomes, change)))
@@ -113,7 +134,8 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
 
 def layouts(space: Space) -> Iterator[Plan]:
     """Yield a plan for each layout of all devices. Tensor parallelism stays inside a node;
-    parameters are sharded over all data ranks, over those of a node, or not at all."""
+    parameters are sharded over all data ranks, over those of a node, or not at all. As few ranks
+    share out sequences as leave a microbatch for each data rank."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
@@ -122,16 +144,33 @@ def layouts(space: Space) -> Iterator[Plan]:
             if is_too_deep and (tensor > 1 or pipeline != _divisors(space.devices)[1]):
                 continue
             data = space.devices // tensor // pipeline
-            if data > space.microbatches:
+            context = next((size for size in space.contexts(data) if pipeline == 1 or size == 1), 0)
+            if not context:
                 continue
-            near = max(1, space.devices_per_node // tensor)
-            within = {near} if data % near == 0 and near < data else set[int]()
             fills = 0
             if space.microbatch is None and pipeline > 1:
                 fills = math.ceil(math.log2(FILLED * pipeline))
-            for shard in sorted({1, data} | within):
-                plan = Plan(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
+            for plan in _sharded(space, tensor=tensor, pipeline=pipeline, context=context):
                 yield replace(plan, microbatch_splits=min(fills, space.most_splits(plan)))
+
+
+def shorter(space: Space) -> Iterator[Plan]:
+    """Yield layouts in which more ranks than a microbatch needs share out its sequences: each has a
+    part of the activations."""
+    for context in space.contexts(space.devices)[1:]:
+        yield from _sharded(space, context=context)
+
+
+def _sharded(
+    space: Space, *, tensor: int = 1, pipeline: int = 1, context: int = 1
+) -> Iterator[Plan]:
+    """Yield plans of all devices with parameters sharded over all data ranks, a node's, or none."""
+    data = space.devices // tensor // pipeline // context
+    near = max(1, space.devices_per_node // tensor // context)
+    within = {near} if data % near == 0 and near < data else set[int]()
+    sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
+    for shard in sorted({1, data} | within):
+        yield Plan(replicate=data // shard, shard=shard, **sizes)
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.model.context.active import ActiveSequence
 from lockstep.model.context.documents import Documents
@@ -137,7 +136,7 @@ class ChunkedAttention:
             return attend()
         if not span.start:
             return attend(is_causal=True)
-        if accelerator.is_accelerator(query):
+        if not query.is_cpu:
             return attend(attn_mask=causal_lower_right(len(span), span.stop))
         return self._masked(span, query, key, value)
 

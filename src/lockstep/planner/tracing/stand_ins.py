@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes, tree_map
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
+from lockstep.model.context import attention, cut
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery, PipelineFailure
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
@@ -151,6 +153,9 @@ def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
     boundaries between the stages of a pipeline."""
     # The original compares the values of sharded and of full layers.
     yield FirstForwardCheck, {"compare": lambda *_: None}
+    # The originals compare outputs and losses of cut sequences and of whole ones.
+    checks = {"prove": None, "check_model": None, "check_labels": True, "find_shift": 0}
+    yield cut, {name: partial(_answer, found) for name, found in checks.items()}
     # The original raises the error of another rank.
     yield PipelineFailure, {"raise_known": _raise_own}
     # The original asks the rank with the model's output for the kind of loss.
@@ -159,6 +164,12 @@ def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
     yield BoundaryDiscovery, {"_discover": lambda *_: list(boundaries)}
     # The original agrees with other ranks on new buckets, in C++.
     yield DistributedDataParallel, keeping_buckets()
+
+
+def without_masks() -> Patch:
+    """Return what a GPU's attention to the keys before a chunk's end needs instead of a mask in
+    memory."""
+    return attention, {"causal_lower_right": lambda *_: None}
 
 
 def unrecorded() -> Patch:
@@ -210,6 +221,10 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, **keywords)
 
     return outside
+
+
+def _answer(found: Any, *_: Any) -> Any:
+    return found
 
 
 def _agree_alone(module: TrainModule, kinds: Sequence[LossKind]) -> None:

@@ -37,6 +37,7 @@ from lockstep.planner.tracing.stand_ins import (
     unrecorded,
     with_short_first_step,
     with_values,
+    without_masks,
     without_others,
     without_values,
 )
@@ -104,7 +105,8 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
 
     microbatch = recipe.microbatch if isinstance(recipe.microbatch, int) else recipe.global_batch
     one_microbatch = replace(recipe, global_batch=microbatch)
-    whole = replace(plan, pipeline=1, replicate=1, shard=1, tensor=1, offload=False)
+    sizes: dict[str, Any] = dict.fromkeys(plan.axis_sizes, 1)
+    whole = replace(plan, **sizes, offload=False)
     trace_step(one_microbatch, whole, replace(options, rank=0, world_size=1), watch)
     (split,) = splits
     return StageSplit(
@@ -229,6 +231,8 @@ class LoneSession(RecipeSession):
             enter(replaced(owner, **names))
         if options.is_gpu:
             enter(foreach_on_the_cpu())
+            owner, names = without_masks()
+            enter(replaced(owner, **names))
             enter(GpuSemantics())
         if options.is_fake:
             enter(chunks_on_demand())
