@@ -120,3 +120,10 @@ def test_what_is_refused_by_name_is_refused_in_a_trace() -> None:
     given = recipe(model=Attending, sequence=ls.Sequence(chunks=4), stages=None, tensor=None)
     with pytest.raises(RecipeError, match="MultiheadAttention"):
         traced("context=2", given)
+
+
+@pytest.mark.parametrize("plan", ["replicate=1", "context=2"])
+def test_packed_documents_are_traced(plan: str) -> None:
+    trace = step(plan, 2 if "context" in plan else 1, packed=True)
+    made = [each.operation for each in trace.items if isinstance(each, Compute)]
+    assert {each.kind for each in made} >= {"attention", "matmul"}
