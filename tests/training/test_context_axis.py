@@ -166,6 +166,7 @@ def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     """Return the model, the last loss and the metrics."""
     last = Last()
     result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, hooks=[last], log_every=1)
+    assert not {"loss-not-checked", "loss-keeps-state"} & {event.name for event in result.events}
     return last.state, [result.loss, *result.metrics.values()]
 
 

@@ -131,7 +131,7 @@ class LossCheck(ControlHook):
         return recipe.objective
 
     def _watch(self, run: Run, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
-        if self._is_tried:
+        if self._is_tried or not torch.is_grad_enabled():  # not the step's own call
             return loss(output, batch)
         self._is_tried = True
         assert run.recipe is not None, "a recipe's loss is watched"

@@ -110,7 +110,7 @@ class SerialExecutor:
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         for microbatch, batch in step.batches():
-            self._before_first(inputs, loss, batch)
+            self._check(inputs, loss, batch)
             with self.autocast, self.flops.counting(microbatch.size):
                 _, value = self._computed(inputs, loss, batch)
             step.accumulate(value)
@@ -129,7 +129,7 @@ class SerialExecutor:
             seed_generators(key(*at), self.device)
             if self.streams is not None:
                 self.streams.set_position(at)
-            self._before_first(inputs, loss, batch)
+            self._check(inputs, loss, batch)
             with self.autocast:
                 output, value = self._computed(inputs, loss, batch)
             yield item, score(item, batch, output, value)
@@ -140,8 +140,8 @@ class SerialExecutor:
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         return compute()
 
-    def _before_first(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
-        """Check what needs a batch."""
+    def _check(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
+        """Check what needs a batch. Called before each microbatch."""
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
         """Return the model's output and its loss."""
@@ -158,18 +158,16 @@ class SequenceExecutor(SerialExecutor):
     why_no_loop: str | None = (
         "Recipe.sequence or context; lockstep calls the model itself, with parts of the sequences"
     )
-    _is_checked: bool = False
 
     def whole(self, output: Any) -> Any:
         return self.cut.whole(output)
 
-    def _before_first(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
+    def _check(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
         if inputs is None:
             raise RecipeError(f"step.compute(None, loss) with {self.why_no_loop}; give inputs")
-        if not self._is_checked:
+        if not self.cut.is_checked:
             with self.autocast:
                 self.cut.check(model_arguments(inputs, batch), loss, batch)
-            self._is_checked = True
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
         assert inputs is not None, "checked"

@@ -86,13 +86,15 @@ class SequenceCut:
         self._layout = self._layout_of(tokens)
         return self.computed(arguments, self._layout, self._documents)
 
+    @property
+    def is_checked(self) -> bool:
+        """True after `check` in the model's mode, training or evaluation."""
+        return self._model.training in self._checked
+
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check that the model and the loss can be cut: once in training mode, and once in
-        evaluation mode. Every rank of the axis calls it, with the arguments of `run`. Generators
-        and buffers are unchanged afterwards. Raises `RecipeError`, `LossError`, `DataError` or
-        `PlanError`, the same on all ranks."""
-        if self._model.training in self._checked:
-            return
+        """Check that the model and the loss can be cut. Every rank of the axis calls it, once in
+        each mode, with the arguments of `run`. Generators and buffers are unchanged afterwards.
+        Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on all ranks."""
         self._checked.add(self._model.training)
         if self._world.size > 1:
             self._prove(arguments, loss, batch)
