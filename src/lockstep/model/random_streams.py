@@ -10,7 +10,8 @@ seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,6 +80,15 @@ class ModuleRandomStreams:
         """Stop seeding generators until the next `start`; for forwards that belong to no
         microbatch."""
         self._position = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Start no stream in forwards of the body, which belong to no microbatch."""
+        position, self._position = self._position, None
+        try:
+            yield
+        finally:
+            self._position = position
 
     def close(self) -> None:
         for handle in self._handles:

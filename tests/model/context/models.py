@@ -67,6 +67,12 @@ class Block(nn.Module):
             x = x - x.mean(1, keepdim=True)
         if self.extra == "multihead":
             x = x + self.multihead(x, x, x)[0]
+        if self.extra == "experts":
+            # as many slices as there are groups of tokens that choose it
+            chosen = (x[..., 0] > 0).flatten().nonzero().flatten()
+            for start in range(0, len(chosen), 3):
+                rows = chosen[start : start + 3]
+                x = x.flatten(0, 1).index_add(0, rows, x.flatten(0, 1)[rows].sin()).view(x.shape)
         if self.extra == "noise":
             x = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(samples, tokens, 1, dtype=x.dtype)
         return x + self.dropout(self.down(F.gelu(self.up(self.second_norm(x)))))
@@ -101,7 +107,7 @@ class GPT(nn.Module):
         if self.positions == "arange":
             x = x + self.places(torch.arange(0, tokens, dtype=torch.long, device=words.device))
         elif self.positions == "slice":
-            x = x + self.table[:, :tokens, :]
+            x = x + self.table[..., :tokens, :]
         elif self.positions == "buffer":
             x = x + self.fixed[:tokens]
         elif self.positions == "cumsum":

@@ -30,6 +30,7 @@ CASES: dict[str, Case] = {
     # as many tokens on each of two or three ranks as features, or heads
     "sizes equal by chance": ({}, "heads", "", 48),
     "noise": ({"extra": "noise"}, "auto", "", 37),
+    "experts": ({"extra": "experts", "positions": "slice"}, "auto", "", 37),
     "not causal": ({"causal": False}, "keys", "", 37),
     "attention dropout": ({"attention_dropout": 0.1}, "auto", "", 37),
     "attention dropout, not causal": ({"attention_dropout": 0.1, "causal": False}, "auto", "", 37),

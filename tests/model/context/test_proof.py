@@ -215,7 +215,7 @@ def sum_terms(output: Tensor, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "shift"),
     [(shifting, 1), (shifted_before, 0), (sum_terms, 1)]
-    + [(each, "no sum over tokens") for each in (mean, last, two_ahead, of_the_mean, terms)],
+    + [(each, "not a sum over tokens") for each in (mean, last, two_ahead, of_the_mean, terms)],
 )
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 8), (3, 7), (2, 2)])
 def test_the_shift_of_a_loss_is_found(

@@ -25,8 +25,8 @@ class ActiveSequence:
     """True inside an attention that exchanges keys itself."""
     checkpointed_blocks: int = 0
     """Number of running blocks whose recomputation enters the sequence again."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Number of calls of each kind since the start of the forward."""
+    counts: dict[Any, int] = field(default_factory=dict)
+    """Number of calls at each site since the start of the forward."""
 
     def places(self) -> Tensor:
         """Return the positions of this rank's tokens: (tokens,), or (samples, tokens) if rows have
@@ -40,7 +40,7 @@ class Forward(Protocol):
 
     sequence: ActiveSequence
 
-    def resumed(self, counts: dict[str, int]) -> AbstractContextManager[Any]:
+    def resumed(self, counts: dict[Any, int]) -> AbstractContextManager[Any]:
         """Return a context in which a recomputation continues a forward after these calls."""
 
 

@@ -27,18 +27,22 @@ OTHERWISE: Final = -2
 are."""
 
 
+Site = tuple[Kind, str, int]
+"""Kind, file and line of a call."""
+
+
 class Call(NamedTuple):
     """A call, described by its sizes."""
 
-    kind: Kind
+    site: Site
     sizes: tuple[int, ...]
-    """For a slice: the number of tokens taken of each dim, or -1 for a dim that is not sliced."""
+    """For a slice: the number of tokens taken of each dim, or 0 for a dim without a stop."""
     table: tuple[int, ...] = ()
     """The shape of a sliced tensor."""
 
 
-Dims = Mapping[Kind, Sequence[int]]
-"""Kind -> the dim of the tokens in each call of a forward, or `NOT_TOKENS` or `OTHERWISE`."""
+Dims = Mapping[Site, Sequence[int]]
+"""Site -> the dim of the tokens in each call of a forward there, or `NOT_TOKENS` or `OTHERWISE`."""
 
 
 def call_of(
@@ -48,26 +52,38 @@ def call_of(
     depend on the length."""
     if function is torch.Tensor.__getitem__:
         # FSDP2 slices what it gathers, in some forwards more often than in others
-        return _slice(*args) if is_call_of_model(caller) else None
+        if not is_call_of_model(caller) or (index := as_slices(*args)) is None:
+            return None
+        taken = tuple(map(_extent, index))
+        return Call(_site("slice", caller), taken, tuple(args[0].shape)) if any(taken) else None
     if function is F.scaled_dot_product_attention:
         query, key = (_given(args, keywords, *each) for each in ((0, "query"), (1, "key")))
-        return Call("attention", (query.shape[-2], key.shape[-2]))
+        return Call(_site("attention", caller), (query.shape[-2], key.shape[-2]))
     if function is torch.arange:
         span = arange_span(args, keywords)
-        return None if span is None else Call("arange", (len(span),))
+        return None if span is None else Call(_site("arange", caller), (len(span),))
     if function in OF_A_TENSOR or function in OF_A_SHAPE:
         keywords = dict(keywords)
         if draws(function, args, keywords):
-            return Call("draw", tuple(shape_of(function, args, keywords)))
+            return Call(_site("draw", caller), tuple(shape_of(function, args, keywords)))
     return None
 
 
 def is_call_of_model(caller: FrameType) -> bool:
     """True if the model's own code makes the call, or torch's code called by the model."""
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_code.co_name == "__torch_function__":  # of another mode
+    name = _outside_modes(caller).f_globals.get("__name__", "")
+    return not name.startswith(NOT_THE_MODEL)
+
+
+def _site(kind: Kind, caller: FrameType) -> Site:
+    frame = _outside_modes(caller)
+    return kind, frame.f_code.co_filename, frame.f_lineno
+
+
+def _outside_modes(frame: FrameType) -> FrameType:
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
-    return frame is None or not frame.f_globals.get("__name__", "").startswith(NOT_THE_MODEL)
+    return frame
 
 
 def _given(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name: str) -> Any:
@@ -88,27 +104,30 @@ def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | Non
     return range(start, end) if is_whole and "out" not in keywords else None
 
 
-def _slice(table: Tensor, index: Any) -> Call | None:
-    index = index if isinstance(index, tuple) else (index,)
-    if any(each is Ellipsis or each is None or isinstance(each, Tensor | list) for each in index):
-        return None
-    taken = [_extent(each) for each in index]
-    if all(each == -1 for each in taken):
-        return None
-    return Call("slice", tuple(taken), tuple(table.shape))
+def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
+    """Return an index as one number or slice for each of the first dims; None if it is another."""
+    given = index if isinstance(index, tuple) else (index,)
+    places = [place for place, each in enumerate(given) if each is Ellipsis]
+    if len(places) == 1:
+        (place,) = places
+        rest = (slice(None),) * (table.dim() - len(given) + 1)
+        given = (*given[:place], *rest, *given[place + 1 :])
+    is_simple = all(type(each) in (int, slice) for each in given)
+    return given if is_simple and len(given) <= table.dim() else None
 
 
-def _extent(index: Any) -> int:
-    is_taken = isinstance(index, slice) and isinstance(index.stop, int) and index.step in (None, 1)
-    if not is_taken or index.stop < 0 or (index.start or 0) < 0:
-        return -1
-    return max(0, int(index.stop) - int(index.start or 0))
+def _extent(index: int | slice) -> int:
+    """Return the number of places in a slice with a stop; 0 for another index."""
+    if isinstance(index, int) or not isinstance(index.stop, int) or index.step not in (None, 1):
+        return 0
+    start = index.start or 0
+    return max(0, index.stop - start) if index.stop >= 0 and start >= 0 else 0
 
 
 class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[Kind, list[Call]] = {}
+        self.calls: dict[Site, list[Call]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -116,7 +135,7 @@ class _Recorder(TorchFunctionMode):
         if sequence is None or not sequence.is_handled:
             call = call_of(func, args, keywords, sys._getframe(1))
             if call is not None:
-                self.calls.setdefault(call.kind, []).append(call)
+                self.calls.setdefault(call.site, []).append(call)
         return func(*args, **keywords)
 
 
@@ -129,11 +148,11 @@ def find_dims(forward: Callable[[int], object], lengths: tuple[int, int]) -> Dim
         recorded.append(recorder.calls)
     short, long = recorded
     return {
-        kind: [
+        site: [
             _dim(one, other, lengths)
-            for one, other in zip(short.get(kind, []), long.get(kind, []), strict=False)
+            for one, other in zip(short.get(site, []), long.get(site, []), strict=False)
         ]
-        for kind in short | long
+        for site in short | long
     }
 
 
@@ -142,12 +161,12 @@ def _dim(short: Call, long: Call, lengths: tuple[int, int]) -> int:
         return NOT_TOKENS
     if len(short.sizes) != len(long.sizes):
         return OTHERWISE
-    if short.kind == "attention":
+    if short.site[0] == "attention":
         is_tokens = (short.sizes, long.sizes) == ((lengths[0],) * 2, (lengths[1],) * 2)
         return 2 if is_tokens else OTHERWISE
     sizes = zip(short.sizes, long.sizes, strict=True)
     found = [dim for dim, pair in enumerate(sizes) if pair == lengths]
-    if short.kind == "slice":
+    if short.site[0] == "slice":
         # a slice of a tensor that has the tokens already takes some of them; the tensor is not a
         # table of positions
         found = [dim for dim in found if short.table[dim] == long.table[dim]]

@@ -15,7 +15,16 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import checkpoints_saved_tensors
 from lockstep.model.context.active import ActiveSequence, activate, deactivate
 from lockstep.model.context.attention import attention
-from lockstep.model.context.calls import NOT_TOKENS, OTHERWISE, Call, Dims, arange_span, call_of
+from lockstep.model.context.calls import (
+    NOT_TOKENS,
+    OTHERWISE,
+    Call,
+    Dims,
+    Site,
+    arange_span,
+    as_slices,
+    call_of,
+)
 from lockstep.model.context.draws import DROPOUTS, draw_by_chunk
 
 
@@ -44,7 +53,7 @@ class SequenceMode(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         deactivate()
 
-    def resumed(self, counts: dict[str, int]) -> SequenceMode:
+    def resumed(self, counts: dict[Site, int]) -> SequenceMode:
         """Return the mode of a recomputation after these calls."""
         sequence = replace(
             self.sequence, counts=dict(counts), is_handled=False, checkpointed_blocks=1
@@ -61,24 +70,29 @@ class SequenceMode(TorchFunctionMode):
         if self.sequence.is_handled:
             return func(*args, **keywords)
         call = call_of(func, args, keywords, sys._getframe(1))
-        if call is None or (self._only_draws and call.kind != "draw"):
+        if call is None or (self._only_draws and call.site[0] != "draw"):
             return func(*args, **keywords)
         if (dim := self._dim_of(call)) == NOT_TOKENS:
             return func(*args, **keywords)
         return self._changed(call, dim, func, args, keywords)
 
     def _dim_of(self, call: Call) -> int:
-        """Return the dim of the tokens in the forward's next call of this kind."""
+        """Return the dim of the tokens in the forward's next call at its site."""
         counts = self.sequence.counts
-        place = counts.get(call.kind, 0)
-        counts[call.kind] = place + 1
-        known = self._dims.get(call.kind, [])
+        place = counts.get(call.site, 0)
+        counts[call.site] = place + 1
+        known = self._dims.get(call.site, [])
         if place < len(known):
             return known[place]
+        # as in experts, which some tokens reach and others do not
+        if self.sequence.layout.local not in call.sizes and set(known) <= {NOT_TOKENS}:
+            return NOT_TOKENS
+        kind, file, line = call.site
         raise RecipeError(
-            f"the model's forward calls {_NAMES[call.kind]} {place + 1} times or more, and called "
-            f"it {len(known)} times before, on another length; a sequence is cut where each forward"
-            " makes the same calls; leave out layers that are skipped at random"
+            f"the model calls {_NAMES[kind]} at line {line} of {file}, for sizes of {call.sizes},"
+            f" {place + 1} times or more in one forward, and {len(known)} times in the forwards"
+            " that showed which dim is the tokens; each forward must make the same calls; leave out"
+            " layers that are skipped at random"
         )
 
     def _changed(
@@ -86,11 +100,11 @@ class SequenceMode(TorchFunctionMode):
     ) -> Any:
         layout, documents = self.sequence.layout, self.sequence.documents
         whole = layout.world.size == 1
-        if call.kind == "draw":
+        if call.site[0] == "draw":
             return self._draw(call, dim, function, args, keywords)
         if dim == OTHERWISE:  # the result is compared with the uncut forward
             return function(*args, **keywords)
-        if call.kind == "attention":
+        if call.site[0] == "attention":
             dropout = args[4] if len(args) > 4 else keywords.get("dropout_p", 0.0)
             if dropout and not self._draws_by_chunk:
                 raise _undeclared(function, layout.world.size)
@@ -98,14 +112,15 @@ class SequenceMode(TorchFunctionMode):
             return attention(self.sequence, *args, **keywords)
         if whole and documents is None:
             return function(*args, **keywords)
-        if call.kind == "arange":
+        if call.site[0] == "arange":
             span, made = arange_span(args, keywords), function(*args, **keywords)
             assert span is not None
             return (self.sequence.places() + span.start).to(made)
-        table, index = args
-        index = index if isinstance(index, tuple) else (index,)
-        places = self.sequence.places() + (index[dim].start or 0)
-        return _rows(table, index, dim, places)
+        table, index = args[0], as_slices(*args)
+        assert index is not None
+        taken = index[dim]
+        assert isinstance(taken, slice)
+        return _rows(table, index, dim, self.sequence.places() + (taken.start or 0))
 
     def _draw(
         self, call: Call, dim: int, function: Any, args: Any, keywords: dict[str, Any]
