@@ -1,7 +1,7 @@
 """A language model on packed documents: two streams mixed, tokenized as they are read, and packed
 into rows; the loss of the documents one by one.
 
-lockstep run --nproc 2 --plan workers=1 examples/cookbook/packed.py
+lockstep run --nproc 2 --plan context=2,workers=1 examples/cookbook/packed.py
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Block(nn.Module):
         self.heads, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(self.norms[0](x)).unflatten(2, (6, -1)).transpose(1, 2).chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         grown: Tensor = self.down(F.gelu(self.up(self.norms[1](x))))
         return x + grown
@@ -67,13 +67,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, len(VOCABULARY))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
-        """Tokens attend to those before them in their document."""
-        same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-        mask = same.tril()
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.words(input_ids) + self.positions(position_ids)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x)
         logits: Tensor = self.head(x)
         return logits
 
@@ -91,9 +88,9 @@ recipe = ls.Recipe(
     model=GPT,
     # three documents of prose for one of code
     data=ls.pack(ls.Stream.mix(streams, weights={"prose": 3, "code": 1}), LENGTH),
-    inputs=lambda batch: {
-        name: batch[name] for name in ("input_ids", "position_ids", "document_ids")
-    },
+    inputs=lambda batch: {name: batch[name] for name in ("input_ids", "position_ids")},
+    # tokens attend to those before them in their own document
+    sequence=ls.Sequence(documents=lambda batch: batch["document_ids"]),
     loss=loss,
     weight=lambda batch: (batch["labels"] != -100).sum(),  # the tokens that are predicted
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
