@@ -162,8 +162,8 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             (
                 "'replica' in plan 'replica=2' is unknown; known are replicate, shard, context,"
                 " tensor, pipeline, numerics, sharding, offload, checkpointing,"
-                " microbatch_splits, schedule, exchange, compile, split, data_parallel, transport,"
-                " assignment, threads, workers, prefetch"
+                " microbatch_splits, logits, schedule, exchange, compile, split, data_parallel,"
+                " transport, assignment, threads, workers, prefetch"
             ),
         ),
         (
@@ -213,6 +213,15 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "tensor=2,numerics=bitwise",
             "tensor=2 with numerics=bitwise; it splits the sums inside a layer",
         ),
+        ("tensor=2,logits=chunked", "tensor=2 with logits=chunked; its style 'loss' shards"),
+        (
+            "pipeline=2,schedule=gpipe,logits=chunked",
+            "schedule=gpipe with logits=chunked; the forward of a loss computes the gradients",
+        ),
+        ("context=2,logits=chunked", "context=2 with logits=chunked; the loss of a part of a"),
+        ("split=3+5,logits=chunked", "split=3+5 with logits=chunked; a loss of chunks uses"),
+        ("data_parallel=2,logits=chunked", "data_parallel=2 with logits=chunked; it computes each"),
+        ("logits=half", "logits=half; known are whole, chunked"),
         ("tensor=2,compile=yes", "tensor=2 with compile=yes; its layers inspect their tensors"),
         ("shard=2,sharding=half", "sharding=half; known are full, gradients"),
         (

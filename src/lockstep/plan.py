@@ -18,6 +18,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Transport = Literal["auto", "torch"]
 Assignment = Literal["equal", "measured"]
 Exchange = Literal["auto", "keys", "heads"]
+Logits = Literal["whole", "chunked"]
 Size = int | Literal["auto"]
 Split = int | tuple[int, ...]
 Divided = Literal["microbatches", "parameters", "features", "layers", "tokens", "experts"]
@@ -30,6 +31,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "transport": get_args(Transport),
     "assignment": get_args(Assignment),
     "exchange": get_args(Exchange),
+    "logits": get_args(Logits),
 }
 """Setting -> its allowed words."""
 SETTINGS = (
@@ -38,6 +40,7 @@ SETTINGS = (
         "offload",
         "checkpointing",
         "microbatch_splits",
+        "logits",
         "schedule",
         "exchange",
         "compile",
@@ -145,6 +148,10 @@ class Plan:
     sample. Each part has its own random stream; without random numbers in the forward, the result
     is the same up to rounding. Refused with BatchNorm, whose statistics would cover one part
     only."""
+    logits: Logits = "whole"
+    """`chunked`: the model's head (`Recipe.head`) computes no logits; `F.cross_entropy` of its
+    output computes them, their loss and their gradient for some tokens at a time. Saves the memory
+    of the whole logits. Only the loss can use them."""
     schedule: Schedule = "1f1b"
     """Pipeline schedule. `gpipe`: all forwards, then all backwards; `1f1b`: each backward as early
     as possible, which keeps fewer activations; `interleaved`: two stages per process: less waiting,
@@ -262,6 +269,14 @@ class Plan:
                     " cannot do"
                 ),
             ),
+            (
+                "logits",
+                "chunked",
+                (
+                    "its style 'loss' shards the logits over the ranks, and the head's weight is"
+                    " sharded"
+                ),
+            ),
         ):
             if getattr(self, name) == value:
                 said = "yes" if value is True else value
@@ -282,6 +297,12 @@ class Plan:
                 f"schedule=zero-bubble with shard={self.shard}; it computes gradients of weights"
                 " after the backward that FSDP2 waits for, so they would be lost; choose"
                 " schedule=1f1b or interleaved"
+            )
+        if self.schedule == "gpipe" and self.logits == "chunked":
+            raise PlanError(
+                "schedule=gpipe with logits=chunked; the forward of a loss computes the gradients"
+                " of the head, and gpipe would keep those of every microbatch until the backwards;"
+                " choose schedule=1f1b"
             )
 
     def _check_context(self, given: dict[str, Any]) -> None:
@@ -304,6 +325,12 @@ class Plan:
                 given.get("pipeline", 1),
                 1,
                 "stages do not pass on parts of a sequence yet",
+            ),
+            (
+                "logits",
+                self.logits,
+                "whole",
+                "the loss of a part of a sequence reads whole logits",
             ),
         ):
             if value != default:
@@ -353,7 +380,7 @@ class Plan:
                     f" of the two out; over processes, {instead} does what {name} does"
                 )
         if self.data_parallel != 1:
-            for name in ("split", "numerics", "checkpointing", "compile"):
+            for name in ("split", "numerics", "checkpointing", "logits", "compile"):
                 if getattr(self, name) != _default(name):
                     said = _text_of(getattr(self, name))
                     raise PlanError(
@@ -361,6 +388,12 @@ class Plan:
                         f" microbatch in parts, on copies of the model; leave {name} out, or use"
                         f" replicate={self.data_parallel}, which goes with everything"
                     )
+
+        if self.split != 1 and self.logits == "chunked":
+            raise PlanError(
+                f"split={_text_of(self.split)} with logits=chunked; a loss of chunks uses the"
+                " head's weight on the device of the loss; leave one of the two out"
+            )
 
     @classmethod
     def axes(cls) -> tuple[Axis, ...]:

@@ -166,6 +166,7 @@ class RecipeSession(Session):
             tensor=recipe.tensor,
             stages=recipe.stages,
             sequence=recipe.sequence,
+            head=recipe.head,
             weights=recipe.weights,
         )
         metric = run.training.modules[0].schedule.metric

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
 from lockstep.base import torch_private
@@ -205,6 +206,24 @@ def test_in_backward():
     tensor.sum().backward()
     assert seen == [True]
     assert not torch_private.in_backward()
+
+
+def test_uncounted():
+    with FlopCounterMode(display=False) as counter:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+        with torch_private.uncounted():
+            torch.ones(5, 5) @ torch.ones(5, 5)
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    assert counter.get_total_flops() == 2 * 2 * 2 * 3 * 4
+
+
+def test_keeps_graph():
+    leaf, seen = torch.ones(1, requires_grad=True), []
+    output = leaf * 2
+    output.register_hook(lambda _: seen.append(torch_private.keeps_graph()))
+    output.backward(retain_graph=True)
+    output.backward()
+    assert seen == [True, False]
 
 
 def test_backward_number():

@@ -1939,6 +1939,8 @@ GRADIENT_HOOKS = "training/test_gradient_hooks.py::test_the_remedies_are_the_sam
 OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works"
 COLLECTIVES = "training/test_collectives.py::test_what_synchronises_where_there_are_several_processes_is_right"
 REPORTS = "training/test_reports.py::test_what_would_be_another_model_is_refused_and_the_remedy_is_one_model"
+CHUNKED = "training/test_chunked_logits.py::test_what_the_errors_recommend_trains"
+CHUNKED_PLANS = "training/test_chunked_logits.py::test_every_plan_trains_the_model_of_whole_logits"
 PLANS = "device/test_plan_remedies.py::test_the_plans_that_an_error_recommends_train_the_model_of_one_process"
 CONTEXT = "training/test_context_axis.py::test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process"
 ELSEWHERE = {
@@ -2020,6 +2022,16 @@ ELSEWHERE = {
     "leave numerics=bitwise out, or use replicate and shard": PLANS,
     "leave {name}={said} out, or use replicate and shard": PLANS,
     "choose schedule=1f1b or interleaved": PLANS,
+    "of every microbatch until the backwards; choose schedule=1f1b": CHUNKED_PLANS,
+    "the head's weight on the device of the loss; leave one of the two out": CHUNKED_PLANS,
+    "give the logits to F.cross_entropy, which computes them in chunks": CHUNKED,
+    "name the nn.Linear that computes the logits": CHUNKED,
+    "name such a layer in Recipe.head": CHUNKED,
+    "choose bf16 or fp32 as the precision": CHUNKED,
+    "compute each loss before the backward": CHUNKED,
+    'give reduction="mean", "sum" or "none"': CHUNKED,
+    "give it the index of a class for each token": CHUNKED,
+    "call it with logits.flatten(0, -2) and target.flatten()": CHUNKED,
     "leave one of the two out; over processes, {instead}": PLANS,
     "or use replicate={self.data_parallel}, which goes with everything": PLANS,
     "change the plan, or the number of processes to {fixed}": PLANS,
@@ -2082,6 +2094,7 @@ HANDED_ON = (
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
+    "name blocks without the head in Recipe.blocks",
     "put both into one module, or choose another schedule or size of the pipeline",
     "besides 'state'; their shards are saved by parameter",
     "it splits each microbatch over the GPUs of one process; use replicate={count}",

@@ -130,6 +130,7 @@ class _Autotuner:
             tensor=self.recipe.tensor,
             stages=self.recipe.stages,
             sequence=self.recipe.sequence,
+            head=self.recipe.head,
         )
         made = build_model(
             self.context,

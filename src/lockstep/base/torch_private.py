@@ -222,6 +222,22 @@ def backward_number() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave what is computed inside out of the innermost FlopCounterMode."""
+    mode = _python_dispatch._get_current_dispatch_mode()
+    if type(mode).__name__ != "_FlopCounterMode":
+        yield
+        return
+    with _python_dispatch._pop_mode_temporarily():
+        yield
+
+
+def keeps_graph() -> bool:
+    """True in a backward of this thread that another one may follow (`retain_graph=True`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:
     """Yield the tensors that a node has saved and that no hook has packed, each with the object
     that has `register_hooks`. A backward frees them."""

@@ -32,6 +32,7 @@ from lockstep.hooks.replica_audit import checksum
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
 from lockstep.logging.flops import is_compiled
+from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.shard import reset_after_error, reshard
 from lockstep.recipe.recipe import Gathered, Recipe
 from lockstep.training.evaluate import in_evaluation_mode
@@ -338,7 +339,8 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
 
     def score(item: Microbatch, batch: Any, output: Any, loss: Any) -> Tried:
         weights = None if recipe.weight is None else weights_of(recipe.weight(item.batch))
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = map(hidden_states, leaves)
         sums = [int(checksum(to_local(tensor)).item()) for tensor in tensors]
         return Tried(_measured(loss, samples=item.size, batch=item.batch, weights=weights), sums)
 

@@ -15,6 +15,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.model.block_inputs import sum_in_blocks
 from lockstep.model.block_wrappers import checkpoint_activations, compile_forward
 from lockstep.model.blocks import blocks_of
+from lockstep.model.chunked_logits import chunk_logits, head_name, modules_with_weights_of
 from lockstep.model.device_split import (
     devices_of,
     gpus_of,
@@ -67,15 +68,20 @@ def parallelize(
     tensor: Mapping[str, str] | None,
     stages: Sequence[str] | None,
     sequence: RecipeSequence | None,
+    head: str | None,
 ) -> Parallelized:
     """Change the model in place so that this rank holds and computes its part of the plan. Every
     rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
-    key. `blocks`, `tensor`, `stages`, `sequence`: as in `Recipe`. Raises `RecipeError` and
-    `PlanError`."""
+    key. `blocks`, `tensor`, `stages`, `sequence`, `head`: as in `Recipe`. Raises
+    `RecipeError` and `PlanError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
     streams = ModuleRandomStreams(model, parts, begin) if parts else None
+    chunked = None
+    if plan.logits == "chunked":
+        chunked = head_name(model, head, autocast_dtype)
+    used_by_loss = set() if chunked is None else modules_with_weights_of(model, chunked)
     styles: Mapping[str, str] = {}
     if (size := mesh.axis("tensor").size) > 1:
         styles = tensor_styles(model, tensor, size)
@@ -115,7 +121,12 @@ def parallelize(
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
-    _wrap_blocks(model, block_names or [layer.name for layer in layers] or roots, plan)
+    wrapped = block_names or [layer.name for layer in layers] or roots
+    if chunked is not None:
+        if plan.compile:
+            _check_not_compiled(chunked, wrapped)
+        chunk_logits(model, chunked)
+    _wrap_blocks(model, wrapped, plan)
     if plan.numerics == "bitwise" and not sharded:
         sum_in_blocks(model, map(model.get_submodule, block_names))
     if sharded:
@@ -126,6 +137,7 @@ def parallelize(
             "materialize": materialize,
             "short": short,
             "keep_casts": autocast_dtype is None,  # with autocast off there are no casts
+            "used_after_forward": used_by_loss,
         }
         if pipeline is None:
             shard(model, mesh, block_names, **options)
@@ -192,6 +204,17 @@ def _wrap_blocks(model: nn.Module, names: Sequence[str], plan: Plan) -> None:
             # "full" if compiled: compiled code writes results in place, and uses its own buffers
             # instead of kept results
             checkpoint_activations(block, "full" if plan.compile else plan.checkpointing)
+
+
+def _check_not_compiled(head: str, compiled: Sequence[str]) -> None:
+    for name in compiled:
+        if not name or f"{head}.".startswith(f"{name}."):
+            what = f"the block {name!r}" if name else "the whole model"
+            raise PlanError(
+                f"compile=yes with logits=chunked; {what} is compiled, with the head {head!r} in"
+                " it, whose output is no plain tensor; name blocks without the head in"
+                " Recipe.blocks, or leave compile=yes out"
+            )
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:

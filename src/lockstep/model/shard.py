@@ -4,7 +4,7 @@ the gradients."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,7 @@ def shard(
     materialize: Callable[[nn.Module], None],
     short: AutocastWeights | None,
     keep_casts: bool,
+    used_after_forward: Collection[nn.Module] = (),
 ) -> None:
     """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank
     calls it. `free_after_forward`: free a block's all-gathered parameters after its forward and
@@ -95,15 +96,19 @@ def shard(
     on_cpu = mesh.world.device.type == "cpu"
     guard = SkippedBlockGuard(model, modules, gathers_ahead=on_cpu)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+
+    def is_used(module: nn.Module) -> bool:
+        return any(each in used_after_forward for each in module.modules())
+
     for module in modules:
         materialize(module)
         inputs = RepeatedInputs(module)
-        fully_shard(
-            module, mesh=axis, reshard_after_forward=free_after_forward, offload_policy=policy
-        )
+        free = free_after_forward and not is_used(module)
+        fully_shard(module, mesh=axis, reshard_after_forward=free, offload_policy=policy)
         inputs.install()
     materialize(model)
     inputs = RepeatedInputs(model)
+    free_root = free_root and not is_used(model)
     root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
     inputs.install()
     # FSDP2 prefetches a block in the backward; without this, a CPU would wait for the prefetch

@@ -316,6 +316,9 @@ class Recipe:
     sequence: Sequence | None = None
     """The sequences that the plan's `context` cuts, their documents and positions. None:
     `ls.Sequence()`, for a model that draws no random numbers."""
+    head: str | None = None
+    """Name of the `nn.Linear` that computes the logits, for `logits=chunked`. None: that of a
+    Hugging Face model."""
     weights: Weights | str | PathLike[str] | None = None
     """Pretrained weights to start from, or just their path. None: the initial values that `model`
     sets."""
@@ -374,6 +377,10 @@ class Recipe:
                     f"{kind}={names!r}; it must be a list of module names or patterns, such as"
                     " ['blocks.*'], or None"
                 )
+        if not isinstance(self.head, str | None):
+            raise RecipeError(
+                f"head={self.head!r}; it is the name of one module, such as 'lm_head', or None"
+            )
         if self.tensor is not None and not isinstance(self.tensor, Mapping):
             raise RecipeError(
                 f"tensor is {in_words(self.tensor)}; it maps patterns of module names to styles:"

@@ -40,6 +40,7 @@ class ModelOptions:
     tensor: Mapping[str, str] | None = None
     stages: Sequence[str] | None = None
     sequence: RecipeSequence | None = None
+    head: str | None = None
 
 
 class ParallelModel(NamedTuple):
@@ -92,6 +93,7 @@ def build_model(
             tensor=options.tensor,
             stages=options.stages,
             sequence=options.sequence,
+            head=options.head,
         )
     built.check_values(context.world)
     return ParallelModel(built, parallel, pretrained)
