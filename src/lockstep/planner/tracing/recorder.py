@@ -186,10 +186,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Memory
 
     def label(self, tensors: Any, cause: Cause) -> None:
-        """Set the cause of the memory of tensors."""
+        """Set the cause of the memory of tensors. Those that are never computed have none."""
         for each in tree_leaves(tensors):
-            if isinstance(each, Tensor):
-                local = each.to_local() if hasattr(each, "to_local") else each
+            local = each.to_local() if isinstance(each, DTensor) else each
+            if type(local) in PLAIN:
                 self._label_storage(local.untyped_storage(), cause)
 
     def _label_storage(self, storage: torch.UntypedStorage, cause: Cause) -> None:
