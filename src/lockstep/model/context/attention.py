@@ -108,10 +108,14 @@ class ChunkedAttention:
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:
             return self._attend(query, key, value, is_causal=self._is_causal)
-        return self._masked(range(self._layout.tokens), query, key, value)
+        if not query.is_cpu:
+            return self._masked(range(self._layout.tokens), 0, query, key, value)
+        return self._documents.by_document(self._document, query, key, value, dim=2)
 
     def of_own_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layout = self._layout
+        if layout.world.size == 1 and not self._dropout and self._given_mask is None:
+            return self.of_all_tokens(query, key, value)
         if not (self._is_causal or self._dropout or self._documents is not None):
             return self._attend(query, key, value)
         parts = torch.split(query, layout.widths, 2)
@@ -123,14 +127,21 @@ class ChunkedAttention:
             [self._chunk(spans[place], parts[place], key, value) for place in places], 2
         )
 
+    def _document(self, row: int, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._attend(query, key, value, is_causal=self._is_causal)
+
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of one chunk; if causal, to the keys before its end."""
+        """Return the attention of one chunk; if causal, to the keys before its end; with documents,
+        to the keys from the beginning of its first document."""
         if not len(span):
             return query
+        first = 0
         if self._is_causal:
-            key, value = key[:, :, : span.stop], value[:, :, : span.stop]
+            if self._documents is not None and query.is_cpu:
+                first = self._documents.earliest_key(span.start)
+            key, value = key[:, :, first : span.stop], value[:, :, first : span.stop]
         if self._given_mask is not None or self._documents is not None:
-            return self._masked(span, query, key, value)
+            return self._masked(span, first, query, key, value)
         attend = partial(self._attend, query, key, value, dropout_p=self._dropout)
         if not self._is_causal:
             return attend()
@@ -138,11 +149,12 @@ class ChunkedAttention:
             return attend(is_causal=True)
         if not query.is_cpu:
             return attend(attn_mask=causal_lower_right(len(span), span.stop))
-        return self._masked(span, query, key, value)
+        return self._masked(span, 0, query, key, value)
 
-    def _masked(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _masked(self, span: range, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the attention of these tokens to the keys from the token `first` on."""
         rows = torch.arange(span.start, span.stop, device=query.device)
-        keys = torch.arange(key.shape[2], device=query.device)
+        keys = torch.arange(first, first + key.shape[2], device=query.device)
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
 
         def make() -> Tensor:
@@ -157,15 +169,16 @@ class ChunkedAttention:
         if (given := self._given_mask) is not None:
             if given.dtype is torch.bool:
                 given = zero.where(given, -torch.inf)
-            return attend(attn_mask=mask + _of(given, span, key.shape[2]))
+            own_keys = range(first, first + key.shape[2])
+            return attend(attn_mask=mask + _of(given, span, own_keys))
         self.remade.add(mask, make)
         output = attend(attn_mask=mask)
         self.remade.drop(mask)
         return output
 
 
-def _of(mask: Tensor, rows: range, keys: int) -> Tensor:
+def _of(mask: Tensor, rows: range, keys: range) -> Tensor:
     """Return some rows and keys of a mask, which may have size 1 in either dim."""
     if mask.shape[-2] > 1:
         mask = mask[..., rows.start : rows.stop, :]
-    return mask[..., :keys] if mask.shape[-1] > 1 else mask
+    return mask[..., keys.start : keys.stop] if mask.shape[-1] > 1 else mask

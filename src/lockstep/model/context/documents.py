@@ -3,7 +3,10 @@ at each document."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ RULE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Documents:
     """The documents in the rows of one microbatch. Indices refer to tokens in the whole row."""
 
@@ -59,7 +62,7 @@ class Documents:
         """Number of tokens in a row."""
         return self.ids.shape[1]
 
-    @property
+    @cached_property
     def lengths(self) -> list[list[int]]:
         """Return the number of tokens of each document, for each row."""
         return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids]
@@ -74,6 +77,31 @@ class Documents:
         """Return a mask of shape (samples, 1, queries, keys): True where query and key belong to
         the same document."""
         return self.ids[:, None, queries, None] == self.ids[:, None, None, keys]
+
+    def by_document(
+        self,
+        compute: Callable[[int, int, Tensor, Tensor, Tensor], Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        dim: int,
+    ) -> Tensor:
+        """Return the attention of whole rows, each document alone, which skips what a mask would
+        hide. `compute`: (row, index of the first token, query, key, value) -> the attention of a
+        document of one row, with its tokens along `dim`."""
+        rows = []
+        samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
+        for row, (sample, lengths) in enumerate(zip(samples, self.lengths, strict=True)):
+            parts = zip(*(torch.split(each, lengths, 2) for each in sample), strict=True)
+            firsts = accumulate(lengths, initial=0)
+            outputs = [compute(row, first, *part) for first, part in zip(firsts, parts)]  # noqa: B905  # one more first
+            rows.append(torch.cat(outputs, dim))
+        return torch.cat(rows)
+
+    def earliest_key(self, token: int) -> int:
+        """The first token, over all rows, of the documents that have this token."""
+        return token - int(self.positions[:, token].max())
 
     def lasts(self) -> Tensor:
         """Return a mask of shape (samples, tokens): True at the last token of each document that is

@@ -12,14 +12,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence, active, handled
@@ -187,12 +186,6 @@ class SequenceMask:
         self._needs_none = own == "sdpa" and function is causal and self._padding is None
         self._made: dict[Any, Tensor] = {}
 
-    @cached_property
-    def lengths(self) -> list[list[int]]:
-        """Return the number of tokens of each document, for each row."""
-        documents = self.sequence.documents
-        return [] if documents is None else documents.lengths
-
     def of_rank(self, dtype: torch.dtype) -> Tensor:
         """Return the mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
         places = self.sequence.layout.places.to(self._device)
@@ -203,14 +196,13 @@ class SequenceMask:
         every = self._every
         return self._kept("all", lambda: self._allowed(slice(None), every, every), dtype)
 
-    def of_document(self, row: int, tokens: slice, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask within one document, (1, 1, tokens, tokens). None if sdpa needs none,
-        because the attention is causal."""
+    def of_document(self, row: int, first: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask within the document of these tokens, (1, 1, tokens, tokens). None if
+        sdpa needs none, because the attention is causal."""
         if self._needs_none:
             return None
-        own = self._every[tokens]
-        rows = slice(row, row + 1)
-        return self._kept((row, tokens.start), lambda: self._allowed(rows, own, own), dtype)
+        rows, own = slice(row, row + 1), self._every[first : first + tokens]
+        return self._kept((row, first), lambda: self._allowed(rows, own, own), dtype)
 
     @property
     def _every(self) -> Tensor:
@@ -328,25 +320,18 @@ def _attention(
         output = attend_by_keys(layout, query, key, value, attend, Remade())
     else:
         part = _HeadsOf(module, heads, layout.world)
+        compute_part = partial(compute, part)
         given = {name: part.cut(each) for name, each in given.items()}
 
         def attend_whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             with handled():
-                how = _by_document if _is_by_document(attention_mask, query) else _dense
-                found = how(partial(compute, part), attention_mask, query, key, value, given)
-            return found.transpose(1, 2)
+                return _of_all_tokens(compute_part, attention_mask, query, key, value, given)
 
         output = attend_by_heads(layout, query, key, value, attend_whole)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _is_by_document(mask: SequenceMask, query: Tensor) -> bool:
-    """True if the attention of each document is computed separately. This skips what a mask would
-    hide; it is used on a CPU, where many small calls cost little."""
-    return mask.sequence.documents is not None and not accelerator.is_accelerator(query)
-
-
-def _dense(
+def _of_all_tokens(
     compute: Callable[..., Any],
     mask: SequenceMask,
     query: Tensor,
@@ -354,32 +339,19 @@ def _dense(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of whole rows: (samples, tokens, heads, features)."""
-    found: Tensor = compute(query, key, value, mask.of_all(query.dtype), **given)[0]
-    return found
+    """Return the attention of whole rows. On a CPU, where many small calls cost little, each
+    document is computed alone, which skips what a mask would hide."""
+    documents = mask.sequence.documents
+    if documents is None or not query.is_cpu:
+        output: Tensor = compute(query, key, value, mask.of_all(query.dtype), **given)[0]
+        return output.transpose(1, 2)
 
+    def alone(row: int, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = mask.of_document(row, first, query.shape[2], query.dtype)
+        output: Tensor = compute(query, key, value, own, **given)[0]
+        return output.transpose(1, 2)
 
-def _by_document(
-    compute: Callable[..., Any],
-    mask: SequenceMask,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    given: dict[str, Any],
-) -> Tensor:
-    """Return the attention of whole rows, computed one document after another."""
-    rows = []
-    samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
-    for row, sample in enumerate(samples):
-        lengths = mask.lengths[row]
-        parts = zip(*(torch.split(each, lengths, 2) for each in sample), strict=True)
-        outputs, start = [], 0
-        for length, part in zip(lengths, parts, strict=True):
-            own = mask.of_document(row, slice(start, start + length), query.dtype)
-            outputs.append(compute(*part, own, **given)[0])
-            start += length
-        rows.append(torch.cat(outputs, 1))
-    return torch.cat(rows)
+    return documents.by_document(alone, query, key, value, dim=2)
 
 
 class _HeadsOf:
