@@ -149,9 +149,11 @@ RECIPES: list[dict[str, Any]] = [
         "data": TensorDataset(*texts(14).tensors[:1] * 2),
         "evaluation": ls.Evaluation(data=TensorDataset(*texts(5).tensors[:1] * 2)),
         "steps": 2,
+        "stages": ["words", "places", "blocks.*", "head"],
     },
 ]
-"""Several terms with metrics; a weight that the forward computes; a mean over samples."""
+"""Several terms with metrics; a weight that the forward computes; a mean over samples, and parts
+that draw from streams of their own."""
 
 
 class Last(ls.Hook):

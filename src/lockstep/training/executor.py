@@ -4,7 +4,7 @@ pipeline's stages."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -166,7 +166,8 @@ class SequenceExecutor(SerialExecutor):
         if inputs is None:
             raise RecipeError(f"step.compute(None, loss) with {self.why_no_loop}; give inputs")
         if not self.cut.is_checked:
-            with self.autocast:
+            paused = nullcontext() if self.streams is None else self.streams.paused()
+            with self.autocast, paused:
                 self.cut.check(model_arguments(inputs, batch), loss, batch)
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:

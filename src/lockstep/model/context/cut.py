@@ -96,6 +96,7 @@ class SequenceCut:
         each mode, with the arguments of `run`. Generators and buffers are unchanged afterwards.
         Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on all ranks."""
         self._checked.add(self._model.training)
+        self._know_dims(arguments)
         if self._world.size > 1:
             self._prove(arguments, loss, batch)
         self._check_documents(arguments, batch)
