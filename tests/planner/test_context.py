@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.planner.trace import Compute, TracedStep, memory_peak
+from lockstep.planner.tracing.tracer import model_size
 
 WIDTH, HEADS, KEY_HEADS, LENGTH, WORDS, BLOCKS = 64, 8, 4, 509, 32, 2
 SAMPLES = 2
@@ -114,6 +115,20 @@ def test_a_gpu_needs_no_mask_in_memory_for_a_chunk() -> None:
         made = [each.operation for each in items if isinstance(each, Compute)]
         masks.append(sum(each.name == "aten.where" and each.bytes > 64 * LENGTH for each in made))
     assert masks[0] == 0 < masks[1]
+
+
+def test_chunked_logits_are_traced_without_memory_of_their_own() -> None:
+    given = recipe(head="head", stages=None, tensor=None)
+    whole, chunked = (
+        traced(f"replicate=1,logits={logits}", given) for logits in ("whole", "chunked")
+    )
+    products = [
+        sum(isinstance(each, Compute) and each.operation.kind == "matmul" for each in trace.items)
+        for trace in (whole, chunked)
+    ]
+    assert products[1] > products[0], "a product for each chunk of tokens"
+    assert model_size(given).has_head
+    assert not model_size(recipe()).has_head
 
 
 def test_what_is_refused_by_name_is_refused_in_a_trace() -> None:

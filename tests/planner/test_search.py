@@ -157,6 +157,20 @@ def test_a_plan_that_does_not_fit_is_tried_with_less_memory_until_it_does() -> N
     ]
 
 
+def test_logits_are_computed_in_chunks_before_anything_is_computed_twice() -> None:
+    rule = evaluating(lambda plan: (1.0, 10 if plan.checkpointing == "full" else 5000), tried := [])
+    search(replace(SPACE, has_head=True), rule)
+    assert [plan for plan in tried if plan.startswith("replicate=8")][:3] == [
+        "replicate=8",
+        "replicate=8,logits=chunked",
+        "replicate=8,checkpointing=selective,logits=chunked",
+    ]
+    of_tensor = [plan for plan in tried if plan.startswith("tensor=8")]
+    assert of_tensor[:2] == ["tensor=8", "tensor=8,checkpointing=selective"], "its loss is sharded"
+    search(SPACE, evaluating(lambda plan: (1.0, 5000), tried := []))
+    assert not refined_of(tried, "logits"), "no head is known"
+
+
 def test_microbatches_of_one_sample_are_not_split() -> None:
     tried: list[str] = []
     search(

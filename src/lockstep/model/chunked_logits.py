@@ -127,7 +127,7 @@ class ChunkedLogits(Tensor):
                 part = hidden[_index(logits, args[1])]
                 return cls.of(part, head, part.dim() - 1)
             if name in SHAPES:
-                with DisableTorchFunctionSubclass():
+                with disable_current_modes(), DisableTorchFunctionSubclass():
                     *rows, last = func(*args, **kwargs).shape
                 if last == logits.shape[-1]:
                     return cls.of(hidden.reshape(*rows, hidden.shape[-1]), head, len(rows))

@@ -13,6 +13,7 @@ from lockstep.planner.prediction import Outcome, Prediction, text
 from lockstep.planner.trace import ON_HOST
 
 LESS_MEMORY: tuple[dict[str, Any], ...] = (
+    {"logits": "chunked"},
     {"checkpointing": "selective"},
     {"checkpointing": "full"},
     {"checkpointing": "full", "microbatch_splits": 1},
@@ -55,6 +56,8 @@ class Space:
     stages: int
     """Largest number of pipeline stages. If it is 0 or 1, one pipeline is still tried, to report
     the reason."""
+    has_head: bool = False
+    """True if the layer that computes logits is known."""
     chunks: int | None = None
     """Chunks of a sequence; None: the recipe does not say that it has sequences."""
 
@@ -195,7 +198,7 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
     plan fits."""
     remaining, one_fits = list(plans), False
     for change in ({}, *(SMALLER if space.microbatch is None else ()), *LESS_MEMORY):
-        able = [plan for plan in remaining if _splits(plan, change, space)]
+        able = [plan for plan in remaining if _is_able(plan, change, space)]
         tried = [changed for plan in able for changed in _changed(plan, change)]
         outcomes = evaluate(tried)
         yield from outcomes
@@ -211,6 +214,14 @@ def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -
             remaining = [plan for plan, _ in too_large]
         if not remaining:
             return
+
+
+def _is_able(plan: Plan, change: dict[str, Any], space: Space) -> bool:
+    """True if a plan can be changed so. Chunked logits are no reason to give up a plan that cannot
+    have them."""
+    if "logits" in change:
+        return space.has_head and bool(_changed(plan, change))
+    return _splits(plan, change, space)
 
 
 def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:

@@ -129,6 +129,7 @@ class _Evaluation:
             is_splittable=is_splittable(recipe, model),
             state_bytes=2 * model.parameter_bytes,
             stages=model.parts,
+            has_head=model.has_head,
             chunks=None if recipe.sequence is None else recipe.sequence.chunks,
             capacity_bytes=self._machine.capacity_bytes,
         )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.nested import map_tensors
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.mesh import Mesh
@@ -22,6 +22,7 @@ from lockstep.hooks.out_of_memory import read_fallbacks
 from lockstep.launch.environment import Environment
 from lockstep.launch.termination import Termination
 from lockstep.logging.recorder import Recorder
+from lockstep.model.chunked_logits import head_name
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.stages import STAGES_PER_RANK, Stages, sequential_parts
@@ -122,6 +123,8 @@ class ModelSize:
     """Number of parts for a pipeline; 0 if their order is unknown."""
     has_batchnorm: bool
     """True if BatchNorm computes statistics over a microbatch, which then cannot be split."""
+    has_head: bool
+    """True if the layer that computes logits is known."""
 
 
 def model_size(recipe: Recipe) -> ModelSize:
@@ -133,7 +136,16 @@ def model_size(recipe: Recipe) -> ModelSize:
         sum(parameter.nbytes for parameter in model.parameters()),
         len(sequential_parts(model, recipe.stages)),
         bool(training_batchnorms([model])),
+        _has_head(model, recipe),
     )
+
+
+def _has_head(model: torch.nn.Module, recipe: Recipe) -> bool:
+    try:
+        head_name(model, recipe.head, None)
+    except (RecipeError, PlanError):
+        return False
+    return True
 
 
 def _note_boundary(
