@@ -13,13 +13,13 @@ from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.reducer import choose_reducer
 
 
-def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = False) -> Any:
+def mesh(*, shard: int = 1, divides_features: bool = False, on_one_host: bool = False) -> Any:
     """Stands in for a mesh: all that the choice depends on."""
     sizes = {"shard": shard, "replicate": 2}
     memory = object() if on_one_host else None
     return SimpleNamespace(
         axis=lambda name: SimpleNamespace(size=sizes[name]),
-        torch_mesh=object() if has_torch_mesh else None,
+        larger=[SimpleNamespace(same_state=not divides_features)],
         summed=lambda: SimpleNamespace(shared_memory=memory, hierarchy=None, size=2 * shard),
     )
 
@@ -27,19 +27,19 @@ def mesh(*, shard: int = 1, has_torch_mesh: bool = False, on_one_host: bool = Fa
 @pytest.mark.parametrize("on_one_host", [False, True])
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("bitwise", [False, True])
-@pytest.mark.parametrize(("shard", "has_torch_mesh"), [(1, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("shard", "divides_features"), [(1, False), (1, True), (2, True)])
 def test_every_mesh_has_one_reducer(
-    shard: int, has_torch_mesh: bool, bitwise: bool, compressed: bool, on_one_host: bool
+    shard: int, divides_features: bool, bitwise: bool, compressed: bool, on_one_host: bool
 ) -> None:
     choice = choose_reducer(
-        mesh(shard=shard, has_torch_mesh=has_torch_mesh, on_one_host=on_one_host),
+        mesh(shard=shard, divides_features=divides_features, on_one_host=on_one_host),
         bitwise=bitwise,
         compressed=compressed,
     )
     expected: type
     if shard > 1:
         expected, reason = FsdpReducer, "the shard axis has more than one rank"
-    elif has_torch_mesh:
+    elif divides_features:
         expected, reason = (
             PostBackwardReducer,
             "DistributedDataParallel takes no DTensors and no pipeline schedules",

@@ -62,7 +62,7 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
     compression."""
     if mesh.axis("shard").size > 1:
         return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
-    if mesh.torch_mesh is not None:
+    if not all(axis.same_state for axis in mesh.larger):
         return ReducerChoice(
             PostBackwardReducer,
             "DistributedDataParallel takes no DTensors and no pipeline schedules",
