@@ -201,7 +201,7 @@ def test_an_empty_backend_is_refused() -> None:
         ),
         (
             {"nnodes": "1:2", "rdzv": "host:29400"},
-            "--recovery shrink with --nnodes 1:2; .*--recovery in-place goes on without a machine",
+            "--recovery shrink with --nnodes 1:2; .*--recovery in-place continues without a lost machine",
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         (
             "replica=2",
             (
-                "'replica' in plan 'replica=2' is unknown; known are replicate, shard, context,"
+                "'replica' in plan 'replica=2' is unknown; the known keys are replicate, shard, context,"
                 " tensor, pipeline, numerics, sharding, offload, checkpointing,"
                 " microbatch_splits, logits, schedule, exchange, compile, split, data_parallel,"
                 " transport, assignment, threads, workers, prefetch"
@@ -223,10 +223,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         ("data_parallel=2,logits=chunked", "data_parallel=2 with logits=chunked; it computes each"),
         ("logits=half", "logits=half; known are whole, chunked"),
         ("tensor=2,compile=yes", "tensor=2 with compile=yes; its layers inspect their tensors"),
-        ("shard=2,sharding=half", "sharding=half; known are full, gradients"),
+        ("shard=2,sharding=half", "sharding=half; the known values are full, gradients"),
         (
             "pipeline=2,schedule=2f2b",
-            "schedule=2f2b; known are gpipe, 1f1b, interleaved, zero-bubble",
+            "schedule=2f2b; the known values are gpipe, 1f1b, interleaved, zero-bubble",
         ),
         (
             "context=2,numerics=bitwise",
@@ -243,7 +243,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "context=2,pipeline=2",
             "context=2 with pipeline=2; stages do not pass on parts of a sequence yet",
         ),
-        ("context=2,exchange=ring", "exchange=ring; known are auto, keys, heads"),
+        ("context=2,exchange=ring", "exchange=ring; the known values are auto, keys, heads"),
         (
             "assignment=measured,context=2",
             "assignment=measured with context=2; its ranks compute each microbatch together",
@@ -259,9 +259,9 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "offload=yes with shard=1; CPU offload applies to sharded parameters",
         ),
         ("compile=1", "compile=1; it must be yes or no (in Python True or False)"),
-        ("checkpointing=all", "checkpointing=all; known are none, selective, full"),
-        ("transport=tcp", "transport=tcp; known are auto, torch"),
-        ("assignment=fair", "assignment=fair; known are equal, measured"),
+        ("checkpointing=all", "checkpointing=all; the known values are none, selective, full"),
+        ("transport=tcp", "transport=tcp; the known values are auto, torch"),
+        ("assignment=fair", "assignment=fair; the known values are equal, measured"),
         (
             "assignment=measured,shard=2",
             "assignment=measured with shard=2; its ranks compute in rounds of one microbatch each",
@@ -282,8 +282,8 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "assignment=measured,data_parallel=2",
             "assignment=measured with data_parallel=2; one process computes all microbatches",
         ),
-        ("numerics=exact", "numerics=exact; known are fast, bitwise"),
-        ("numerics=auto", "numerics=auto; known are fast, bitwise"),
+        ("numerics=exact", "numerics=exact; the known values are fast, bitwise"),
+        ("numerics=auto", "numerics=auto; the known values are fast, bitwise"),
         (
             "split=0",
             (
@@ -389,7 +389,7 @@ def test_what_makes_no_plan_is_refused_when_it_is_read(text: str, message: str) 
         ({"split": (4,)}, "split=(4,); it must be a number of devices"),
         ({"split": (2, -1)}, "split=(2, -1); it must be a number of devices"),
         ({"workers": False}, "workers=False; it counts loader processes"),
-        ({"numerics": None}, "numerics=None; known are fast, bitwise"),
+        ({"numerics": None}, "numerics=None; the known values are fast, bitwise"),
     ],
 )
 def test_what_makes_no_plan_is_refused_when_it_is_made(

@@ -164,20 +164,24 @@ class Shapeless:
             {"positions": "position ids"},
             "Sequence.positions is 'position ids' (a str); it must be the name of a keyword argument",
         ),
-        (recipe, {"precision": "fp8"}, "precision='fp8'; known are fp32, bf16, fp16"),
+        (recipe, {"precision": "fp8"}, "precision='fp8'; the known values are fp32, bf16, fp16"),
         (
             recipe,
             {"gradient_compression": "int4"},
             (
-                "gradient_compression='int4'; known are none, bf16, fp16, int8 and powersgd:RANK,"
+                "gradient_compression='int4'; the known values are none, bf16, fp16, int8 and powersgd:RANK,"
                 " such as powersgd:4"
             ),
         ),
-        (recipe, {"gradient_compression": None}, "gradient_compression=None; known are none"),
+        (
+            recipe,
+            {"gradient_compression": None},
+            "gradient_compression=None; the known values are none",
+        ),
         (
             recipe,
             {"gradient_compression": "int8:2"},
-            "gradient_compression='int8:2'; known are none",
+            "gradient_compression='int8:2'; the known values are none",
         ),
         (
             recipe,

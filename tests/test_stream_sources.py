@@ -34,7 +34,7 @@ def test_uneven_files_are_balanced_and_each_sample_is_in_one_shard(
 ) -> None:
     paths = list(enumerate(counts))
     if sum(counts) < shards:
-        with pytest.raises(DataError, match="each shard has at least one sample"):
+        with pytest.raises(DataError, match="at least one sample in each shard"):
             ls.Stream.files(paths, read, shards=shards)
         return
     stream = ls.Stream.files(paths, read, shards=shards, counts=None if counted else counts)

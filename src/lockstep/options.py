@@ -443,13 +443,12 @@ class LaunchOptions(RunOptions):
         if self.recovery == "shrink" and self.nnodes not in (None, "1"):
             raise LaunchError(
                 f"{given} with --nnodes {self.nnodes}; over several machines --recovery in-place"
-                " goes on without a machine that is lost, and replaces a single process; give"
-                " that one"
+                " continues without a lost machine, and replaces a single process; give that one"
             )
         if self.recovery == "shrink" and plan is not None and not plan.fits_several_sizes:
             raise LaunchError(
                 f"{given} with --plan {self.plan}, which fits one number of processes; a run that"
-                " loses a process goes on with fewer; give replicate=auto or shard=auto, or"
+                " loses a process continues with fewer; give replicate=auto or shard=auto, or"
                 " --recovery in-place"
             )
 

@@ -201,7 +201,9 @@ class Plan:
             )
         for name, known in WORDS.items():
             if getattr(self, name) not in known:
-                raise PlanError(f"{name}={getattr(self, name)}; known are {', '.join(known)}")
+                raise PlanError(
+                    f"{name}={getattr(self, name)}; the known values are {', '.join(known)}"
+                )
         for name in ("compile", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(
@@ -459,7 +461,7 @@ class Plan:
                 raise PlanError(f"{name!r} is given twice in plan {text!r}; give it once")
             if name not in known:
                 raise PlanError(
-                    f"{name!r} in plan {text!r} is unknown; known are {', '.join(known)}"
+                    f"{name!r} in plan {text!r} is unknown; the known keys are {', '.join(known)}"
                 )
             values[name] = _read(name, value, text)
         return cls(**values)

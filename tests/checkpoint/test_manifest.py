@@ -218,7 +218,7 @@ def entry(*shards: Any, **fields: Any) -> dict[str, Any]:
         ),
         (
             content({"rank-0.safetensors": entry(["a", "float32", {}, {}, {}, 0])}),
-            "has boxes that are no lists",
+            "has boxes that are not lists",
         ),
         (content({}, step=-1), "is no size"),
         (content({}, metadata=[]), "values and metadata are objects"),

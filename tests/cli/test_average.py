@@ -213,8 +213,8 @@ def test_an_evaluation_that_fails_writes_nothing(
         (
             ["a", "b", "--weights", "1,2,3"],
             (
-                "LaunchError: --weights 1,2,3 has 3 numbers for 2 runs; it needs one for each, in "
-                "their order; give 2"
+                "LaunchError: --weights 1,2,3 has 3 numbers for 2 runs; it needs one for each run, in "
+                "the order of the runs; give 2"
             ),
         ),
         (

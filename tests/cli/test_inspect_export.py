@@ -259,7 +259,7 @@ def test_the_final_model_of_a_run_is_exported_and_checked(copied: Path, tmp_path
     assert inspected(copied, 1)["model"]["state"] == "damaged"
     found = lockstep("export", copied, tmp_path / "again.safetensors")
     assert (found.returncode, found.stdout) == (2, "")
-    assert "is damaged: its fingerprint is not that of result.json" in found.stderr
+    assert "is damaged: its fingerprint differs from the one in result.json" in found.stderr
 
 
 def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_number(

@@ -292,7 +292,7 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["slurm", "--time", "10", "-o", "train.py", "train.py"],
             (
-                "LaunchError: -o train.py exists and is no batch script; only a batch script is "
+                "LaunchError: -o train.py exists and is not a batch script; only a batch script is "
                 "overwritten; name another file, or remove it"
             ),
         ),

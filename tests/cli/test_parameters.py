@@ -105,7 +105,7 @@ def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
             (
                 "lockstep: RecipeError: --set wdith=..., or a search's value for it, and the script"
                 " has not asked for it before its recipe; it has asked for lr, width; correct the"
-                " name, or call ls.param whatever other values are\n"
+                " name, or call ls.param unconditionally\n"
             ),
         ),
     ],

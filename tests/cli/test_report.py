@@ -163,7 +163,7 @@ def test_only_a_report_is_written_over(tmp_path: Path) -> None:
     found = lockstep(tmp_path / "a", "-o", tmp_path / "notes.html")
     assert (found.returncode, (tmp_path / "notes.html").read_text()) == (2, "mine")
     assert (
-        "notes.html exists and is no report; only a report is overwritten; name another file"
+        "notes.html exists and is not a report; only a report is overwritten; name another file"
         in found.stderr
     )
     assert not list(tmp_path.glob("**/*.partial"))

@@ -174,7 +174,7 @@ def test_a_space_that_has_changed_is_refused_with_what_has(tmp_path: Path) -> No
     assert found.returncode == 2
     last = found.stderr.splitlines()[-1]
     assert (
-        "the parameters of the script are not those of the search: lr has low=0.0001, and had"
+        "the parameters of the script differ from those of the search: lr has low=0.0001, and had"
         " 0.001; width has choices=[1, 2, 8]" in last
     )
     shutil.copy(SCRIPT, script)
@@ -192,7 +192,7 @@ def test_a_script_that_was_edited_is_refused_until_the_change_is_taken_back(tmp_
     assert found.returncode == 2
     assert found.stderr.splitlines()[-1].endswith(
         "RecipeError: the script was edited since the search 'searched' began; the trials of a"
-        " search are compared with each other; take the change back, or begin another search"
+        " search are compared with each other; undo the change, or begin another search"
         " (--run-dir, or --name)"
     )
     assert [trial["state"] for trial in reported(tmp_path)] == ["complete", "running"]
@@ -311,7 +311,7 @@ def test_two_searches_of_one_folder_share_the_trials(
         (
             ["--trials", 2, "--metric", "accuracy"],
             (
-                "LaunchError: --metric accuracy without --mode; only of a loss it is known that"
+                "LaunchError: --metric accuracy without --mode; only for a loss is it known that"
                 " less is "
             ),
         ),

@@ -84,7 +84,7 @@ def test_the_scripts_arguments_are_told_from_ours(given: str, click_sees: str) -
         ),
         (
             ["train.py", "--plans", "replicate=2,numerics=slow"],
-            "PlanError: numerics=slow; known are fast, bitwise",
+            "PlanError: numerics=slow; the known values are fast, bitwise",
         ),
         (
             ["missing.py", "--plans", "replicate=2"],

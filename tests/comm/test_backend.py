@@ -43,7 +43,7 @@ def test_several_processes_on_gpus_need_a_torch_with_nccl_or_gloo_by_name(
     with pytest.raises(
         LaunchError,
         match=(
-            r"^2 processes on cuda, whose collectives are nccl's, and this torch \(.*\) has no"
+            r"^2 processes on cuda need nccl for collectives, and this torch \(.*\) has no"
             r" nccl; install"
         ),
     ):
@@ -73,7 +73,7 @@ def test_one_that_cannot_send_the_devices_tensors_is_refused(
     with pytest.raises(
         LaunchError,
         match=(
-            r"--backend 'nccl' on cpu; it sends tensors on cuda alone; give one of gloo, ucc, or"
+            r"--backend 'nccl' on cpu; it sends tensors only on cuda; give one of gloo, ucc, or"
             r" leave --back"
         ),
     ):
@@ -88,8 +88,8 @@ def test_mpi_carries_only_processes_that_mpirun_has_started_with_the_same_ranks(
     with pytest.raises(
         LaunchError,
         match=(
-            r"--backend 'mpi' on rank 3 of 4, and mpirun has not started it; MPI has ranks of"
-            r" its own"
+            r"--backend 'mpi' on rank 3 of 4, and mpirun has not started it; MPI has its"
+            r" own ranks"
         ),
     ):
         chosen_backend("mpi", CPU, 3, 4, {})

@@ -282,8 +282,8 @@ def test_a_list_from_getitems_that_is_not_one_item_a_sample_is_refused(load):
         load(Many(lambda indices: [torch.tensor(indices), torch.tensor(indices)]))
     assert (
         str(caught.value)
-        == "__getitems__ of Many returned a list of 2 for 3 indices after step 0, microbatch 0; a"
-        " list holds one item a sample, to be collated; return a tuple, a dict or a tensor for a"
+        == "__getitems__ of Many returned a list of 2 for 3 indices after step 0, microbatch 0; a list"
+        " must have one item per sample, to be collated; return a tuple, a dict or a tensor for a"
         " batch made already"
     )
 

@@ -174,7 +174,7 @@ def test_a_shard_that_has_become_shorter_than_what_was_seen_of_it_is_refused():
     assert (
         str(caught.value)
         == "shard 0 of the stream ends before sample 7 of epoch 0, where it stood; what a shard"
-        " gives must follow from shard and epoch alone; give the shards that the run began with"
+        " gives must follow from shard and epoch only; give the shards that the run began with"
     )
 
 

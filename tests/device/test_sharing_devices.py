@@ -59,7 +59,7 @@ def test_a_scripts_group_needs_a_backend_for_the_cpu_too(
 ) -> None:
     for said in devices.run(2, on_device, in_a_group_without_the_cpu, str(tmp_path / "run")):
         assert (
-            "made a process group of 'standin:standin_gloo' alone, and lockstep's ranks also"
+            "made a process group of 'standin:standin_gloo' only, and lockstep's ranks also"
             " exchange tensors on the CPU" in said
         )
         assert (

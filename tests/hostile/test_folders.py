@@ -159,9 +159,7 @@ def test_a_run_does_not_write_through_a_link(run: Path, tmp_path: Path, name: st
     (run / name).symlink_to(outside)
     with pytest.raises(
         RunDirectoryError,
-        match=(
-            f"holds {name}, which is a link; a run writes to files and folders of its own there; "
-        ),
+        match=(f"holds {name}, which is a link; a run writes to its own files and folders there; "),
     ):
         RunDirectory.create(run, resume=True, reopen=True)
     assert outside.read_bytes() == b""

@@ -91,7 +91,7 @@ def test_the_older_way_gives_each_machine_its_number() -> None:
         ),
         (
             LaunchOptions(nnodes="2", rdzv="node0:1", node_rank=0),
-            "--rdzv node0:1 with --node-rank 0; these are two ways",
+            "--rdzv node0:1 with --node-rank 0; both name the address",
         ),
         (
             LaunchOptions(nnodes="2", node_rank=2, master_addr="node0", master_port=1),

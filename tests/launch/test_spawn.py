@@ -229,7 +229,7 @@ def test_a_signal_reaches_the_handler_that_was_there_after_the_processes_ended()
         (
             {"nproc": 1, "plan": "replicat=2"},
             PlanError,
-            "'replicat' in plan 'replicat=2' is unknown; known are ",
+            "'replicat' in plan 'replicat=2' is unknown; the known keys are ",
         ),
         (
             {"nproc": 1, "args": (lambda: 3,)},

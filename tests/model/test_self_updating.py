@@ -164,6 +164,6 @@ class Misnamed(nn.Linear):
 def test_a_name_without_a_buffer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
-        match=(r"Misnamed\.self_updating_buffers names 'counts', which is none of its buffers"),
+        match=(r"Misnamed\.self_updating_buffers names 'counts', which is not one of its buffers"),
     ):
         ls.train(recipe(model=lambda: Misnamed(6, OUTPUTS)), run_dir=str(tmp_path / "run"))

@@ -96,7 +96,7 @@ def test_a_script_that_needs_values_is_told_where_and_is_traced_with_them(
     what: str, plan: str
 ) -> None:
     given = recipe(**NEEDY[what], tensor=None)
-    where = rf"{HERE.name}:{line_of(what)}: .* asks for values of a tensor"
+    where = rf"{HERE.name}:{line_of(what)}: .* needs values of a tensor"
     with pytest.raises(ValueNeeded, match=where):
         traced(plan, given)
     trace = traced(plan, given, is_fake=False)

@@ -152,12 +152,12 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
     (
         1,
         {"low": 0.5, "high": 2},
-        "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers",
+        "has the integer default 1, but bounds or a step that are not whole; write 1.0, or whole numbers",
     ),
     (
         1,
         {"low": 0, "high": 2, "step": 0.5},
-        "has the whole default 1, and bounds or a step that are not; write 1.0, or whole numbers",
+        "has the integer default 1, but bounds or a step that are not whole; write 1.0, or whole numbers",
     ),
     (
         0.5,

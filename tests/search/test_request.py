@@ -83,7 +83,7 @@ def test_of_another_metric_the_direction_is_not_guessed() -> None:
     with pytest.raises(
         LaunchError,
         match=(
-            "--metric accuracy without --mode; only of a loss it is known that less is better; give"
+            "--metric accuracy without --mode; only for a loss is it known that less is better; give"
             " --mode"
         ),
     ):

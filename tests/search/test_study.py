@@ -203,9 +203,9 @@ class TestWhichSearchItIs:
             storage(**changes)
         assert (
             str(raised.value)
-            == f"the search 'train' in sqlite:///{tmp_path}/search/search.db is another one:"
-            f" {text}; the trials of a search are compared with each other; give what it was"
-            " begun with, or begin another (--run-dir, or --name)"
+            == f"the search 'train' in sqlite:///{tmp_path}/search/search.db is a different search:"
+            f" {text}; the trials of a search are compared with each other; give the values with"
+            " which it was begun, or begin another (--run-dir, or --name)"
         )
         assert storage().claim(1) is None  # the first is as it was
 
@@ -216,7 +216,7 @@ class TestWhichSearchItIs:
         )
         with pytest.raises(
             RecipeError,
-            match="is another one: population: '8 trials, 4 members', now '12 trials, 4 members'",
+            match="is a different search: population: '8 trials, 4 members', now '12 trials, 4 members'",
         ):
             storage(sampler="pbt", population=4, trials=12)
 
@@ -235,9 +235,9 @@ class TestWhichSearchItIs:
     ) -> None:
         mistaken, other = storage(metric="losss"), storage()
         proposals(other)
-        with pytest.raises(RecipeError, match="is another one: metric: 'loss', now 'losss'"):
+        with pytest.raises(RecipeError, match="is a different search: metric: 'loss', now 'losss'"):
             mistaken.note_parameters([each.describe() for each in PARAMETERS])
-        with pytest.raises(RecipeError, match="is another one: metric: 'loss', now 'losss'"):
+        with pytest.raises(RecipeError, match="is a different search: metric: 'loss', now 'losss'"):
             proposals(mistaken)
 
     def test_a_folder_holds_one_search(self, storage: Open, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ class TestWhichSearchItIs:
             LaunchError,
             match=(
                 r"search\.db does not have that search; it may be another file or database; give"
-                r" the one it"
+                r" the one in which the search was made"
             ),
         ):
             study_of(tmp_path / "search")

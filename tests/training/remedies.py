@@ -1120,7 +1120,7 @@ MODELS = [
     ),
     Remedy(
         trains(optimizer=lambda model: torch.optim.SGD(network().parameters(), lr=0.1)),
-        "build it from the model it is given",
+        "build it from the model that the function gets",
         trains(optimizer=sgd),
     ),
     Remedy(
@@ -1438,7 +1438,7 @@ LOOPS = [
         loops(computed_twice), "let its loss return the sum of both losses", loops(computed_once)
     ),
     Remedy(loops(outside), "call it inside the loop", loops(plain)),
-    Remedy(loops(committed_twice), "each model has one a step", loops(plain)),
+    Remedy(loops(committed_twice), "each model has one per step", loops(plain)),
     Remedy(loops(skips_late), "commit it, or call skip before", loops(skips)),
     Remedy(loops(backward_in_loop), "add to the loss what it was called on", loops(one_backward)),
 ]
@@ -1865,7 +1865,7 @@ PACKING = [
     ),
     Remedy(
         packs([{**each, "labels": each["labels"][1:]} for each in CLASSES]),
-        "where it is not to be predicted; correct them",
+        "if it is not to be predicted; correct them",
         packs(CLASSES),
     ),
     Remedy(
@@ -1959,7 +1959,7 @@ ELSEWHERE = {
     "is another tensor in this forward, as with torch.func.functional_call": SHARDED,
     "pass use_reentrant=False to torch.utils.checkpoint.checkpoint": BACKWARDS,
     "as the factory made it; ": GRADIENT_HOOKS,
-    "where both are sharded alike": GRADIENT_HOOKS,
+    "where both have the same shards": GRADIENT_HOOKS,
     "or use parameter.register_hook for each, whose hooks are called once per step": GRADIENT_HOOKS,
     "and let a hook return None for what it is not to change": GRADIENT_HOOKS,
     "and a load_state_dict() that loads it": OPTIMIZER_STATE,
@@ -2043,7 +2043,8 @@ ELSEWHERE = {
 
 RIGHT_VALUES = (
     "the size of a mesh axis is a whole number of at least 1",
-    "known are {', '.join(known)}",
+    "the known values are {', '.join(known)}",
+    "the known keys are {', '.join(known)}",
     "it must be yes or no (in Python",
     "it counts how often each microbatch is halved",
     "it counts loader processes a rank",
@@ -2056,7 +2057,7 @@ RIGHT_VALUES = (
     "in plan {text}; the value is a whole number",
     "session.steps before session.prepare",
     "which makes the microbatches; leave them as they are",
-    "and so have other samples; leave the microbatch as it is",
+    "and so contain other samples; leave the microbatch as it is",
     "of samples: microbatch=8",
     "=auto {why}",
     "a Mean's values are a tensor, one a sample",
@@ -2102,6 +2103,6 @@ UNTRIED = (
     "each device needs at least one; use fewer devices",
     "give each its own buffer, or place them together: split=3+5",
     "so the change would be lost; return the additions instead",
-    "write other.to(x.device) where the two meet",
+    "write other.to(x.device) where the two are combined",
 )
 """Words of remedies that no test follows."""

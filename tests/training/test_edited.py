@@ -120,7 +120,7 @@ def test_other_data_is_refused_unless_it_is_allowed(tmp_path: Path, number: int)
     stopped(tmp_path / "run", data=rows(32))
     with pytest.raises(
         DataError,
-        match=rf"data: sample {number}\[1\] is not what it was when the checkpoint was saved",
+        match=rf"data: sample {number}\[1\] has changed since the checkpoint was saved",
     ):
         resumed(tmp_path / "run", data=changed_rows(number))
     resumed(tmp_path / "run", ("data",), data=changed_rows(number))

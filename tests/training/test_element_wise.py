@@ -143,7 +143,7 @@ class Wraps(torch.optim.Optimizer):
     ("make", "why"),
     [
         (lambda: ByIdentity(matrix(), lr=0.1), r"its step raises KeyError: \d+"),
-        (lambda: Wraps(torch.optim.SGD(matrix(), lr=0.1)), "10 steps leave a parameter as it is"),
+        (lambda: Wraps(torch.optim.SGD(matrix(), lr=0.1)), "10 steps leave a parameter unchanged"),
     ],
 )
 def test_one_that_cannot_be_tried_is_refused_where_tensors_are_split(

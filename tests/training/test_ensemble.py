@@ -135,7 +135,7 @@ def test_it_is_not_trained(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
         match=(
-            r"an ls\.Ensemble in training mode; it is the mean of models that are trained already"
+            r"an ls\.Ensemble in training mode; it is the mean of models that are already trained"
         ),
     ):
         ls.train(

@@ -166,8 +166,8 @@ REFUSED: dict[str, tuple[Factory, str]] = {
     ),
     "parameters of another model": (
         lambda model: torch.optim.SGD([*model.parameters(), STRANGER]),
-        "the optimizer holds 1 parameters that are not the model's; build it from the model it"
-        " is given",
+        "the optimizer holds 1 parameters that do not belong to the model; build it from the model that"
+        " the function gets",
     ),
 }
 

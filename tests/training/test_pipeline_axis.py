@@ -434,7 +434,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "fewer microbatches than stages": (
         "pipeline=3",
         {"microbatch": 16},
-        "RecipeError: 2 microbatches a step in a pipeline of 3 stages; with fewer microbatches"
+        "RecipeError: 2 microbatches per step in a pipeline of 3 stages; with fewer microbatches"
         " than stages some stages always wait",
     ),
     "a boundary of something other than tensors": (

@@ -335,7 +335,7 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
     "a second commit": (
         looping(lambda step, model, _: (backwards(step, model), step.commit(), step.commit())),
         "LossError: after step 0: a commit or skip after a commit of the same model; each model has"
-        " one a step",
+        " one per step",
     ),
     "a backward outside": (
         looping(lambda step, model, _: step.backward(squared_error(model, rows(4).tensors))),
@@ -423,7 +423,7 @@ def test_a_loop_that_is_wrong_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8'; known are fp32, bf16, fp16"),
+        ({"precision": "fp8"}, "precision='fp8'; the known values are fp32, bf16, fp16"),
         ({"seed": -1}, "seed=-1; a seed is a whole number from 0 to 2**63 - 1"),
         ({"log_every": 0}, "log_every=0; it counts steps"),
     ],

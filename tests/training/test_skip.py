@@ -108,7 +108,7 @@ def misuse(run_dir: str, how: str) -> None:
             "after a backward",
             "a skip after a backward; the gradient would be lost; commit it, or call skip before",
         ),
-        ("twice", "a commit or skip after a skip of the same model; each model has one a step"),
+        ("twice", "a commit or skip after a skip of the same model; each model has one per step"),
         ("nothing", "or step.skip(optimizer) for one that is not to change"),
     ],
 )

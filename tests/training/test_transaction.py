@@ -325,7 +325,7 @@ def test_a_gradient_that_is_not_finite_at_any_scale_of_fp16_ends_the_run(
         assert "after 18 steps in a row, at a loss scale of 0.5" in text
         assert steps == 17
         assert none_applied.startswith(
-            "none of the 9 steps was applied: the fp16 gradient overflowed in each, at last at a"
+            "the model was updated in none of the 9 steps: the fp16 gradient overflowed in each, at last at a"
             " loss scale of 256"
         )
         assert in_vain == 9

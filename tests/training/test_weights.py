@@ -281,7 +281,7 @@ def damaged(folder: Path, kind: str) -> str:
             "empty",
             "is a folder that holds neither model.safetensors nor model.safetensors.index.json",
         ),
-        ("outside", "it names '../a.safetensors', which is no file beside it"),
+        ("outside", "it names '../a.safetensors', which is not a file in the same folder"),
         ("fifo.safetensors", "is neither a file nor a folder"),
         ("index", "missing.safetensors' cannot be read as safetensors (No such file or directory"),
         ("run", "is a run that has not ended"),

@@ -118,7 +118,7 @@ def _open_own(path: Path) -> int:
     if stat.S_ISREG(found.st_mode) and _is_own(found):
         return descriptor
     os.close(descriptor)
-    raise PermissionError(f"{path} is no file of this user")
+    raise PermissionError(f"{path} is not a file of this user")
 
 
 def _is_own(found: os.stat_result) -> bool:

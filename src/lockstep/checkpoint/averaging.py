@@ -84,7 +84,7 @@ class WeightAverage:
             if not mean.add(_tensor(other, name), other_share):
                 raise CheckpointError(
                     f"{name!r} has infinities in {first.name} or {other.name} where the other has"
-                    " none; their mean is no weight; leave one of the two out"
+                    " none; their mean is not a weight; leave one of the two out"
                 )
         return mean.result().view(torch.uint8).numpy().data
 

@@ -165,7 +165,7 @@ class Manifest:
             )
         known = int(head[1])
         if _hash(known, memoryview(data)[head.end() : -2]) != head[2].decode():
-            raise DamagedError("the manifest's hash is not that of its content")
+            raise DamagedError("the manifest's hash does not match its content")
         if known != FORMAT:
             raise UnknownFormatError(
                 f"the checkpoint has format {known}, and this version of lockstep reads {FORMAT};"

@@ -122,7 +122,7 @@ def _indexed(index: Path) -> TensorFiles:
         for name, file in files.items():
             path = index.parent / file
             if os.path.basename(file) != file or (path.exists() and not path.is_file()):
-                raise ValueError(f"it names {file!r}, which is no file beside it")
+                raise ValueError(f"it names {file!r}, which is not a file in the same folder")
             parts.setdefault(path, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(

@@ -75,7 +75,7 @@ class TensorShard:
         dtype."""
         name, dtype, *boxes = fields
         if not all(isinstance(box, list | tuple) for box in boxes):
-            raise ValueError(f"a shard of {name!r} has boxes that are no lists")
+            raise ValueError(f"a shard of {name!r} has boxes that are not lists")
         shape, offsets, lengths = (tuple(whole_number(size) for size in box) for box in boxes)
         if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"it names the type {dtype!r}")

@@ -177,8 +177,8 @@ def check_output(path: Path, what: str, is_old: Callable[[bytes], bool]) -> None
         raise unwritable("-o", path, error) from error
     if not is_old(beginning):
         raise LaunchError(
-            f"-o {path} exists and is no {what}; only a {what} is overwritten; name another file,"
-            " or remove it"
+            f"-o {path} exists and is not a {what}; only a {what} is overwritten; name another"
+            " file, or remove it"
         )
 
 

@@ -183,8 +183,8 @@ def _numbers(text: str, runs: int) -> list[float]:
         ) from error
     if len(found) != runs:
         raise LaunchError(
-            f"--weights {text} has {len(found)} numbers for {runs} runs; it needs one for each, in "
-            f"their order; give {runs}"
+            f"--weights {text} has {len(found)} numbers for {runs} runs; it needs one for each"
+            f" run, in the order of the runs; give {runs}"
         )
     return found
 

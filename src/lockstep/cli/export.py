@@ -210,7 +210,7 @@ def final_model(at: Target, module: int | None) -> tuple[StateDictReader, str] |
     try:
         model = read_final_model(at.run)
         if fingerprint(model) != result["fingerprint"]:
-            raise DamagedError("its fingerprint is not that of result.json")
+            raise DamagedError("its fingerprint differs from the one in result.json")
     except DamagedError as error:
         raise CheckpointError(
             f"{at.run / MODEL} is damaged: {error}; export a checkpoint of the run by name"

@@ -162,7 +162,9 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
         found.size_bytes = (at.run / MODEL).lstat().st_size
         found.fingerprints = {"0": fingerprint(read_final_model(at.run))}
         if found.fingerprints["0"] != result["fingerprint"]:
-            found.reasons = [f"its fingerprint is not that of result.json, {result['fingerprint']}"]
+            found.reasons = [
+                f"its fingerprint differs from the one in result.json, {result['fingerprint']}"
+            ]
     except (DamagedError, OSError) as error:
         found.reasons = [str(error)]
     if found.reasons:

@@ -61,7 +61,8 @@ def command(
         )
     if searches and len(run_dirs) > 1:
         raise LaunchError(
-            f"{searches[0]} is the folder of a search, which has its own report; give it alone"
+            f"{searches[0]} is the folder of a search, which has its own report; give no other"
+            " folder with it"
         )
     path = Path("report.html" if len(run_dirs) > 1 else Path(run_dirs[0]) / "report.html")
     path = path if output is None else Path(output)

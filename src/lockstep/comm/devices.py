@@ -198,7 +198,7 @@ def chosen_backend(
     if asked is None:
         if size > 1 and usual in known and usual not in available:
             raise LaunchError(
-                f"{size} processes on {device.type}, whose collectives are {usual}'s, and this"
+                f"{size} processes on {device.type} need {usual} for collectives, and this"
                 f" torch ({torch.__version__}) has no {usual}; install one that has it, start one"
                 " process, or give --backend gloo, which is slow, and carries replicate only"
             )
@@ -214,8 +214,8 @@ def chosen_backend(
         )
     if asked not in fitting:
         raise LaunchError(
-            f"--backend {asked!r} on {device.type}; it sends tensors on"
-            f" {', '.join(available[asked])} alone; {remedy}"
+            f"--backend {asked!r} on {device.type}; it sends tensors only on"
+            f" {', '.join(available[asked])}; {remedy}"
         )
     if asked == "mpi" and size > 1:
         variable = next((name for name in MPI_SIZES if name in environ), None)
@@ -226,8 +226,8 @@ def chosen_backend(
                 return asked
             theirs = f"for mpirun it is rank {given[0]} of {given[1]}"
         raise LaunchError(
-            f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has ranks of its own,"
-            f" of the processes that mpirun has started, which must be the same; {remedy}"
+            f"--backend 'mpi' on rank {rank} of {size}, and {theirs}; MPI has its own ranks, for"
+            f" the processes that mpirun has started, and these must be the same; {remedy}"
         )
     return asked
 
@@ -245,9 +245,9 @@ def check_own_group(asked: str | None, device: torch.device) -> None:
     if "cpu" not in [part.partition(":")[0] for part in config.split(",")]:
         backends = group_backends(accelerator.process_group_backend(device), device)
         raise LaunchError(
-            f"the script has made a process group of {config!r} alone, and lockstep's ranks also"
-            f" exchange tensors on the CPU; write init_process_group({backends!r}),"
-            " or leave it to lockstep"
+            f"the script has made a process group of {config!r} only, and lockstep's ranks also"
+            f" exchange tensors on the CPU; write init_process_group({backends!r}), or leave it to"
+            " lockstep"
         )
 
 

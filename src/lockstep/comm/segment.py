@@ -339,8 +339,8 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
     if platform.machine() != "x86_64":
         raise ValueError(
-            f"the processor is {platform.machine()}; x86_64 alone keeps the order of stores, which"
-            " this rests on"
+            f"the processor is {platform.machine()}; only x86_64 keeps the order of stores, on"
+            " which this relies"
         )
     offer: dict[str, Any] = {"host": process_id_space(), "process": os.getpid()}
     if rank == 0:

@@ -147,7 +147,7 @@ class Rounds:
     def _make_views(self, dtype: torch.dtype) -> BufferViews:
         if dtype not in DTYPES:
             raise ValueError(
-                f"{dtype} cannot be exchanged through shared memory; known are"
+                f"{dtype} cannot be exchanged through shared memory; the known dtypes are"
                 f" {', '.join(map(str, DTYPES))}"
             )
         item, size = dtype.itemsize, self._size

@@ -138,10 +138,10 @@ def check_unchanged(
     for sample, parts in now.items():
         if sample in saved and (part := differing_part(saved[sample], parts)) is not None:
             raise DataError(
-                f"{name}: {sample}{part} is not what it was when the checkpoint was saved; a"
-                " resumed run goes on with the same data; restore it (what a hook changes in it,"
-                " in the hook's state_dict and load_state_dict), allow the change (--allow-change"
-                " data, allow_change=['data']), or choose another run directory"
+                f"{name}: {sample}{part} has changed since the checkpoint was saved; a resumed run"
+                " needs the same data; restore it (what a hook changes in it, in the hook's"
+                " state_dict and load_state_dict), allow the change (--allow-change data,"
+                " allow_change=['data']), or choose another run directory"
             )
 
 

@@ -181,9 +181,10 @@ class Fetcher:
             return fetched
         if len(fetched) != len(indices):
             raise DataError(
-                f"__getitems__ of {type(self._data).__qualname__} returned a list of {len(fetched)}"
-                f" for {len(indices)} indices {request}; a list holds one item a sample, to be"
-                " collated; return a tuple, a dict or a tensor for a batch made already"
+                f"__getitems__ of {type(self._data).__qualname__} returned a list of"
+                f" {len(fetched)} for {len(indices)} indices {request}; a list must have one item"
+                " per sample, to be collated; return a tuple, a dict or a tensor for a batch made"
+                " already"
             )
         return self._batch(fetched, request)
 

@@ -129,8 +129,8 @@ def document_of(value: Any, name: str) -> Document:
     targets = _integers(labels, f"labels of {name}")
     if len(targets) != len(ids):
         raise DataError(
-            f"{name} has {len(ids)} input_ids and {len(targets)} labels; each token has one, -100"
-            " where it is not to be predicted; correct them"
+            f"{name} has {len(ids)} input_ids and {len(targets)} labels; each token needs one"
+            " label, -100 if it is not to be predicted; correct them"
         )
     return Document(ids, targets)
 

@@ -186,7 +186,7 @@ def _in_windows(
             raise DataError(
                 f"shard {shard} of the stream{called} ends before sample {position} of epoch"
                 f" {epoch}, where it stood; what a shard gives must follow from shard and epoch"
-                " alone; give the shards that the run began with"
+                " only; give the shards that the run began with"
             )
         if first == 0:
             raise DataError(
@@ -275,8 +275,7 @@ def _rows_of(
 
 
 def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
-    """Yield values from the beginning of a shard in an order that needs few of them; for
-    digests."""
+    """Yield some values from the beginning of a shard, in any order, for digests."""
     match stream.open:
         case Mixture(streams=streams):
             opened = [

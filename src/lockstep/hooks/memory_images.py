@@ -31,9 +31,9 @@ class MemoryImages(ControlHook):
     _writer: ImageWriter | None = None
     _known: KnownTensors = field(default_factory=KnownTensors)
     _count: int = 0  # images written
-    _written: int = -1  # steps done at the last one
-    _next: int = 0  # steps done at the next one
-    _since: float = 0.0  # when the last one was complete
+    _written: int = -1  # number of steps done at the last image
+    _next: int = 0  # number of steps done at the next image
+    _since: float = 0.0  # time at which the last image was complete
     # seconds of processor and network time for the last image, without waits for slower ranks
     _cost: float = 0.0
 

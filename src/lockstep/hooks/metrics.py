@@ -55,9 +55,10 @@ class Metrics(ControlHook):
         for module in run.training.modules:
             if module.overflows and module.overflows == run.step:
                 raise LossError(
-                    f"none of the {run.step} steps was applied: the fp16 gradient overflowed in"
-                    f" each, at last at a loss scale of {module.overflowed_at:g}; each such step"
-                    " halves the scale; take more steps, or precision='bf16' or 'fp32'"
+                    f"the model was updated in none of the {run.step} steps: the fp16 gradient"
+                    f" overflowed in each, at last at a loss scale of {module.overflowed_at:g};"
+                    " each such step halves the scale; take more steps, or precision='bf16' or"
+                    " 'fp32'"
                 )
 
     def _read(self, run: Run) -> None:

@@ -120,9 +120,9 @@ def _compare_hooks(run: Run) -> None:
         ):
             raise CheckpointError(
                 f"after step {run.step}: the state of {name!r} differs between rank {first} and"
-                f" rank {rank}; a checkpoint holds one for all ranks; change it by what is alike on"
-                " all of them (run.loss, metrics, the model's parameters, session.gather(rows)),"
-                " not by a rank's own microbatches"
+                f" rank {rank}; a checkpoint has one state for all ranks; change it only by values"
+                " that are the same on all ranks (run.loss, metrics, the model's parameters,"
+                " session.gather(rows)), not by a rank's own microbatches"
             )
 
 

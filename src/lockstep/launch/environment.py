@@ -109,11 +109,11 @@ def _not_by_mpirun(environ: Mapping[str, str]) -> None:
     started = next((name for name in MPI_SIZES if environ.get(name, "1") != "1"), None)
     if "RANK" not in environ and started is not None:
         raise LaunchError(
-            f"{started}={environ[started]} without RANK: mpirun has started this process, and gives"
-            " no address at which the processes meet; start the script with lockstep run (one on"
-            " each machine: mpirun -npernode 1 lockstep run --nnodes N --rdzv HOST:PORT SCRIPT),"
-            " or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            " for each process"
+            f"{started}={environ[started]} without RANK: mpirun has started this process, and"
+            " gives no address at which the processes can connect; start the script with lockstep"
+            " run (one on each machine: mpirun -npernode 1 lockstep run --nnodes N --rdzv"
+            " HOST:PORT SCRIPT), or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,"
+            " MASTER_ADDR and MASTER_PORT for each process"
         )
 
 

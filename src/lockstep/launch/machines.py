@@ -62,16 +62,16 @@ class Machines:
         for option, value in (*given.items(), ("--interface", options.interface)):
             if most == 1 and value is not None:
                 raise LaunchError(
-                    f"{option} {value} on one machine; it is for several that meet; say how many"
-                    " (--nnodes 2), or leave it out"
+                    f"{option} {value} on one machine; it is for a run on several machines; say"
+                    " how many (--nnodes 2), or leave it out"
                 )
         if most == 1:
             return None
         if not given:
             raise LaunchError(
-                f"--nnodes {nnodes} without --rdzv; the machines meet at an address and port of one"
-                " of them; give --rdzv HOST:PORT, the same on all, or --node-rank, --master-addr"
-                " and --master-port"
+                f"--nnodes {nnodes} without --rdzv; the machines connect at an address and port of"
+                " one of them; give --rdzv HOST:PORT, the same on all, or --node-rank,"
+                " --master-addr and --master-port"
             )
         host, port = _endpoint(options)
         if options.node_rank is not None and (least != most or options.node_rank >= most):
@@ -115,8 +115,8 @@ def _endpoint(options: LaunchOptions) -> tuple[str, int]:
     if len(given) > 1:
         name, value = list(given.items())[1]
         raise LaunchError(
-            f"--rdzv {options.rdzv} with {name} {value}; these are two ways to say where machines"
-            " meet; give one of them"
+            f"--rdzv {options.rdzv} with {name} {value}; both name the address at which the"
+            " machines connect; give only one of them"
         )
     host, _, port = options.rdzv.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

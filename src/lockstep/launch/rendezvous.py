@@ -202,7 +202,7 @@ class LoopbackRendezvous(RendezvousHandler):
             listener.close()
             raise LaunchError(
                 f"{LOOPBACK} cannot be reached ({error.strerror or error}); the processes of one"
-                " machine meet there; bring the loopback interface up (ip link set lo up)"
+                " machine connect there; bring the loopback interface up (ip link set lo up)"
             ) from None
         self._store = store_on(listener)
         address = RendezvousStoreInfo(LOOPBACK, self._store.port)

@@ -209,9 +209,9 @@ class SlurmStep:
         """Raise `LaunchError` unless each node has one task."""
         if any(count != 1 for count in self.tasks):
             raise LaunchError(
-                f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes; it"
-                " starts the processes of its node itself; srun --ntasks-per-node=1 lockstep run,"
-                " or srun python SCRIPT, which needs no launcher"
+                f"srun started {sum(self.tasks)} times lockstep run on {len(self.nodes)} nodes;"
+                " one lockstep run starts all processes of its node; srun --ntasks-per-node=1"
+                " lockstep run, or srun python SCRIPT, which needs no launcher"
             )
 
     def variables(self, address: str) -> dict[str, str]:
@@ -393,9 +393,9 @@ def address_of(node: str) -> str:
             return listed[1]
     if found is None:
         raise LaunchError(
-            f"the address of {node}, the first node of the Slurm job, cannot be found, not by "
-            "scontrol either; the nodes meet there; give --rdzv HOST:PORT with an address that "
-            "all of them know"
+            f"the address of {node}, the first node of the Slurm job, cannot be found, even by"
+            " scontrol; the nodes connect there; give --rdzv HOST:PORT with an address that all"
+            " of them know"
         )
     return node
 
@@ -416,6 +416,7 @@ def _ask(line: list[str], stdin: str = "") -> str:
         ) from None
     if ended.returncode != 0:
         raise LaunchError(
-            f"{' '.join(line)} refused: {ended.stderr.strip()}; Slurm's words say what to correct"
+            f"{' '.join(line)} refused: {ended.stderr.strip()}; Slurm's message says what to"
+            " correct"
         )
     return ended.stdout.strip()

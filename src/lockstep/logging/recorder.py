@@ -218,7 +218,7 @@ class Recorder:
             self._directory.write_json("run.json", self._run_json | {"environment": environment})
 
     def describe(self, recipe: Mapping[str, Any]) -> None:
-        """Write `run.json` with the description of what a script's own loop learns."""
+        """Write `run.json` with a description of the training by a script's own loop."""
         self.summary |= {"recipe": recipe}
         if self._directory is not None:
             self._run_json |= {"recipe": recipe}

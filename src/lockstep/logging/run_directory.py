@@ -210,8 +210,8 @@ def _check_kinds(path: Path) -> None:
                 if name == "checkpoints":
                     remedy = "ls.Saving(folder=...) names a folder of checkpoints elsewhere"
                 raise RunDirectoryError(
-                    f"run directory {path} holds {name}, which is {what}; a run writes to"
-                    f" files and folders of its own there; {remedy}, or choose another directory"
+                    f"run directory {path} holds {name}, which is {what}; a run writes to its own"
+                    f" files and folders there; {remedy}, or choose another directory"
                 )
 
 

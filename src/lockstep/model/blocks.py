@@ -29,9 +29,9 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     named = _named(model, patterns)
     if shared := blocks_with_shared_parameters(model, named):
         raise RecipeError(
-            f"the recipe's block {min(shared)!r} shares a parameter with a module outside of it; a "
-            "block's parameters are gathered for it alone; leave it out of Recipe.blocks, or name "
-            "a module that holds both"
+            f"the recipe's block {min(shared)!r} shares a parameter with a module outside of it; a"
+            " block's parameters are gathered only for this block; leave it out of Recipe.blocks,"
+            " or name a module that contains both"
         )
     return named
 

@@ -248,10 +248,11 @@ def _explain(model: nn.Module) -> None:
             if "same device" not in str(error):
                 raise
             raise RecipeError(
-                "the model is split, and its code uses tensors of two devices "
-                f"({str(error).splitlines()[0]}); the output of a member of a list of layers stays "
-                "on its device for the next member; write other.to(x.device) where the two meet, "
-                "name larger parts in Recipe.blocks, and register a layer's tensors as buffers"
+                "the model is split, and its code uses tensors of two devices"
+                f" ({str(error).splitlines()[0]}); the output of a member of a list of layers"
+                " stays on its device for the next member; write other.to(x.device) where the two"
+                " are combined, name larger parts in Recipe.blocks, and register a layer's"
+                " tensors as buffers"
             ) from error
 
     model.forward = explained
@@ -262,8 +263,8 @@ def gpus_of(home: torch.device, count: int) -> list[int]:
     device that torch's DataParallel does not support."""
     if accelerator.is_accelerator(home) and not accelerator.runs_data_parallel(home):
         raise PlanError(
-            f"data_parallel={count} on {home.type}; torch.nn.DataParallel works on CUDA and ROCm"
-            f" alone; use replicate={count}, which works on every device, and is faster"
+            f"data_parallel={count} on {home.type}; torch.nn.DataParallel works only on CUDA and"
+            f" ROCm; use replicate={count}, which works on every device, and is faster"
         )
     there = accelerator.count() if accelerator.is_accelerator(home) else 0
     if there < count:

@@ -269,8 +269,8 @@ def self_updating(module: nn.Module) -> Sequence[str]:
     for name in names:
         if own_buffers(module).get(name) is None:
             raise RecipeError(
-                f"{type(module).__name__}.{ATTRIBUTE} names {name!r}, which is none of its "
-                "buffers; name buffers that it registers"
+                f"{type(module).__name__}.{ATTRIBUTE} names {name!r}, which is not one of its"
+                " buffers; name buffers that it registers"
             )
     return names
 

@@ -151,9 +151,9 @@ def shard_parts(
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
         if len(holders) > 1:
             raise RecipeError(
-                f"the stages {holders[0]!r} and {holders[1]!r} share the parameter {names[0]!r} and"
-                " are on one rank of the pipeline; they would be sharded apart; put both into one"
-                " module, or choose another schedule or size of the pipeline"
+                f"the stages {holders[0]!r} and {holders[1]!r} share the parameter {names[0]!r}"
+                " and are on one rank of the pipeline; they would be sharded separately; put both"
+                " into one module, or choose another schedule or size of the pipeline"
             )
     for name, blocks in parts.items():
         part = model.get_submodule(name)

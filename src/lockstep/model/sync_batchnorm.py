@@ -118,9 +118,9 @@ def split_microbatches(
     for name, kind, split in layers:
         if not split:
             raise RecipeError(
-                f"{name!r} is a {kind}, beside {ranks}; it would see slices of microbatches, which "
-                "depend on the number of processes; convert all with "
-                "nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
+                f"{name!r} is a {kind}, together with {ranks}; it would see slices of"
+                " microbatches, which depend on the number of processes; convert all with"
+                " nn.SyncBatchNorm.convert_sync_batchnorm(model), or put it in eval mode"
             )
     return replace(assignment, round_robin=True, slices=min(microbatch, mesh.data.size))
 

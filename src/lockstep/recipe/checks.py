@@ -97,8 +97,8 @@ def check_precision(value: Any) -> None:
         )
     if value not in get_args(Precision):
         raise RecipeError(
-            f"precision={value!r}; known are {', '.join(get_args(Precision))}, and with ls.train"
-            " auto"
+            f"precision={value!r}; the known values are {', '.join(get_args(Precision))}, and with"
+            " ls.train auto"
         )
 
 
@@ -107,7 +107,7 @@ def check_compression(value: Any) -> None:
         return
     if not isinstance(value, str) or value.partition(":")[0] != "powersgd":
         raise RecipeError(
-            f"gradient_compression={value!r}; known are {', '.join(COMPRESSIONS)} and"
+            f"gradient_compression={value!r}; the known values are {', '.join(COMPRESSIONS)} and"
             " powersgd:RANK, such as powersgd:4"
         )
     if powersgd_rank(value) is None:

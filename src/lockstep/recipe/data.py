@@ -73,15 +73,16 @@ class StreamOfStreams:
     def __call__(self, shard: int, epoch: int, start: int) -> Iterator[Any]:
         raise DataError(
             f"open({shard}, {epoch}, {start}) of a {type(self).__name__}; the order of its samples"
-            " follows from a run's seed, so it has none of its own; open the streams that it was"
-            " made of"
+            " follows from a run's seed, so it has no order of its own; open the streams that it"
+            " was made of"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture(StreamOfStreams):
-    """Streams with equally many shards, of which shard k has a sample from shard k of one stream at
-    each position. A stream goes on with its next epoch where it ends."""
+    """Several streams with the same number of shards, mixed into one. At each position, shard k of
+    the mixture has a sample from shard k of one of the streams. A stream that ends continues with
+    its next epoch."""
 
     streams: Mapping[str, Stream]
     """In the order of names."""
@@ -152,9 +153,9 @@ class Stream:
         )
         if len(found) != len(paths) or min(found, default=0) < 0 or sum(found) < shards:
             raise DataError(
-                f"Stream.files with {len(paths)} files of {sum(found)} samples, {len(found)} counts"
-                f" and shards={shards}; there is a count for each file, and each shard has at least"
-                " one sample; correct the counts, or give fewer shards"
+                f"Stream.files with {len(paths)} files of {sum(found)} samples, {len(found)}"
+                f" counts and shards={shards}; there must be one count for each file, and at least"
+                " one sample in each shard; correct the counts, or give fewer shards"
             )
         return cls(Files(list(paths), read, found, shards), shards=shards, window=window)
 
@@ -190,14 +191,14 @@ class Stream:
 
     @classmethod
     def mix(cls, streams: Mapping[str, Stream], *, weights: Mapping[str, float]) -> Stream:
-        """A mixture of streams by name, such as `{"web": web, "code": code}`: each sample is from a
-        stream in proportion to its weight.
+        """Mix streams by name, such as `{"web": web, "code": code}`. Each stream provides samples
+        in proportion to its weight.
 
-        The stream that has a sample follows from seed, shard and position alone. Of every 1,024
-        samples of a shard, each stream has its share, to the next or the previous whole number. A
-        stream is read as it is without the others, in its own windows; where its shard ends, it
-        goes on with its next epoch, so that the proportions stay. Raises `RecipeError` and
-        `DataError`.
+        The stream of each sample depends only on seed, shard and position. Of every 1,024 samples
+        of a shard, each stream provides its share, rounded up or down to a whole number. The order
+        of a stream's samples is the same as without the other streams. If a stream's shard ends,
+        the stream continues with its next epoch, so the proportions stay the same. Raises
+        `RecipeError` and `DataError`.
         """
         check_mixture(streams, weights)
         names = sorted(streams)
@@ -209,8 +210,8 @@ class Stream:
 
 
 def check_mixture(streams: Any, weights: Any) -> None:
-    """Raise `DataError` unless these are streams of equally many shards, and `RecipeError` unless
-    each has a weight."""
+    """Raise `DataError` unless these are streams with the same number of shards, and `RecipeError`
+    unless each has a weight."""
     if not isinstance(streams, Mapping) or not streams:
         raise RecipeError(
             f"Stream.mix({streams!r}); it mixes streams by name; give a dict of them, such as"
@@ -306,8 +307,8 @@ def check_samplers(
         )
     if (sampler or batch_sampler) is not None and (data is None or isinstance(data, Stream)):
         raise RecipeError(
-            "a sampler without a map-style dataset; its indices are those of data[i]; leave it out,"
-            " and sample in Stream.open"
+            "a sampler without a map-style dataset; a sampler returns the indices i of data[i];"
+            " leave it out, and sample in Stream.open"
         )
 
 

@@ -108,8 +108,8 @@ class Parameter:
             each is not None and each != int(each) for each in (self.low, self.high, self.step)
         ):
             raise self._error(
-                f"has the whole default {self.default}, and bounds or a step that are not; write"
-                f" {self.default}.0, or whole numbers"
+                f"has the integer default {self.default}, but bounds or a step that are not whole;"
+                f" write {self.default}.0, or whole numbers"
             )
         if self.log and (self.low <= 0 or self.step is not None):
             raise self._error(
@@ -311,7 +311,7 @@ class Declared:
             raise RecipeError(
                 f"--set {unknown[0]}=..., or a search's value for it, and the script has not"
                 f" declared it before its recipe; it has declared {there}; correct the name, or"
-                " call ls.param whatever other values are"
+                " call ls.param unconditionally"
             )
 
     def describe(self) -> list[dict[str, Any]]:

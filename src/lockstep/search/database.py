@@ -110,8 +110,8 @@ def _check_schema(url: str, tables: set[str]) -> None:
     others."""
     if not {"studies", "trials", "version_info", "alembic_version"} <= tables:
         raise LaunchError(
-            f"{without_password(url)} holds no search; it may be another file or database; give the"
-            " one it was made in"
+            f"{without_password(url)} holds no search; it may be another file or database; give"
+            " the one in which the search was made"
         )
 
 
@@ -126,7 +126,7 @@ def _studies(url: str) -> Iterator[None]:
     except KeyError:
         raise LaunchError(
             f"{shown} does not have that search; it may be another file or database; give the one"
-            " it was made in"
+            " in which the search was made"
         ) from None
     except RuntimeError as error:  # the tables belong to another version of Optuna
         raise LaunchError(

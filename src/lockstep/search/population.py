@@ -112,8 +112,8 @@ class Population:
         ]
         if not ranked:
             raise LaunchError(
-                f"no member of generation {generation - 1} has succeeded; the next one goes on from"
-                " their checkpoints"
+                f"no member of generation {generation - 1} has succeeded; the next one continues"
+                " from their checkpoints"
             )
         part = max(1, self.members // PART)
         own = number - self.members

@@ -100,9 +100,9 @@ def check_storage(url: str | None) -> None:
     if url is not None and has_password(url):
         raise LaunchError(
             f"--storage {without_password(url)} has a password in it, and every user of this"
-            " machine sees command lines; a password is read from a file or a variable of your"
-            " own; leave it out: PostgreSQL reads PGPASSWORD or ~/.pgpass, MySQL the option file"
-            " in ?read_default_file=/home/me/.my.cnf"
+            " machine sees command lines; a password is read from a file or an environment"
+            " variable; leave it out: PostgreSQL reads PGPASSWORD or ~/.pgpass, MySQL the option"
+            " file in ?read_default_file=/home/me/.my.cnf"
         )
 
 
@@ -114,7 +114,7 @@ def direction_of(metric: str, mode: str | None) -> Direction:
     if metric.rpartition("/")[2] == "loss" or "loss/" in metric:
         return "minimize"
     raise LaunchError(
-        f"--metric {metric} without --mode; only of a loss it is known that less is better; give"
+        f"--metric {metric} without --mode; only for a loss is it known that less is better; give"
         " --mode min, or --mode max"
     )
 

@@ -135,7 +135,7 @@ class SearchResults:
             if wrong := [value for value in found if not isinstance(value, kind)]:
                 raise TypeError(f"{wrong[0]!r:.40} in the place of {kind}")
         if self.direction not in get_args(Direction):
-            raise TypeError(f"{self.direction!r} is no direction")
+            raise TypeError(f"{self.direction!r} is not a direction")
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON; values that are not finite are None."""

@@ -134,9 +134,9 @@ class TrialStorage:
         if changed:
             found = "; ".join(f"{key}: {before[key]!r}, now {identity[key]!r}" for key in changed)
             raise RecipeError(
-                f"the search {self.study.study_name!r} in {shown(self.url)} is another one:"
-                f" {found}; the trials of a search are compared with each other; give what it was"
-                " begun with, or begin another (--run-dir, or --name)"
+                f"the search {self.study.study_name!r} in {shown(self.url)} is a different search:"
+                f" {found}; the trials of a search are compared with each other; give the values"
+                " with which it was begun, or begin another (--run-dir, or --name)"
             )
 
     @property
@@ -171,8 +171,8 @@ class TrialStorage:
                 )
                 raise RecipeError(
                     f"{names} was edited since the search {self.study.study_name!r} began; the"
-                    " trials of a search are compared with each other; take the change back, or"
-                    " begin another search (--run-dir, or --name)"
+                    " trials of a search are compared with each other; undo the change, or begin"
+                    " another search (--run-dir, or --name)"
                 )
 
     def note_wanted(self, wanted: int) -> None:
@@ -314,8 +314,8 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
         found += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in changed]
     if found:
         raise RecipeError(
-            f"the parameters of the script are not those of the search: {'; '.join(found)}; all"
-            " trials of a search have the same parameters; take the change back, or begin another"
+            f"the parameters of the script differ from those of the search: {'; '.join(found)};"
+            " all trials of a search have the same parameters; undo the change, or begin another"
             " search (--run-dir, or --name)"
         )
 
@@ -394,8 +394,8 @@ def study_of(folder: Path, storage: str | None = None) -> optuna.Study:
         study = study_in_file(folder / DATABASE, told["name"])
     if "search" not in study.user_attrs:
         raise LaunchError(
-            f"the search of {folder} was ended before it had begun; there is nothing to report; go"
-            " on with it"
+            f"the search of {folder} was ended before it had begun; there is nothing to report;"
+            " continue it"
         )
     return study
 

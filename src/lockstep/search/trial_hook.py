@@ -128,9 +128,9 @@ class TrialHook(Hook):
         checkpoints = json.loads((run.dir / "run.json").read_text(encoding="utf-8"))["checkpoints"]
         if checkpoints is not None:
             raise RecipeError(
-                f"lockstep search with Saving(folder={checkpoints!r}); all trials would save there,"
-                " and resume from each other's checkpoints; leave it out: each trial has a folder"
-                " of its own"
+                f"lockstep search with Saving(folder={checkpoints!r}); all trials would save"
+                " there, and resume from each other's checkpoints; leave it out: each trial has"
+                " its own folder"
             )
 
     def after_evaluation(self, run: Run, metrics: dict[str, float]) -> None:

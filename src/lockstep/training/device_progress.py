@@ -78,7 +78,7 @@ class EndedStep:
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise NotImplementedError("it is only saved")
+        raise NotImplementedError("this state is only saved, never loaded")
 
 
 class DeviceProgress:

@@ -68,9 +68,9 @@ class Ensemble(nn.Module):
         """Return the mean of the members' outputs. Raises `RecipeError` in training mode."""
         if self.training:
             raise RecipeError(
-                "an ls.Ensemble in training mode; it is the mean of models that are trained"
-                " already; measure it by ls.evaluate, or call eval(); to train on, train each"
-                " member"
+                "an ls.Ensemble in training mode; it is the mean of models that are already"
+                " trained; measure it by ls.evaluate, or call eval(); to continue training, train"
+                " each member"
             )
         return self.combine([member(*args, **kwargs) for member in self.members])
 

@@ -285,8 +285,8 @@ def _microbatch(training: Training, options: LoopOptions) -> int | None:
     if isinstance(options.data, Stream):
         raise RecipeError(
             f"microbatch={override} instead of {options.microbatch} with an ls.Stream; other"
-            " microbatches read from other shards, and so have other samples; leave the microbatch"
-            " as it is"
+            " microbatches read from other shards, and so contain other samples; leave the"
+            " microbatch as it is"
         )
     return override
 

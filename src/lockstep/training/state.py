@@ -260,7 +260,7 @@ def damage_in(what: str) -> Iterator[None]:
         RecursionError,
     ) as error:
         raise DamagedError(
-            f"{what} are not those of a run ({type(error).__name__}: {error})"
+            f"{what} were not written by a run ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -274,10 +274,10 @@ def _check_form(values: Mapping[str, Any]) -> None:
                 isinstance(each, dict)
                 for each in (*optimizer["rest"].values(), *optimizer["groups"])
             ):
-                raise TypeError("the state of a parameter, or a group, is no object")
+                raise TypeError("the state of a parameter, or a group, is not an object")
         training = _checked(module["training"], _TRAINING_FORM)
         if not all(isinstance(each, dict) for each in training["schedule"]):
-            raise TypeError("the state of a schedule is no object")
+            raise TypeError("the state of a schedule is not an object")
         if not all(isinstance(each, str) for each in training["trainable"] or ()):
             raise TypeError("a trainable parameter has no name")
         scale = training["loss_scale"]
@@ -348,9 +348,9 @@ def _module_state(
         if state.more and module.parallel.pipeline is not None:
             raise CheckpointError(
                 f"{type(optimizer).__name__}.state_dict() has {', '.join(state.more)} besides"
-                " 'state', with a pipeline; each stage has an optimizer, and what belongs to no"
-                " parameter has no place in one checkpoint; return it in 'state', by parameter, or"
-                " use another plan"
+                " 'state', with a pipeline; each stage has an optimizer, and a state that belongs"
+                " to no parameter cannot be saved in one checkpoint; return it in 'state', by"
+                " parameter, or use another plan"
             )
         described: dict[str, Any] = {
             "class": type(optimizer).__qualname__,

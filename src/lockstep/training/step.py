@@ -481,7 +481,7 @@ class Step:
             before = "commit" if number in self.committed else "skip"
             raise LossError(
                 f"after step {self.index}: a commit or skip after a {before} of the same model;"
-                " each model has one a step"
+                " each model has one per step"
             )
 
     def _begin(self, number: int) -> None:

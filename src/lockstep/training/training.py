@@ -84,7 +84,7 @@ class LoopState:
             for samples in values["data"].values()
             for parts in samples.values()
         ):
-            raise TypeError("the digests of the data are no objects")
+            raise TypeError("the digests of the data are not objects")
 
     def values(self) -> dict[str, Any]:
         return {

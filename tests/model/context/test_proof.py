@@ -62,7 +62,7 @@ MADE: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     ),
     "mean over tokens": (lambda: GPT(extra="mean"), "(mean) computes a value of several tokens"),
     "own attention": (lambda: GPT(extra="own attention"), "computes attention of its own"),
-    "own mask": (lambda: GPT(extra="own mask"), "a mask of its own (attn_mask)"),
+    "own mask": (lambda: GPT(extra="own mask"), "its own mask (attn_mask)"),
     "batch norm": (lambda: GPT(extra="batch norm"), "blocks.0.batch_norm is a BatchNorm"),
     "cumsum": (lambda: GPT("cumsum"), "(cumsum) computes a running sum over tokens"),
     "class token": (lambda: GPT(extra="class token"), "without a dim 1 of 32 tokens"),

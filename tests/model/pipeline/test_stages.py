@@ -181,6 +181,6 @@ def test_fewer_microbatches_than_stages() -> None:
     check_microbatches(4, stages)
     with pytest.raises(
         RecipeError,
-        match=r"3 microbatches a step in a pipeline of 4 stages.*smaller microbatch.*fewer stages",
+        match=r"3 microbatches per step in a pipeline of 4 stages.*smaller microbatch.*fewer stages",
     ):
         check_microbatches(3, stages)

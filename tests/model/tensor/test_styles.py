@@ -99,7 +99,7 @@ def test_a_style_of_transformers_that_is_not_known_is_named() -> None:
     with pytest.raises(
         RecipeError,
         match=(
-            r"has 'model\.up': 'moe_tp_experts', an unknown style; known are"
+            r"has 'model\.up': 'moe_tp_experts', an unknown style; the known styles are"
             r" .*give Recipe"
         ),
     ):
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[nn.Module, Mapping[str, str] | None, int, str]] = {
         layers(up=nn.Linear(8, 8)),
         {"up": "column"},
         2,
-        r"'up': 'column', an unknown style; known are colwise, ",
+        r"'up': 'column', an unknown style; the known styles are colwise, ",
     ),
     "kind": (
         layers(norm=nn.LayerNorm(8)),

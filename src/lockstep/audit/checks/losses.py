@@ -146,7 +146,7 @@ def _check_weights(
     """Check for a mean of means.
 
     Returns the relative error of the gradient if it is too small to be a finding (0 for equal
-    weights). None for a finding, and for weights that differ by a factor of the script.
+    weights). None for a finding, and if a factor in the script makes the weights differ.
     """
     weights = [abs(term.weight * found[term.rank]) for term in terms]
     least, most = min(weights), max(weights)

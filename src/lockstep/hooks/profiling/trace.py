@@ -357,8 +357,8 @@ def _allocations(
 
 
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """Return the total from each event to the next; the first total also applies to the time
-    before."""
+    """Return (time, total of memory) pairs: each total holds from its time to the next one. The
+    first total also holds for the time before it."""
     first = events[0]["args"]
     totals = [(float(event["ts"]) / 1e6, event["args"]["Total Allocated"]) for event in events]
     return [(-math.inf, first["Total Allocated"] - first["Bytes"]), *totals]

@@ -45,9 +45,9 @@ def attention(
         return attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
     if attn_mask is not None and ranks > 1:
         raise RecipeError(
-            "the model gives scaled_dot_product_attention a mask of its own (attn_mask), which it"
-            f" made for the tokens of one rank of context={ranks}; write is_causal=True instead of"
-            " a causal mask; padding at the end needs no mask where attention is causal; for"
+            "the model gives scaled_dot_product_attention its own mask (attn_mask), which it made"
+            f" for the tokens of one rank of context={ranks}; write is_causal=True instead of a"
+            " causal mask; padding at the end needs no mask where attention is causal; for"
             " documents give Recipe(sequence=ls.Sequence(documents=...))"
         )
     if query.dim() == 3:

@@ -271,8 +271,8 @@ class SequenceCut:
         size = self._size_of(arguments)
         if size[1] < 2:
             raise DataError(
-                f"a sequence of {size[1]} token; what depends on its length is found by two"
-                " lengths; give sequences of several tokens"
+                f"a sequence of {size[1]} token; two lengths are needed to see what depends on the"
+                " length; give sequences of several tokens"
             )
         lengths = min(LENGTHS[0], size[1] - 1), min(LENGTHS[1], size[1])
         calls = {

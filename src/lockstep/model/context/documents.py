@@ -131,7 +131,8 @@ def _checked(ids: Any) -> Tensor:
             else f"a {'nested tensor' if isinstance(ids, Tensor) else type(ids).__name__}"
         )
         raise DataError(
-            f"Sequence.documents returned {found}; it returns the document of each token, a tensor"
-            " of whole numbers of shape (samples, tokens); write lambda batch: batch['document']"
+            f"Sequence.documents returned {found}; it must return the document of each token, a"
+            " tensor of whole numbers of shape (samples, tokens); write lambda batch:"
+            " batch['document']"
         )
     return ids

@@ -87,7 +87,7 @@ def check_modules(model: nn.Module, ranks: int) -> None:
         if isinstance(module, BatchNormBase) and module.training:
             raise RecipeError(
                 f"{name or 'the model'} is a BatchNorm, and context={ranks} cuts sequences; its"
-                " statistics would be those of the tokens of one rank; use nn.LayerNorm or"
+                " statistics would cover only the tokens of one rank; use nn.LayerNorm or"
                 f" nn.RMSNorm, {ELSEWHERE}"
             )
 

@@ -142,9 +142,10 @@ def check_microbatches(count: int, stages: Stages) -> None:
     than there are stages."""
     if count < len(stages.ranges):
         raise RecipeError(
-            f"{count} microbatches a step in a pipeline of {len(stages.ranges)} stages; with fewer "
-            "microbatches than stages some stages always wait; choose a smaller microbatch, so "
-            f"that a step has at least {len(stages.ranges)} on each data rank, or fewer stages"
+            f"{count} microbatches per step in a pipeline of {len(stages.ranges)} stages; with"
+            " fewer microbatches than stages some stages always wait; choose a smaller"
+            f" microbatch, so that a step has at least {len(stages.ranges)} on each data rank, or"
+            " fewer stages"
         )
 
 

@@ -143,8 +143,8 @@ def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Map
         if style not in HUGGING_FACE:
             raise RecipeError(
                 f"the plan of {type(model).__name__} has {pattern!r}: {style!r}, an unknown style; "
-                f"known are {', '.join(HUGGING_FACE)}; give Recipe.tensor a map, which may leave "
-                "these layers unsharded"
+                f"the known styles are {', '.join(HUGGING_FACE)}; give Recipe.tensor a map, which "
+                "may leave these layers unsharded"
             )
     return "", {pattern: HUGGING_FACE[style] for pattern, style in theirs.items()}
 
@@ -165,7 +165,7 @@ def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict
     for pattern, style in patterns.items():
         if style not in STYLES:
             raise RecipeError(
-                f"{source} has {pattern!r}: {style!r}, an unknown style; known are"
+                f"{source} has {pattern!r}: {style!r}, an unknown style; the known styles are"
                 f" {', '.join(STYLES)}"
             )
         # a plan of transformers may name layers that only other models have
@@ -229,9 +229,9 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
         return
     if style == "sequence" and (any(module.children()) or list(module.buffers())):
         raise RecipeError(
-            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers "
-            "inside; it is for layers that treat all positions of the sequence alike; name a norm "
-            "or a dropout"
+            f"the style 'sequence' for {name!r} ({type(module).__name__}), with modules or buffers"
+            " inside; it is for layers that treat all positions of the sequence the same; name a"
+            " norm or a dropout"
         )
     if "any" not in wanted and (
         kind not in wanted

@@ -120,8 +120,8 @@ def _value_instead(function: Any, args: Any, error: Exception) -> Any:
         return 1.0 if args[0].is_floating_point() else int(args[0].dtype is not torch.bool)
     where = "" if asking is None else f"{asking.f_code.co_filename}:{asking.f_lineno}: "
     raise ValueNeeded(
-        f"{where}{function.overloadpacket.__name__} asks for values of a tensor; a plan is made"
-        " from shapes alone; write this line so that it needs no values"
+        f"{where}{function.overloadpacket.__name__} needs values of a tensor; a plan is made from"
+        " shapes only; write this line so that it needs no values"
     ) from error
 
 

@@ -111,7 +111,7 @@ def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
     except Exception as error:
         raise _cannot_try(optimizer, f"its step raises {type(error).__name__}: {error}") from error
     if not expected.any():
-        raise _cannot_try(optimizer, f"{MIXING_STEPS} steps leave a parameter as it is")
+        raise _cannot_try(optimizer, f"{MIXING_STEPS} steps leave a parameter unchanged")
     return any((moved - expected).norm() > TOLERANCE * expected.norm() for moved in others)
 
 
@@ -162,7 +162,7 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]
             ) from error
         moved = (whole - start).norm()
         if not moved:
-            raise _cannot_try(optimizer, f"{STEPS} steps leave a parameter as it is")
+            raise _cannot_try(optimizer, f"{STEPS} steps leave a parameter unchanged")
         return bool((whole - torch.cat(halves)).norm() > TOLERANCE * moved)
 
 

@@ -195,10 +195,10 @@ def _check_inner(optimizer: Optimizer) -> None:
         if isinstance(value, Optimizer) and value.state and value.state is not optimizer.state:
             kind = type(optimizer).__name__
             raise CheckpointError(
-                f"{kind}.{name} is another optimizer, with a state of its own"
-                f" ({type(value).__name__}), which {kind}'s state_dict() leaves out; give {kind}"
-                " both a state_dict() that returns it too, such as {**super().state_dict(),"
-                f" {name!r}: self.{name}.state_dict()}}, and a load_state_dict() that loads it"
+                f"{kind}.{name} is another optimizer, with its own state ({type(value).__name__}),"
+                f" which {kind}'s state_dict() leaves out; give {kind} both a state_dict() that"
+                f" returns it too, such as {{**super().state_dict(), {name!r}:"
+                f" self.{name}.state_dict()}}, and a load_state_dict() that loads it"
             )
 
 

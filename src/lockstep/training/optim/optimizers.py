@@ -255,8 +255,9 @@ def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     )
     if others := sum(i not in names for i in counts):
         raise RecipeError(
-            f"the optimizer holds {others} parameters that are not the model's; build it from the"
-            " model it is given: optimizer=lambda model: torch.optim.AdamW(model.parameters())"
+            f"the optimizer holds {others} parameters that do not belong to the model; build it"
+            " from the model that the function gets: optimizer=lambda model:"
+            " torch.optim.AdamW(model.parameters())"
         )
     if left_out := [
         name for name, parameter in trainable(model).items() if id(parameter) not in counts

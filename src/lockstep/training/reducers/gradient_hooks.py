@@ -235,9 +235,9 @@ def _changed_by(hook: Callable[[Tensor], Any], name: str, gradient: Tensor) -> T
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RecipeError(
-            f"a hook on the gradient of parameter {name!r} computes with a sharded parameter; it is"
-            f" called with the whole gradient; leave the hook out, and {AFTER_BACKWARD}, where both"
-            " are sharded alike"
+            f"a hook on the gradient of parameter {name!r} computes with a sharded parameter; it"
+            f" is called with the whole gradient; leave the hook out, and {AFTER_BACKWARD}, where"
+            " both have the same shards"
         ) from error
     if changed is None:
         return gradient
