@@ -55,7 +55,7 @@ class Overridden(nn.Sequential):
 def test_any_other_model_must_name_its_parts(model: nn.Module) -> None:
     with pytest.raises(
         RecipeError,
-        match=r"pipeline=2 and a model .*no nn.Sequential.*name them, as in Recipe.stages=\[",
+        match=r"pipeline=2 and a model .*not an nn.Sequential.*name them, as in Recipe.stages=\[",
     ):
         Stages.split(model, None, ranks=2)
 
