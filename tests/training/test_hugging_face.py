@@ -23,6 +23,7 @@ pytestmark = [
 PLANS = {
     "replicate=2": 2,
     "shard=2": 2,
+    "shard=2,logits=chunked": 2,
     "tensor=2": 2,
     "tensor=2,checkpointing=full": 2,
     "replicate=2,shard=2": 4,
