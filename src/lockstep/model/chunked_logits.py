@@ -32,7 +32,7 @@ from lockstep.base.torch_private import (
     uncounted,
 )
 
-MIN_ROWS, MIN_ROWS_OF_ACCELERATOR = 512, 1024
+MIN_ROWS, MIN_ROWS_OF_ACCELERATOR = 256, 1024
 """Tokens of a chunk, if there are twice as many: fewer do not keep a CPU, or an accelerator,
 busy."""
 SAME = frozenset({"contiguous", "clone"})

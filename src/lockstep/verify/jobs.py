@@ -113,10 +113,14 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the reference plan for `plan`, on one process. It is also compiled if bits must be
-    equal, because compilers change rounding."""
+    """Return the reference plan for `plan`, on one process. If bits must be equal, it is compiled
+    and has chunked logits as `plan` does, because both change rounding."""
+    same_bits = plan.numerics == "bitwise"
     return Plan(
-        replicate=1, numerics=plan.numerics, compile=plan.compile and plan.numerics == "bitwise"
+        replicate=1,
+        numerics=plan.numerics,
+        compile=plan.compile and same_bits,
+        logits=plan.logits if same_bits else "whole",
     )
 
 
@@ -129,13 +133,14 @@ def reference_jobs(
     """Return the run of each reference plan that `plans` need; the one with numerics=fast first."""
     references = sorted(
         {reference_plan(plan) for plan, _ in plans},
-        key=lambda plan: (plan != FAST_REFERENCE, plan.compile),
+        key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits),
     )
     jobs = {}
     for plan in references:
         compiled = "-compiled" if plan.compile else ""
         size = f"-microbatch-{microbatch}" if microbatch else ""
-        name = f"reference-{plan.numerics}{compiled}{size}"
+        chunked = "-chunked" if plan.logits == "chunked" else ""
+        name = f"reference-{plan.numerics}{compiled}{chunked}{size}"
         jobs[plan] = Job(
             name=name,
             plan=plan,
