@@ -125,8 +125,8 @@ def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -
     for status, _, told in ended([numbered(1, port, 1, RANKS)] * 2, tmp_path):
         assert status == 2
         assert re.search(
-            r"LaunchError: --node-rank 1 at 127\.0\.0\.1 and at 127\.0\.0\.1; each machine has a"
-            r" number of its own, 0 to 1",
+            r"LaunchError: --node-rank 1 at 127\.0\.0\.1 and at 127\.0\.0\.1; each machine has its"
+            r" own number, 0 to 1",
             told,
         )
 

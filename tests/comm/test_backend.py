@@ -121,7 +121,7 @@ def test_gloo_carries_replicate_alone_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
             PlanError,
             match=(
                 r"=2 through 'cpu:gloo,cuda:gloo'; Gloo carries the tensors of cuda for replicate"
-                r" alone;"
+                r" only;"
             ),
         ):
             check_carries(Plan.parse(plan), CUDA)

@@ -153,7 +153,7 @@ def test_gloo_on_a_device_is_refused_for_shards_and_the_remedies_train(
     said, replicate, without = first
     assert said.startswith(
         "shard=2 through 'cpu:gloo,standin:gloo'; Gloo carries the tensors of standin for replicate"
-        " alone; leave"
+        " only; leave"
     )
     assert said.endswith(
         "write init_process_group('cpu:gloo,standin:standin_gloo'); or use replicate only"
