@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -143,6 +144,16 @@ def test_a_frozen_head_and_a_frozen_trunk() -> None:
         assert [each is None for each in found[0]] == [each is None for each in found[1]]
         chunks, whole = ([each for each in one if each is not None] for one in found)
         assert_same(chunks, whole, torch.float32)
+
+
+def test_a_trace_without_values_runs() -> None:
+    with FakeTensorMode():
+        layer, x = head(chunked=True), hidden()
+        logits = layer(x)
+        labels = torch.zeros(ROWS * TOKENS, dtype=torch.long)
+        F.cross_entropy(logits.float().view(-1, CLASSES), labels).backward()
+        F.cross_entropy(logits.transpose(1, 2), labels.view(ROWS, TOKENS), reduction="sum")
+    assert layer.weight.grad.shape == layer.weight.shape
 
 
 class Largest(TorchDispatchMode):

@@ -119,8 +119,9 @@ class ChunkedLogits(Tensor):
             dtypes = (*head.dtypes, _dtype_of(name, logits, args[1:], kwargs))
             return cls.of(hidden, head._replace(dtypes=dtypes), class_dim)
         if name in ORDERS:
-            numbered = torch.empty([*range(1, hidden.dim() + 1)], device="meta")
-            place = func(numbered, *args[1:], **kwargs).shape.index(class_dim + 1)
+            with disable_current_modes():
+                numbered = torch.empty([*range(1, hidden.dim() + 1)], device="meta")
+                place = func(numbered, *args[1:], **kwargs).shape.index(class_dim + 1)
             return cls.of(func(hidden, *args[1:], **kwargs), head, place)
         if class_dim == hidden.dim() - 1:
             if name == "__getitem__":
