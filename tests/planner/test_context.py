@@ -137,8 +137,9 @@ def test_what_is_refused_by_name_is_refused_in_a_trace() -> None:
         traced("context=2", given)
 
 
+@pytest.mark.parametrize("is_gpu", [True, False])
 @pytest.mark.parametrize("plan", ["replicate=1", "context=2"])
-def test_packed_documents_are_traced(plan: str) -> None:
-    trace = step(plan, 2 if "context" in plan else 1, packed=True)
+def test_packed_documents_are_traced(plan: str, is_gpu: bool) -> None:
+    trace = step(plan, 2 if "context" in plan else 1, is_gpu=is_gpu, packed=True)
     made = [each.operation for each in trace.items if isinstance(each, Compute)]
     assert {each.kind for each in made} >= {"attention", "matmul"}

@@ -23,6 +23,7 @@ from lockstep.base.torch_private import disable_current_modes, tree_map
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 from lockstep.model.context import attention, cut
+from lockstep.model.context.documents import Documents
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery, PipelineFailure
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
@@ -190,6 +191,8 @@ def with_short_first_step() -> Patch:
 
 
 def without_values() -> Iterator[Patch]:
+    # The originals read where documents begin: without values, a row is one document.
+    yield Documents, {"by_document": _as_one_document, "earliest_key": partial(_answer, 0)}
     # The script's dataset and `collate` compute with values.
     yield from (_with_values(Fetcher, name) for name in ("__getitem__", "_rows"))
     yield _with_values(StreamFetcher, "__getitem__")
@@ -221,6 +224,12 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, **keywords)
 
     return outside
+
+
+def _as_one_document(
+    documents: Documents, compute: Callable[..., Tensor], *given: Tensor, dim: int
+) -> Tensor:
+    return compute(0, 0, *given)
 
 
 def _answer(found: Any, *_: Any) -> Any:
