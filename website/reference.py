@@ -90,6 +90,7 @@ PAGES = {
                 "lockstep.warmup_cosine",
             ),
             "lockstep.OnMetric",
+            "lockstep.pack",
         ),
     ),
     "samplers": ReferencePage(

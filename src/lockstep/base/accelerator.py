@@ -35,6 +35,8 @@ _VISIBLE = (
     "ZE_AFFINITY_MASK",
 )
 """Environment variables that select the devices that a process sees."""
+DEVICE_FLAGS = frozenset({"is_cpu", "is_meta", "is_cuda", "is_xpu", "is_mps"})
+"""Attributes of a tensor that say where it is."""
 TF32_SINCE = (8, 0)
 """Ampere's compute capability, the first with TF32."""
 MIG = "MIG"

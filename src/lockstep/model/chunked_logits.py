@@ -47,8 +47,8 @@ OF_LOGITS = frozenset(
     | {"is_floating_point", "is_complex", "__hash__"}
 )
 OF_HIDDEN = frozenset(
-    {"device", "requires_grad", "grad_fn", "is_leaf", "is_cpu", "is_cuda", "is_xpu", "is_mps"}
-    | {"is_meta", "get_device", "is_inference"}
+    {"device", "requires_grad", "grad_fn", "is_leaf", "get_device", "is_inference"}
+    | accelerator.DEVICE_FLAGS
 )
 """Names of attributes and methods that are those of the hidden states."""
 
