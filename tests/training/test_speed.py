@@ -54,6 +54,24 @@ def test_the_models_arithmetic_is_counted_whole_under_every_plan(
         )
 
 
+def tokens_of(batch: Any) -> Tensor:
+    return batch[1].unsqueeze(1).expand(-1, 4, -1)
+
+
+def mean_of_squares(output: Tensor, batch: Any) -> Tensor:
+    return output.square().sum((1, 2)).mean()
+
+
+def test_ranks_that_share_out_tokens_count_the_arithmetic_of_all_of_them(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    changes = {"inputs": tokens_of, "loss": mean_of_squares, "sequence": ls.Sequence(chunks=4)}
+    pool.run(2, timed, str(tmp_path / "run"), "context=2", changes)
+    forward = 4 * 2 * (6 * 16 + 16 * 3)
+    for row in rows(tmp_path / "run"):
+        assert row["mfu"] == pytest.approx(3 * forward * row["samples_per_second"] / 2e6)
+
+
 def test_what_the_recipe_weighs_is_told_a_second(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, timed, str(tmp_path / "run"), "replicate=2", {"loss": weighted, "weight": tokens})
     for row in rows(tmp_path / "run"):

@@ -87,7 +87,9 @@ class Metrics(ControlHook):
         """Write the latest step's line. Every rank calls it."""
         assert run.training.source is not None, "a step has begun"
         result, speed = run.training.latest, self.throughput.restart()
-        module, world_size = run.training.modules[0], run.context.world.size
+        module = run.training.modules[0]
+        # each rank of `context` counts its own share of a sample's arithmetic
+        devices = run.context.world.size // run.context.mesh.tokens.size
         values = {
             "loss": run.loss,
             **module.schedule.rates(),
@@ -95,7 +97,7 @@ class Metrics(ControlHook):
             **speed,
             **run.training.measured,
         }
-        if (mfu := module.flops.utilisation(speed["samples_per_second"], world_size)) is not None:
+        if (mfu := module.flops.utilisation(speed["samples_per_second"], devices)) is not None:
             values["mfu"] = mfu
         terms = {} if result is None else result.term_losses()
         extra = {f"loss/{name}": value for name, value in terms.items()} | run.training.logged
