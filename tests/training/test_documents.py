@@ -25,8 +25,13 @@ NAMED = ls.Sequence(chunks=8, documents=PACKED.documents, positions="position_id
 OTHERS = [[0, 5, 6], [1, 2, 10], [3, 4], [7, 8, 9, 11]]
 """Bins of the test's own: numbers of documents."""
 PLANS = {
-    1: ("replicate=1", "checkpointing=full"),
-    2: ("replicate=2", "context=2", "shard=2", "context=2,exchange=heads,checkpointing=selective"),
+    1: ("replicate=1", "checkpointing=full", "logits=chunked"),
+    2: (
+        "replicate=2",
+        "context=2",
+        "shard=2,logits=chunked",
+        "context=2,exchange=heads,checkpointing=selective",
+    ),
     3: ("context=3",),
     4: ("replicate=2,context=2",),
 }
@@ -140,7 +145,8 @@ def train(run_dir: str, plan: str, data: Any, **changes: Any) -> tuple[dict[str,
 def packed(run_dir: str, plan: str, name: str, bins: str) -> tuple[dict[str, Tensor], float]:
     model, sequence = MODELS[name]
     data = ls.pack(DOCUMENTS, 16) if bins == "pack" else rows(OTHERS, 24)
-    return train(run_dir, plan, data, model=model, sequence=sequence)
+    head = None if name == "llama" else "head"
+    return train(run_dir, plan, data, model=model, sequence=sequence, head=head)
 
 
 def one_by_one(run_dir: str) -> dict[str, tuple[dict[str, Tensor], float]]:

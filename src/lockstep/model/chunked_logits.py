@@ -140,6 +140,14 @@ def hidden_states(tensor: Tensor) -> Tensor:
     return tensor._hidden if isinstance(tensor, ChunkedLogits) else tensor
 
 
+def with_hidden(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `change(tensor)`; for chunked logits, those of their changed hidden states, with a
+    detached head."""
+    if not isinstance(tensor, ChunkedLogits):
+        return change(tensor)
+    return ChunkedLogits.of(change(tensor._hidden), _detached(tensor._head), tensor._class_dim)
+
+
 def head_name(model: nn.Module, given: str | None, autocast_dtype: torch.dtype | None) -> str:
     """Return the name of the model's head. `given`: `Recipe.head`. Raises `RecipeError` and
     `PlanError`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import LossError, RecipeError
+from lockstep.model.chunked_logits import ChunkedLogits, Head
 from lockstep.model.context.document_check import check_labels, check_model
 from lockstep.model.context.documents import Documents
 
@@ -79,7 +80,7 @@ def test_a_model_that_keeps_documents_apart_passes() -> None:
 def token_sum(shift: bool, penalty: float = 0.0) -> Callable[[Any, Any], Tensor]:
     def loss(output: Any, batch: Any) -> Tensor:
         logits, labels = output["logits"], batch["labels"]
-        size = penalty * logits.logsumexp(2).square().sum()
+        size = penalty * logits.logsumexp(2).square().sum() if penalty else 0.0
         if shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
         return size + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -109,6 +110,15 @@ def test_labels_at_the_cut_of_documents() -> None:
             assert f"a label at token {first} of row 0 with the output of token 4" in str(
                 found.value
             )
+    hidden, weight = torch.randn(*IDS.shape, WIDTH), torch.randn(WORDS, WIDTH)
+    for head, is_seen in ((weight, True), (weight * 0, False)):
+        chunked = ChunkedLogits.of(hidden, Head(head, None, (torch.float32,)), 2)
+        batch = {"text": TEXT, "labels": right[True]}
+        assert check_labels(token_sum(True), {"logits": chunked}, batch, documents) is is_seen
+        if is_seen:
+            batch["labels"] = TEXT
+            with pytest.raises(LossError, match="a label at token 5 of row 0"):
+                check_labels(token_sum(True), {"logits": chunked}, batch, documents)
     # labels of the tokens themselves, which a last token has too
     assert check_labels(token_sum(False), output, {"text": TEXT, "labels": tags}, documents)
     check_labels(

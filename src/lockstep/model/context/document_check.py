@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.base.errors import LossError, RecipeError
 from lockstep.base.nested import map_tensors
 from lockstep.base.torch_private import tree_leaves
+from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.documents import Documents
 from lockstep.recipe.recipe import Loss, Sum
 
@@ -81,7 +82,8 @@ def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
 
 
 def _rows(output: Any, tokens: int) -> Tensor:
-    """Return the part of the output that has a row for each token. Raises `RecipeError`."""
+    """Return the part of the output that has a row for each token; of chunked logits, the hidden
+    states. Raises `RecipeError`."""
     for leaf in tree_leaves(output):
         if (
             isinstance(leaf, Tensor)
@@ -89,7 +91,7 @@ def _rows(output: Any, tokens: int) -> Tensor:
             and leaf.dim() > 1
             and leaf.shape[:2] == (1, tokens)
         ):
-            return leaf
+            return hidden_states(leaf)
     raise RecipeError(
         f"the model's output has no tensor of shape (samples, tokens, ...) for {tokens} tokens;"
         " with documents, each token has its output; leave Recipe.sequence out for a model that has"
@@ -107,12 +109,14 @@ def check_labels(
     """Raise `LossError` if the loss pairs the last token of a document with the first token of the
     next one: no token predicts the first token of a document. `loss`: as in `Recipe`. `output`: for
     all tokens; its values do not matter. Returns False if the batch has no documents that follow
-    each other."""
+    each other, or no output changes the loss (a head of zeros, no label)."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
     gradient = _gradient(loss, output, batch, documents)
     read = gradient.flatten(2).abs().sum(2) > 0
+    if not read.any():
+        return False
     wrong = read & lasts
     if not wrong.any():
         return True
@@ -134,13 +138,17 @@ def check_labels(
 def _gradient(
     loss: Callable[[Any, Any], Any], output: Any, batch: Any, documents: Documents
 ) -> Tensor:
-    """Return the gradient of the loss with respect to a random output, (samples, tokens, ...)."""
+    """Return the gradient of the loss with respect to a random output, (samples, tokens, ...); of
+    chunked logits, to random hidden states."""
     generator = torch.Generator().manual_seed(29)
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
         if not (tensor.is_floating_point() and tensor.shape[:2] == documents.ids.shape):
             return tensor.detach()
+        return with_hidden(tensor, random)
+
+    def random(tensor: Tensor) -> Tensor:
         found = torch.randn(tensor.shape, generator=generator).to(tensor).requires_grad_()
         leaves.append(found)
         return found
