@@ -62,7 +62,7 @@ def test_the_probe_sees_which_forwards_kept_documents_apart(tmp_path: Path) -> N
             (row["documents"], row["apart"], row["known"], row["has_mask"], row["has_cache"])
             for row in found.rows("packed", mark)
         ]
-        for mark in ("apart", "ones", "cache", "no positions", "padded", "plain")
+        for mark in ("apart", "ones", "cache", "no positions", "padded", "plain", "one row for all")
     }
     assert seen == {
         "apart": [(3, True, True, False, False)],
@@ -71,4 +71,5 @@ def test_the_probe_sees_which_forwards_kept_documents_apart(tmp_path: Path) -> N
         "no positions": [(3, False, True, False, False)],
         "padded": [],
         "plain": [],
+        "one row for all": [],
     }

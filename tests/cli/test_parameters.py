@@ -83,7 +83,7 @@ def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
             ["--set", "lr=fast"],
             (
                 "lockstep: RecipeError: the parameter 'lr' has the value 'fast' (--set); it must be a"
-                " number, like its default 0.1 is\n"
+                " number, like its default 0.1\n"
             ),
         ),
         (

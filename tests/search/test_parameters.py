@@ -250,13 +250,13 @@ def test_a_name_is_a_word(name: Any) -> None:
             "fast",
             0.1,
             {},
-            "has the value 'fast' (--set); it must be a number, like its default 0.1 is",
+            "has the value 'fast' (--set); it must be a number, like its default 0.1",
         ),
         (
             "0.5",
             1,
             {},
-            "has the value '0.5' (--set); it must be a whole number, like its default 1 is",
+            "has the value '0.5' (--set); it must be a whole number, like its default 1",
         ),
         ("yes", True, {}, "has the value 'yes' (--set); it must be true or false"),
         (
@@ -401,7 +401,7 @@ class TestOfTheRunThatIsResumed:
                 "lr",
                 1,
                 {"low": 0, "high": 2},
-                "has the value '0.5' (of the run in {}); it must be a whole number, like its default 1 is",
+                "has the value '0.5' (of the run in {}); it must be a whole number, like its default 1",
             ),
             (
                 "width",

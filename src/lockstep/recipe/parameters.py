@@ -191,7 +191,7 @@ class Parameter:
                 kind = "a whole number" if self.is_int else "a number"
                 raise self._error(
                     f"has the value {text!r} ({source}); it must be {kind}, like its default"
-                    f" {self.default} is"
+                    f" {self.default}"
                 ) from None
         else:
             value = None if self.default is None and text == "None" else text

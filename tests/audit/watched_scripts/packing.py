@@ -32,3 +32,4 @@ caching(words, position_ids=restarting)  # cache
 gpt_oss(words, position_ids=restarting)  # no positions
 llama(words, position_ids=from_mask, attention_mask=padded_left)  # padded
 llama(words, attention_mask=padded_left)  # plain
+llama(words, position_ids=torch.arange(8)[None], attention_mask=padded_left)  # one row for all

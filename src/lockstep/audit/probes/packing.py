@@ -75,7 +75,8 @@ class Packing:
 def _documents(positions: Tensor, mask: Tensor | None) -> int:
     """The most documents in a row, padding left out."""
     numbers = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)
-    kept = torch.ones_like(positions) if mask is None else mask.expand_as(positions)
+    kept = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :]
+    numbers, kept = torch.broadcast_tensors(numbers, kept)  # one row of positions may be for all
     return max(len(row[used != 0].unique()) for row, used in zip(numbers, kept, strict=True))
 
 
