@@ -184,3 +184,16 @@ def test_every_temporary_folder_of_lockstep_is_a_locked_one_or_beside_what_it_be
         if without_dir.search(path.read_text(encoding="utf-8"))
     ]
     assert found == ["base/temporary_folder.py"]
+
+
+def test_a_folder_without_write_permission_is_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(folder: Path) -> None:  # root may remove anything
+        raise PermissionError(folder)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "_empty", empty)
+    with locked_folder() as folder:
+        (folder / "read-only").mkdir(mode=0o555)
+    assert not folder.exists()

@@ -62,7 +62,8 @@ def _make(prefix: str) -> tuple[tempfile.TemporaryDirectory[str], int]:
 def _remove(temporary: tempfile.TemporaryDirectory[str], descriptor: int) -> None:
     with signals_blocked():  # an exception or the end by a signal would leave a part of the folder
         os.close(descriptor)
-        _empty(Path(temporary.name))
+        with suppress(OSError):  # `cleanup` also removes from folders without write permission
+            _empty(Path(temporary.name))
         temporary.cleanup()
 
 

@@ -75,9 +75,9 @@ class Packing:
 def _documents(positions: Tensor, mask: Tensor | None) -> int:
     """The most documents in a row, padding left out."""
     numbers = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)
-    kept = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :]
-    numbers, kept = torch.broadcast_tensors(numbers, kept)  # one row of positions may be for all
-    return max(len(row[used != 0].unique()) for row, used in zip(numbers, kept, strict=True))
+    if mask is not None:  # one row of positions may be for all rows
+        numbers = torch.where(mask[:, -positions.shape[1] :] != 0, numbers, -1)
+    return max(len(row[row >= 0].unique()) for row in numbers)
 
 
 def _is_judged(model: Any, mask: Any, masks_rows: bool) -> bool:
