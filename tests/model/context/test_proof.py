@@ -50,6 +50,37 @@ class Permuted(GPT):
         return super().forward(words)
 
 
+class Gated(GPT):
+    """Begins with a gate that hides a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__(extra="convolution")
+        for block in self.blocks:
+            torch.nn.init.zeros_(block.convolution.weight)
+            torch.nn.init.zeros_(block.convolution.bias)
+
+
+class Kept(GPT):
+    """Keeps the longest table of positions that a forward has made."""
+
+    kept: Tensor = torch.empty(0)
+
+    def forward(self, words: Tensor) -> Tensor:
+        tokens = words.shape[1]
+        if tokens > len(self.kept):
+            self.kept = torch.arange(tokens)
+        x = self.words(words) + self.places(self.kept[:tokens])
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Short(GPT):
+    """Computes in bf16."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(words).bfloat16()
+
+
 MADE: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "right": (GPT, ""),
     "right, a slice, noise, not causal": (
@@ -60,6 +91,10 @@ MADE: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
         lambda: GPT(extra="convolution"),
         "(conv1d) computes a convolution over tokens",
     ),
+    "convolution behind a gate": (Gated, "(conv1d) computes a convolution over tokens"),
+    "convolution in bf16": (lambda: Short(extra="convolution"), "a convolution over tokens"),
+    "right, in bf16": (Short, ""),
+    "a table kept by a forward": (Kept, "(__getitem__) computes other rows for a part"),
     "mean over tokens": (lambda: GPT(extra="mean"), "(mean) computes a value of several tokens"),
     "own attention": (lambda: GPT(extra="own attention"), "computes attention of its own"),
     "own mask": (lambda: GPT(extra="own mask"), "its own mask (attn_mask)"),
@@ -160,7 +195,7 @@ def refusals() -> dict[str, str]:
     for name, (make, _) in MADE.items():
         torch.manual_seed(0)
         cut = SequenceCut(make(), axis(), Sequence(chunks=4))
-        buffers = [each.clone() for each in cut._model.buffers()]
+        state = [each.clone() for each in cut._model.state_dict().values()]
         torch.manual_seed(3)
         before = torch.default_generator.get_state()
         try:
@@ -173,7 +208,7 @@ def refusals() -> dict[str, str]:
             if "checkpointing" in name:
                 continue
         assert torch.equal(before, torch.default_generator.get_state()), name
-        assert all(map(torch.equal, cut._model.buffers(), buffers)), name
+        assert all(map(torch.equal, cut._model.state_dict().values(), state)), name
     return found
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -12,10 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.base import accelerator
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.nested import map_tensors, tensors_in
-from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.world import World
 from lockstep.model.chunked_logits import with_hidden
 from lockstep.model.context.active import ActiveSequence
@@ -33,6 +30,7 @@ from lockstep.model.context.label_shift import (
 from lockstep.model.context.mode import SequenceMode
 from lockstep.model.context.proof import check_modules, prove
 from lockstep.model.context.transformers import open_transformers
+from lockstep.model.context.trial import all_in_use, nothing_dropped, unchanged
 from lockstep.recipe.sequence import Sequence
 
 LENGTHS = (17, 19)
@@ -173,7 +171,10 @@ class SequenceCut:
         layout = self._layout_of(compared)
         alone = replace(self._world, rank=0, size=1, group=None)
         whole = TokenLayout(compared, layout.chunks, alone)
+        # a table that the model keeps for as many tokens must not serve the cut forward
         with unchanged(self._model, self._world.device):
+            self._call_first(arguments, layout.local)
+        with unchanged(self._model, self._world.device), all_in_use(self._model):
             output = prove(
                 lambda each, observer: self.computed(sample, each, observer=observer),
                 layout,
@@ -248,7 +249,11 @@ class SequenceCut:
             layout = TokenLayout(documents.tokens, self._sequence.chunks, alone)
             return self.computed(arguments, layout, documents)
 
-        with unchanged(self._model, self._world.device), nothing_dropped(self._model):
+        with (
+            unchanged(self._model, self._world.device),
+            nothing_dropped(self._model),
+            all_in_use(self._model),
+        ):
             self._know_dims(arguments)
             check_model(call, arguments, documents)
 
@@ -276,23 +281,21 @@ class SequenceCut:
                 " length; give sequences of several tokens"
             )
         lengths = min(LENGTHS[0], size[1] - 1), min(LENGTHS[1], size[1])
-        calls = {
-            tokens: self.call_of(self.sample(arguments, size, 0, tokens)) for tokens in lengths
-        }
-
-        def forward(tokens: int) -> None:
-            args, keywords = calls[tokens]
-            try:
-                self._model(*args, **keywords)
-            except (RuntimeError, ValueError, IndexError) as error:
-                raise RecipeError(
-                    f"the model cannot compute the first {tokens} of {size[1]} tokens:"
-                    f" {error}; a model of sequences takes any length: slice its tables, such as"
-                    " self.positions[:, :tokens]"
-                ) from error
-
         with unchanged(self._model, self._world.device):
-            return find_dims(forward, lengths)
+            return find_dims(partial(self._call_first, arguments), lengths)
+
+    def _call_first(self, arguments: Any, tokens: int) -> None:
+        """Call the model, uncut, with the first tokens of the first sample."""
+        size = self._size_of(arguments)
+        args, keywords = self.call_of(self.sample(arguments, size, 0, tokens))
+        try:
+            self._model(*args, **keywords)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise RecipeError(
+                f"the model cannot compute the first {tokens} of {size[1]} tokens:"
+                f" {error}; a model of sequences takes any length: slice its tables, such as"
+                " self.positions[:, :tokens]"
+            ) from error
 
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, tokens: int
@@ -321,30 +324,3 @@ def _zeros(dim: int, samples: int, tokens: int, like: Tensor) -> Tensor:
         return like.new_zeros(samples, *like.shape[1:dim], tokens, *like.shape[dim + 1 :])
 
     return with_hidden(like, zeros)
-
-
-@contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context for forwards that belong to no microbatch: without gradients; generators and
-    buffers are restored."""
-    buffers = {each: each.clone() for each in model.buffers()}
-    try:
-        with torch.no_grad(), accelerator.preserved_generators(device):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
-
-
-@contextmanager
-def nothing_dropped(model: nn.Module) -> Iterator[None]:
-    """A context in which dropout drops nothing, and BatchNorm takes statistics as in training."""
-    modes = [(each, each.training) for each in model.modules()]
-    try:
-        for each, _ in modes:
-            each.training = isinstance(each, BatchNormBase)
-        yield
-    finally:
-        for each, training in modes:
-            each.training = training

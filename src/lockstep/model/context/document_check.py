@@ -14,13 +14,11 @@ from lockstep.base.nested import map_tensors
 from lockstep.base.torch_private import tree_leaves
 from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.documents import Documents
+from lockstep.model.context.trial import SINGLE, epsilon, tolerance
 from lockstep.recipe.recipe import Loss, Sum
 
 MOST_TOKENS = 32
 """Largest number of tokens in each of the two documents with which the model is tried."""
-ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's epsilon."""
-
 Call = Callable[[Any, Documents], Any]
 """(arguments of the model, documents) -> the model's output, without random numbers."""
 
@@ -47,14 +45,13 @@ def check_model(call: Call, arguments: Any, documents: Documents) -> None:
     second = _rows(call(packed, two), 2 * half)[:, half:]
     moved = _rows(call(map_tensors(packed, changed), two), 2 * half)[:, half:]
     alone = _rows(call(_cut(arguments, documents, slice(half, 2 * half)), one), half)
-    kinds = [second.dtype]
-    if torch.is_autocast_enabled(device.type):
-        kinds.append(torch.get_autocast_dtype(device.type))
-    allowed = ROUNDINGS * max(torch.finfo(kind).eps for kind in kinds) ** 0.5
-    if (error := _distance(moved, second)) > allowed:
+    eps, allowed = epsilon(second), tolerance(second)
+    # the same computation with other numbers: almost no rounding
+    noise = 64 * eps if eps <= SINGLE else eps
+    if (error := _distance(moved, second)) > noise:
         raise RecipeError(
             "a token of one document changes the model's output for the next document in its row,"
-            f" by {error:.1g} of its size, where rounding explains {allowed:.1g}: tokens meet"
+            f" by {error:.1g} of its size, where rounding explains {noise:.1g}: tokens meet"
             " outside of the attention that Recipe.sequence keeps to documents; call"
             " F.scaled_dot_product_attention(query, key, value, is_causal=True) without a mask; a"
             " convolution, a mean over tokens, BatchNorm or a state along the row cannot be kept to"

@@ -104,7 +104,11 @@ def find_shift(
     def random(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+        # a sum in a shorter dtype would not show the shift
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(
+            tensor.device, dtype
+        )
 
     output = map_tokens(map_tensors(output, Tensor.detach), dim, tokens, random)
     with torch.no_grad():

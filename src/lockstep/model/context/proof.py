@@ -27,10 +27,8 @@ from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
+from lockstep.model.context.trial import tolerance
 
-ROUNDINGS = 8.0
-"""Tolerance of the relative error, in units of the square root of the dtype's epsilon, which is
-3e-4 in float32."""
 ELSEWHERE = "or leave context out: shard=N and checkpointing=full make room for long sequences too"
 Compute = Callable[[TokenLayout, AbstractContextManager[Any]], Any]
 """(layout, context around the model's forward) -> the output of the rank's tokens."""
@@ -54,6 +52,11 @@ CONVOLUTION = (
     "a convolution over tokens; the neighbours of some tokens are on other ranks: use attention,"
     f" {ELSEWHERE}"
 )
+ROWS = (
+    "other rows for a part of the tokens; if a forward makes a table of positions and keeps it, the"
+    " table is that of its own tokens: make it in __init__, for the longest sequence, and slice it"
+    f" in the forward (table[:tokens]), {ELSEWHERE}"
+)
 REASONS = {
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "unfold", "unfold_copy"), CONVOLUTION
@@ -70,6 +73,7 @@ REASONS = {
         "a running sum over tokens, which begins anew on each rank; for positions write"
         f" torch.arange(tokens) or table[:tokens]; {ELSEWHERE}",
     ),
+    "__getitem__": ROWS,
 }
 """Function of torch -> what it computes, and what to do about it."""
 OTHER_REASON = f"something else for a part of the tokens; compute each token by itself, {ELSEWHERE}"
@@ -146,7 +150,7 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
     for part, whole in pairs:
         if not whole.is_floating_point():
             continue
-        allowed = max(allowed, _tolerance(whole))
+        allowed = max(allowed, tolerance(whole))
         if has_tokens(whole, dim, layout.tokens):
             whole = whole.index_select(dim, layout.places)
         if part.shape != whole.shape:
@@ -156,13 +160,6 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
         if math.isnan(worst):
             return math.nan, allowed
     return worst, allowed
-
-
-def _tolerance(tensor: Tensor) -> float:
-    kinds = [tensor.dtype]
-    if torch.is_autocast_enabled(tensor.device.type):
-        kinds.append(torch.get_autocast_dtype(tensor.device.type))
-    return ROUNDINGS * float(max(torch.finfo(kind).eps for kind in kinds) ** 0.5)
 
 
 def _explanation(

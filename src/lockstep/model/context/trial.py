@@ -1,0 +1,98 @@
+"""Forwards that belong to no microbatch, by which a model is tried before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base import accelerator
+from lockstep.base.torch_private import BatchNormBase, to_local
+from lockstep.model.shard import reshard
+
+SINGLE = torch.finfo(torch.float32).eps
+TF32 = 2.0**-10
+ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
+"""Tolerance of the relative error of a result that is computed in another order, in units of the
+dtype's epsilon to the power of 3/4 (1e-4 in float32), or of the epsilon for shorter dtypes (3% in
+bfloat16)."""
+SMALL = 1e-2
+"""Parameters whose largest value is smaller do not show what they do in the output."""
+
+
+def tolerance(tensor: Tensor) -> float:
+    """Return the relative error that rounding explains in a model's output, computed in another
+    order."""
+    eps = epsilon(tensor)
+    return ROUNDINGS * eps**0.75 if eps <= SINGLE else SHORT_ROUNDINGS * eps
+
+
+def epsilon(tensor: Tensor) -> float:
+    """Return the epsilon of the shortest dtype in which a model's output may be computed."""
+    kinds = [tensor.dtype]
+    if torch.is_autocast_enabled(tensor.device.type):
+        kinds.append(torch.get_autocast_dtype(tensor.device.type))
+    eps = max(torch.finfo(kind).eps for kind in kinds)
+    is_tf32 = not tensor.is_cpu and torch.get_float32_matmul_precision() != "highest"
+    return max(eps, TF32) if is_tf32 and eps <= SINGLE else eps
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context for forwards that belong to no microbatch: without gradients; generators and
+    buffers are restored."""
+    buffers = {each: each.clone() for each in model.buffers()}
+    try:
+        with torch.no_grad(), accelerator.preserved_generators(device):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+
+
+@contextmanager
+def nothing_dropped(model: nn.Module) -> Iterator[None]:
+    """A context in which dropout drops nothing, and BatchNorm takes statistics as in training."""
+    modes = [(each, each.training) for each in model.modules()]
+    try:
+        for each, _ in modes:
+            each.training = isinstance(each, BatchNormBase)
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+@contextmanager
+def all_in_use(model: nn.Module) -> Iterator[None]:
+    """A context in which trained parameters that are zero, or nearly, are random, so that what a
+    gate or a layer hides at first has a part in the output. Every rank gives equal parameters the
+    same numbers."""
+    generator, before = torch.Generator(), []
+    try:
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                # `data`: the values are restored, so the version does not change
+                part = to_local(parameter).data
+                if not (parameter.requires_grad and part.is_floating_point() and part.numel()):
+                    continue
+                if part.abs().max() < SMALL:
+                    before.append((part, part.clone()))
+                    generator.manual_seed(number)
+                    part.copy_(0.1 * torch.randn(part.shape, generator=generator))
+        _forget_copies(model)
+        yield
+    finally:
+        with torch.no_grad():
+            for part, values in before:
+                part.copy_(values)
+        _forget_copies(model)
+
+
+def _forget_copies(model: nn.Module) -> None:
+    """Free gathered parameters, and those cast by autocast."""
+    reshard(model)
+    torch.clear_autocast_cache()
