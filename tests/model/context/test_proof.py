@@ -247,6 +247,35 @@ def sum_terms(output: Tensor, batch: Any) -> Any:
     return {"ce": Sum(shifting(output, batch))}
 
 
+def with_penalty(output: Any, batch: Any) -> Tensor:
+    """Adds a small number that the model returns once."""
+    return shifting(output[0], batch) + 1e-6 * output[1].square().sum()
+
+
+def scaled(output: Any, batch: Any) -> Tensor:
+    return shifting(output[0], batch) * output[1].exp().sum()
+
+
+def test_a_term_that_is_not_for_each_token_counts_once() -> None:
+    batch = text(2, 37)
+    layout = TokenLayout(37, 8, replace(alone(), size=2))
+    output = torch.zeros(2, 37, 50), torch.ones(3)
+    assert find_shift(scaled, output, batch, layout, 1) == 1
+    with pytest.raises(LossError, match=r"a term of a tensor of shape \(3,\)"):
+        find_shift(with_penalty, output, batch, layout, 1)
+
+
+def test_labels_longer_than_the_output_are_refused() -> None:
+    words = torch.randint(50, (2, 38))
+    layout = TokenLayout(37, 8, replace(alone(), size=2))
+
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        return shifted_before(output, {"labels": batch[:, 1:]})
+
+    with pytest.raises(LossError, match=r"labels = text\[:, 1:\] in collate"):
+        find_shift(loss, torch.zeros(2, 37, 50), words, layout, 1)
+
+
 @pytest.mark.parametrize(
     ("loss", "shift"),
     [(shifting, 1), (shifted_before, 0), (sum_terms, 1)]

@@ -14,8 +14,8 @@ from lockstep.base.nested import map_tensors
 from lockstep.base.torch_private import tree_leaves
 from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.documents import Documents
+from lockstep.model.context.label_shift import total_of
 from lockstep.model.context.trial import SINGLE, epsilon, tolerance
-from lockstep.recipe.recipe import Loss, Sum
 
 MOST_TOKENS = 32
 """Largest number of tokens in each of the two documents with which the model is tried."""
@@ -151,17 +151,10 @@ def _gradient(
         return found
 
     with torch.enable_grad():
-        total = _total(loss(map_tensors(output, leaf), batch))
+        total = total_of(loss(map_tensors(output, leaf), batch))
         gradients = torch.autograd.grad(total, leaves, allow_unused=True)
     nothing = torch.zeros((*documents.ids.shape, 1), device=documents.ids.device)
     return next((each for each in gradients if each is not None), nothing)
-
-
-def _total(value: Any) -> Any:
-    """Return the sum of a loss's terms."""
-    if isinstance(value, dict):
-        return sum(map(_total, value.values()))
-    return value.total if isinstance(value, Loss | Sum) else value
 
 
 def _is_labels(leaf: Any, documents: Documents) -> bool:

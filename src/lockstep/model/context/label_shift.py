@@ -8,6 +8,7 @@ two a loss does: the sum over ranks must be the loss of all tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -111,12 +112,27 @@ def find_shift(
         )
 
     output = map_tokens(map_tensors(output, Tensor.detach), dim, tokens, random)
+    said = ""
+    sums: list[list[float]] = []
     with torch.no_grad():
         whole = _numbers(loss(output, batch))
-        sums = [_summed(loss, output, batch, layout, dim, shift) for shift in (0, 1)]
+        for shift in (0, 1):
+            try:
+                sums.append(_summed(loss, output, batch, layout, dim, shift))
+            except (RuntimeError, ValueError, IndexError) as error:
+                said = said or str(error)
+                sums.append([math.nan] * len(whole))
     is_right = [_are_close(found, whole) for found in sums]
     if all(is_right):
         return None
+    if said and not any(is_right):
+        raise LossError(
+            f"the loss cannot be computed for a part of the {tokens} tokens: {said}; under context"
+            " each rank calls it with the output of its own tokens, and with their part of each"
+            f" tensor of the batch that has {tokens} tokens in dim {dim}; give labels that are as"
+            " long as the model's input, such as words = text[:, :-1] and labels = text[:, 1:] in"
+            " collate"
+        )
     if not any(is_right):
         found = [", ".join(f"{number:.6g}" for number in each) for each in (whole, *sums)]
         raise LossError(
@@ -127,7 +143,62 @@ def find_shift(
             " = batch -> their number, instead of a mean over tokens, a loss of the last token,"
             " or one of their mean"
         )
-    return is_right.index(True)
+    shift = is_right.index(True)
+    _check_shared(loss, output, batch, layout, dim, shift)
+    return shift
+
+
+def _check_shared(
+    loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int, shift: int
+) -> None:
+    """Raise `LossError` if each rank would add a term of what the output has once, not for each
+    token. `output`: with all tokens, detached."""
+    shared: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if has_tokens(tensor, dim, layout.tokens) or not tensor.is_floating_point():
+            return tensor
+        shared.append(tensor.clone().requires_grad_())
+        return shared[-1]
+
+    def slopes(value: Any) -> list[Tensor]:
+        total = total_of(value)
+        if not total.requires_grad:
+            return [torch.zeros_like(each) for each in shared]
+        found = torch.autograd.grad(total, shared, allow_unused=True)
+        pairs = zip(found, shared, strict=True)
+        return [torch.zeros_like(each) if slope is None else slope for slope, each in pairs]
+
+    output = map_tensors(output, leaf)
+    if not shared:
+        return
+    with torch.enable_grad():
+        whole = slopes(loss(output, batch))
+        sums = [torch.zeros_like(each) for each in shared]
+        for rank in range(layout.world.size):
+            part = _part(output, layout, rank, dim)
+            found = slopes(loss_of_part(loss, part, batch, layout, rank, dim, shift))
+            sums = [one + other for one, other in zip(sums, found, strict=True)]
+    for tensor, slope, summed in zip(shared, whole, sums, strict=True):
+        if not (summed - slope).norm() <= 10 * TOLERANCE * slope.norm():
+            raise LossError(
+                f"the loss adds a term of a tensor of shape {tuple(tensor.shape)} in the model's"
+                f" output, which is not for each token; under context={layout.world.size} each rank"
+                " would add it, and it would count as often as there are ranks; leave the term out,"
+                " or leave context out"
+            )
+
+
+def total_of(value: Any) -> Any:
+    """Return the sum of a loss's terms."""
+    if isinstance(value, dict):
+        return sum(map(total_of, value.values()))
+    return value.total if isinstance(value, Loss | Sum) else value
+
+
+def _part(output: Any, layout: TokenLayout, rank: int, dim: int) -> Any:
+    places = layout.places_of(rank)
+    return map_tokens(output, dim, layout.tokens, partial(_selected, dim, places))
 
 
 def _summed(
@@ -135,8 +206,7 @@ def _summed(
 ) -> list[float]:
     total: list[float] = []
     for rank in range(layout.world.size):
-        places = layout.places_of(rank)
-        part = map_tokens(output, dim, layout.tokens, partial(_selected, dim, places))
+        part = _part(output, layout, rank, dim)
         found = _numbers(loss_of_part(loss, part, batch, layout, rank, dim, shift))
         total = [a + b for a, b in zip(total, found, strict=True)] if total else found
     return total
