@@ -13,7 +13,9 @@ from model.context.models import GPT, alone, axis, shifted_before, shifting, tex
 from model.tensor.models import mesh_of
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
+from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World
 from lockstep.model.block_wrappers import checkpoint_activations
@@ -139,3 +141,46 @@ def all_of_documents() -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_gradients_of_documents_alone(pool: WorkerPool, ranks: int) -> None:
     assert pool.run(ranks, all_of_documents) == [{}] * ranks
+
+
+class Captions(GPT):
+    """Attends to the parts of an image: (samples, parts, features)."""
+
+    def forward(self, words: Tensor, image: Tensor) -> Tensor:
+        image = image.flatten(1, -2)
+        x = F.scaled_dot_product_attention(self.words(words), image, image)
+        return super().forward(words) + self.head(x)  # type: ignore[no-any-return]
+
+
+def captions_as_long_as_images() -> tuple[list[float], str, list[float]]:
+    """Errors of texts of some lengths, and what is said if the first of them is as long as the
+    image; then the errors of what that recommends."""
+    image, said = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(5)), ""
+
+    def errors_of(lengths: list[int], image: Tensor) -> list[float]:
+        torch.manual_seed(0)
+        model = Captions(dropout=0.0)
+        cut, found = SequenceCut(model, axis(), Sequence(chunks=4)), []
+        for tokens in lengths:
+            batch = text(2, tokens)
+            arguments = (batch["words"], image)
+            if not found:
+                cut.check(arguments, shifting, batch)
+            with torch.no_grad():
+                output, whole = cut.whole(cut.run(arguments, batch)), model(*arguments)
+            found.append(float((output - whole).abs().max()))
+        return found
+
+    errors = errors_of([36, 40, 50], image)
+    try:
+        errors_of([40, 36], image)
+    except RecipeError as error:
+        said = str(error)
+    return errors, said, errors_of([40, 36], image[:, None])
+
+
+def test_tensors_that_are_as_long_as_a_sequence_by_chance_are_not_cut(pool: WorkerPool) -> None:
+    for errors, said, with_remedy in pool.run(2, captions_as_long_as_images):
+        assert max(*errors, *with_remedy) < 1e-5
+        assert "tensor 1 has the shape (2, 40, 24), in a batch of 36 tokens" in said
+        assert "return tensor[:, None]" in said

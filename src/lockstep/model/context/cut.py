@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -72,6 +73,8 @@ class SequenceCut:
         self._checked: set[bool] = set()
         self._shifts: dict[LossFunction, int] = {}
         self._samples = 0
+        self._sequences: dict[int, list[bool]] = {}
+        """For each number of tensors in the arguments: which of them are cut."""
         self._layout: TokenLayout
         """The layout of the last forward."""
 
@@ -80,6 +83,7 @@ class SequenceCut:
         `Recipe.inputs` for `batch`, with all tokens. Raises `RecipeError`, `DataError` and
         `PlanError`."""
         size = self._samples, tokens = self._size_of(arguments)
+        self._know_sequences(arguments, tokens)
         self._know_dims(arguments)
         self._documents = self._documents_of(batch, size)
         self._layout = self._layout_of(tokens)
@@ -95,6 +99,7 @@ class SequenceCut:
         each mode, with the arguments of `run`. Generators and buffers are unchanged afterwards.
         Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on all ranks."""
         self._checked.add(self._model.training)
+        self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
         if self._world.size > 1:
             self._prove(arguments, loss, batch)
@@ -141,7 +146,7 @@ class SequenceCut:
             draws_by_chunk=self._draws_by_chunk,
         )
         dim = self.dim
-        own = map_tokens(arguments, dim, layout.tokens, lambda tensor: layout.take(tensor, dim))
+        own = self._map_sequences(arguments, layout.tokens, lambda tensor: layout.take(tensor, dim))
         args, keywords = self.call_of(own, sequence.places())
         with mode, observer or nullcontext():
             return self._model(*args, **keywords)
@@ -164,10 +169,9 @@ class SequenceCut:
 
     def _prove(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
         check_modules(self._model, self._world.size)
-        size = self._samples, tokens = self._size_of(arguments)
-        self._know_dims(arguments)
+        self._samples, tokens = self._size_of(arguments)
         compared = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
-        sample = self.sample(arguments, size, 0, compared)
+        sample = self._first_tokens(arguments, compared)
         layout = self._layout_of(compared)
         alone = replace(self._world, rank=0, size=1, group=None)
         whole = TokenLayout(compared, layout.chunks, alone)
@@ -212,9 +216,47 @@ class SequenceCut:
         self._layouts[tokens] = layout
         return layout
 
+    def _know_sequences(self, arguments: Any, tokens: int) -> None:
+        """Remember which tensors of the arguments are sequences, in the first batch; in others, a
+        tensor may be as long as the sequence by chance. Raises `RecipeError`."""
+        leaves = tensors_in(arguments)
+        found = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
+        known = self._sequences.setdefault(len(leaves), found)
+        for place, (leaf, was, now) in enumerate(zip(leaves, known, found, strict=True)):
+            if was and not now:
+                raise RecipeError(
+                    f"Recipe.inputs: tensor {place} has the shape {tuple(leaf.shape)}, in a batch"
+                    f" of {tokens} tokens, and had as many as the tokens in dim {self.dim} in an"
+                    " earlier batch, which was taken as a sequence to cut; if it is none, return"
+                    " tensor[:, None], and let the model take its [:, 0]; if it is one, give it as"
+                    " many tokens as the first tensor"
+                )
+
+    def _map_sequences(
+        self, arguments: Any, tokens: int, function: Callable[[Tensor], Tensor]
+    ) -> Any:
+        """Return the arguments, with `function` applied to each sequence."""
+        known = iter(self._sequences[len(tensors_in(arguments))])
+
+        def mapped(tensor: Tensor) -> Tensor:
+            is_sequence = next(known) and has_tokens(tensor, self.dim, tokens)
+            return function(tensor) if is_sequence else tensor
+
+        return map_tensors(arguments, mapped)
+
+    def _first_tokens(self, arguments: Any, tokens: int) -> Any:
+        """Return the first tokens of the first sample."""
+        samples, length = self._size_of(arguments)
+        cut = self._map_sequences(
+            arguments, length, lambda tensor: tensor.narrow(self.dim, 0, tokens)
+        )
+        return map_tensors(
+            cut, lambda tensor: tensor[:1] if tensor.shape[:1] == (samples,) else tensor
+        )
+
     def sample(self, value: Any, size: tuple[int, int], start: int, tokens: int) -> Any:
-        """Return the first sample of a batch, or of the model's arguments, from the token `start`
-        on. `size`: the numbers of samples and of tokens."""
+        """Return the first sample of a batch, from the token `start` on. `size`: the
+        numbers of samples and of tokens."""
         dim = self.dim
 
         def first(tensor: Tensor) -> Tensor:
@@ -287,7 +329,7 @@ class SequenceCut:
     def _call_first(self, arguments: Any, tokens: int) -> None:
         """Call the model, uncut, with the first tokens of the first sample."""
         size = self._size_of(arguments)
-        args, keywords = self.call_of(self.sample(arguments, size, 0, tokens))
+        args, keywords = self.call_of(self._first_tokens(arguments, tokens))
         try:
             self._model(*args, **keywords)
         except (RuntimeError, ValueError, IndexError) as error:
