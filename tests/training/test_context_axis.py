@@ -299,6 +299,11 @@ def run_case(run_dir: str, plan: str, changes: dict[str, Any] | str) -> float:
     return ls.train(recipe(**{**small, **changes}), plan=plan, run_dir=run_dir).loss
 
 
+def rounded(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return size(output.bfloat16(), batch)
+
+
+SIZE = {"loss": size, "weight": None, "data": TensorDataset(*texts(14).tensors[:1] * 2)}
 SHORTHAND = {"inputs": None, "loss": whole_loss}
 REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
     (
@@ -329,6 +334,12 @@ REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
         {"gradient_compression": "bf16"},
         "use a plan with replicate only, or gradient_compression='none'",
         [("context=2", {})],
+    ),
+    (
+        "context=2",
+        {**SIZE, "loss": rounded},
+        "the loss is summed in bfloat16; under context each rank",
+        [("context=2", SIZE)],
     ),
     (
         "context=2",

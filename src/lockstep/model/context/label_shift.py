@@ -97,8 +97,8 @@ def find_shift(
     loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int
 ) -> int | None:
     """Return how far a loss shifts its labels, 0 or 1; None if this output and batch do not show
-    it. Raises `LossError` if the loss is not a sum over tokens. `output`, `batch`: with all
-    tokens."""
+    it. Raises `LossError` if the loss is not a sum over tokens, or too rounded to tell. `output`,
+    `batch`: with all tokens."""
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)
 
@@ -115,7 +115,14 @@ def find_shift(
     said = ""
     sums: list[list[float]] = []
     with torch.no_grad():
-        whole = _numbers(loss(output, batch))
+        value = loss(output, batch)
+        if (dtype := _short_dtype(value)) is not None:
+            raise LossError(
+                f"the loss is summed in {dtype}; under context each rank computes the loss of its"
+                " own tokens, and rounding hides whether these sum to the whole; sum in float32:"
+                " output.float()"
+            )
+        whole = _numbers(value)
         for shift in (0, 1):
             try:
                 sums.append(_summed(loss, output, batch, layout, dim, shift))
@@ -235,6 +242,15 @@ def _added(one: Any, other: Any) -> Any:
     if isinstance(one, Loss):
         return Loss(one.total + other.total, one.weight + other.weight)
     return one + other
+
+
+def _short_dtype(value: Any) -> str | None:
+    """Return the dtype of a loss or a term with fewer digits than float32; None if none has."""
+    if isinstance(value, dict):
+        return next(filter(None, map(_short_dtype, value.values())), None)
+    total = value.total if isinstance(value, Sum | Loss) else value
+    is_short = isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16)
+    return str(total.dtype).removeprefix("torch.") if is_short else None
 
 
 def _numbers(value: Any) -> list[float]:
