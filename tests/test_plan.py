@@ -221,7 +221,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         ("context=2,logits=chunked", "context=2 with logits=chunked; the loss of a part of a"),
         ("split=3+5,logits=chunked", "split=3+5 with logits=chunked; a loss of chunks uses"),
         ("data_parallel=2,logits=chunked", "data_parallel=2 with logits=chunked; it computes each"),
-        ("logits=half", "logits=half; known are whole, chunked"),
+        ("logits=half", "logits=half; the known values are whole, chunked"),
         ("tensor=2,compile=yes", "tensor=2 with compile=yes; its layers inspect their tensors"),
         ("shard=2,sharding=half", "sharding=half; the known values are full, gradients"),
         (

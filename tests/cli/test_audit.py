@@ -140,15 +140,15 @@ def causes(report: dict[str, Any]) -> set[str]:
         (
             ["recipe.py"],
             (
-                "LaunchError: recipe.py uses lockstep; lockstep audit is for scripts without"
-                ' lockstep; use lockstep verify recipe.py --plans "replicate=2", which compares every'
-                " gradient with that of one process\n"
+                "LaunchError: recipe.py uses lockstep; lockstep audit is for scripts that do not; use"
+                ' lockstep verify recipe.py --plans "replicate=2", which compares every gradient with'
+                " that of one process\n"
             ),
         ),
         (
             ["-m", "recipe"],
             (
-                "LaunchError: recipe uses lockstep; lockstep audit is for scripts without lockstep; use"
+                "LaunchError: recipe uses lockstep; lockstep audit is for scripts that do not; use"
                 " lockstep verify recipe"
             ),
         ),

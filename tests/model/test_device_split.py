@@ -269,7 +269,7 @@ def test_code_of_the_model_that_mixes_devices_is_refused_with_what_to_write() ->
     assert str(caught.value).startswith(
         "the model is split, and its code uses tensors of two devices (aten::add"
     )
-    assert "write other.to(x.device) where the two meet" in str(caught.value)
+    assert "write other.to(x.device) where the two are combined" in str(caught.value)
 
 
 class Fails(Model):

@@ -366,7 +366,7 @@ REFUSED = {
         "numerics=bitwise with SyncBatchNorm on 2 data ranks; .* use numerics=fast, or plain"
     ),
     ("mixed", "replicate=2"): (
-        "'1.1' is a BatchNorm1d, beside SyncBatchNorm on 2 data ranks; .* convert all with"
+        "'1.1' is a BatchNorm1d, together with SyncBatchNorm on 2 data ranks; .* convert all with"
         " nn.SyncBatchNorm.conv"
     ),
     ("one value", "replicate=2"): (

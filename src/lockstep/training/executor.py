@@ -112,7 +112,8 @@ class SerialExecutor:
         for microbatch, batch in step.batches():
             self._check(inputs, loss, batch)
             with self.autocast, self.flops.counting(microbatch.size):
-                _, value = self._computed(inputs, loss, batch)
+                # no name for the output: it would live through the next microbatch's forward
+                value = self._computed(inputs, loss, batch)[1]
             step.accumulate(value)
 
     def evaluate(
