@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,34 @@ from lockstep.model.context.transformers import open_transformers
 from lockstep.model.context.trial import all_in_use, nothing_dropped, unchanged
 from lockstep.recipe.sequence import Sequence
 
+T = TypeVar("T")
 LENGTHS = (17, 19)
 """Numbers of tokens in the two forwards that show which calls grow with the sequence."""
 COMPARED_TOKENS_PER_CHUNK = 8
 WINDOWS = 8
 """Number of windows of a long sequence in which the shift of a loss is looked for, before the whole
 sequence is used."""
+MOST_LOSSES = 16
+"""Number of losses that are known: a loop may make a new one for each step."""
 MOST_LAYOUTS = 64
 """Number of lengths whose layout is kept."""
+
+
+class _OfLosses(Generic[T]):
+    """A value for each of the latest losses. A loss may be any callable, also one without a
+    hash."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[LossFunction, T]] = {}
+
+    def get(self, loss: LossFunction) -> T | None:
+        found = self._found.get(id(loss))
+        return None if found is None else found[1]
+
+    def put(self, loss: LossFunction, value: T) -> None:
+        if len(self._found) >= MOST_LOSSES:
+            del self._found[next(iter(self._found))]
+        self._found[id(loss)] = loss, value
 
 
 class SequenceCut:
@@ -65,13 +85,13 @@ class SequenceCut:
         self._sequence = Sequence() if sequence is None else sequence
         self._exchange = exchange
         self._only_draws = open_transformers(model)
-        self._compared: set[LossFunction] = set()
+        self._compared = _OfLosses[bool]()
         """Losses whose labels were checked at a cut between documents."""
         self._documents: Documents | None = None
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Dims] = {}
         self._checked: set[bool] = set()
-        self._shifts: dict[LossFunction, int] = {}
+        self._shifts = _OfLosses[int]()
         self._samples = 0
         self._sequences: dict[int, list[bool]] = {}
         """For each number of tensors in the arguments: which of them are cut."""
@@ -185,7 +205,7 @@ class SequenceCut:
                 whole,
                 self.dim,
             )
-            if loss not in self._shifts:
+            if self._shifts.get(loss) is None:
                 self._find_shift(loss, output, layout, batch, tokens)
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
@@ -302,14 +322,14 @@ class SequenceCut:
     def _check_labels(self, loss: LossFunction, output: Any, batch: Any) -> None:
         """Compare the labels at the cuts between documents, in the first batch that has one. Raises
         `LossError`."""
-        if self._documents is None or loss in self._compared:
+        if self._documents is None or self._compared.get(loss):
             return
         layout, dim = self._layout, self.dim
         samples = len(self._documents.ids)
         zeros = partial(_zeros, dim, samples, layout.tokens)
         whole = map_tokens(output, dim, layout.local, zeros)
         if check_labels(loss, whole, batch, self._documents):
-            self._compared.add(loss)
+            self._compared.put(loss, True)
 
     def _know_dims(self, arguments: Any) -> None:
         if self._model.training not in self._dims:
@@ -356,7 +376,7 @@ class SequenceCut:
             template = map_tokens(output, dim, layout.local, zeros)
             shift = find_shift(loss, template, part, self._layout_of(length), dim)
             if shift is not None:
-                self._shifts[loss] = shift
+                self._shifts.put(loss, shift)
                 return shift
         return 0
 
