@@ -89,8 +89,8 @@ def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
         (
             ["--set", "lr=7"],
             (
-                "lockstep: RecipeError: the parameter 'lr' has the value 7.0 (--set); it is a"
-                " number from 0.001 to 1.0; change it, or the bounds\n"
+                "lockstep: RecipeError: the parameter 'lr' has the value 7.0 (--set); it must"
+                " be a number from 0.001 to 1.0; change it, or the bounds\n"
             ),
         ),
         (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import LossError, RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World
 from lockstep.model.block_wrappers import checkpoint_activations
@@ -184,3 +184,57 @@ def test_tensors_that_are_as_long_as_a_sequence_by_chance_are_not_cut(pool: Work
         assert max(*errors, *with_remedy) < 1e-5
         assert "tensor 1 has the shape (2, 40, 24), in a batch of 36 tokens" in said
         assert "return tensor[:, None]" in said
+
+
+def weighted(output: Tensor, batch: Any) -> Tensor:
+    """Weighs each sample by one of its weights, of which it has 40."""
+    pairs = F.cross_entropy(
+        output[:, :-1].flatten(0, 1), batch["words"][:, 1:].flatten(), reduction="none"
+    )
+    weights: Tensor = batch["weights"].flatten(1)[:, -1]
+    return (pairs.view(len(output), -1).sum(1) * weights).sum()
+
+
+def weights_as_long_as_texts() -> tuple[list[float], str]:
+    """This rank's losses, less its share of those of one process, for texts of some lengths; what
+    is said if the first is as long as the weights."""
+    weights, said = torch.rand(2, 40, generator=torch.Generator().manual_seed(5)), ""
+
+    def losses_of(
+        lengths: list[int], weights: Tensor, loss: Callable[[Tensor, Any], Tensor] = weighted
+    ) -> list[float]:
+        torch.manual_seed(0)
+        model, found = GPT(dropout=0.0), []
+        cut = SequenceCut(model, axis(), Sequence(chunks=4))
+        for tokens in lengths:
+            batch = {"words": text(2, tokens)["words"], "weights": weights}
+            arguments = (batch["words"],)
+            if not found:
+                cut.check(arguments, loss, batch)
+            with torch.no_grad():
+                part = cut.loss(loss, cut.run(arguments, batch), batch)
+                found.append(float(part - loss(model(*arguments), batch) / axis().size))
+        return found
+
+    try:
+        losses_of([40, 36], weights)
+    except LossError as error:
+        said = str(error)
+    return (
+        losses_of([36, 40, 50], weights)
+        + losses_of([40, 36], weights[:, None])
+        + losses_of([40, 36, 40], weights, shifting_words),  # which does not read the weights
+        said,
+    )
+
+
+def shifting_words(output: Tensor, batch: Any) -> Tensor:
+    return shifting(output, {"labels": batch["words"]})
+
+
+def test_tensors_of_a_batch_that_are_as_long_as_a_sequence_by_chance_are_not_cut(
+    pool: WorkerPool,
+) -> None:
+    (losses, said), (others, _) = pool.run(2, weights_as_long_as_texts)
+    assert max(abs(one + other) for one, other in zip(losses, others, strict=True)) < 1e-3
+    assert said.startswith("the loss is not a sum over tokens")

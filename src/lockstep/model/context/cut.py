@@ -26,6 +26,7 @@ from lockstep.model.context.label_shift import (
     find_shift,
     has_tokens,
     loss_of_part,
+    map_known,
     map_tokens,
 )
 from lockstep.model.context.mode import SequenceMode
@@ -95,6 +96,8 @@ class SequenceCut:
         self._samples = 0
         self._sequences: dict[int, list[bool]] = {}
         """For each number of tensors in the arguments: which of them are cut."""
+        self._labels: dict[tuple[bool, int], list[bool]] = {}
+        """For each mode and number of tensors in the batch: which of them are cut for the loss."""
         self._layout: TokenLayout
         """The layout of the last forward."""
 
@@ -135,7 +138,8 @@ class SequenceCut:
         layout = self._layout
         if (shift := self._shifts.get(loss)) is None:
             shift = self._find_shift(loss, output, layout, batch, layout.tokens)
-        return loss_of_part(loss, output, batch, layout, self._world.rank, self.dim, shift)
+        known = self._know_labels(batch, layout.tokens)
+        return loss_of_part(loss, output, batch, layout, self._world.rank, self.dim, shift, known)
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
@@ -236,9 +240,9 @@ class SequenceCut:
         self._layouts[tokens] = layout
         return layout
 
-    def _know_sequences(self, arguments: Any, tokens: int) -> None:
-        """Remember which tensors of the arguments are sequences, in the first batch; in others, a
-        tensor may be as long as the sequence by chance. Raises `RecipeError`."""
+    def _know_sequences(self, arguments: Any, tokens: int) -> list[bool]:
+        """Return which tensors of the arguments are sequences. The first batch shows it; in others,
+        a tensor may be as long as the sequence by chance. Raises `RecipeError`."""
         leaves = tensors_in(arguments)
         found = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
         known = self._sequences.setdefault(len(leaves), found)
@@ -251,40 +255,38 @@ class SequenceCut:
                     " tensor[:, None], and let the model take its [:, 0]; if it is one, give it as"
                     " many tokens as the first tensor"
                 )
+        return known
+
+    def _know_labels(self, batch: Any, tokens: int) -> list[bool]:
+        """Return which tensors of a batch are sequences: those that were as long as the sequence in
+        every batch so far. The loss was tried with the first."""
+        leaves = tensors_in(batch)
+        kind = self._model.training, len(leaves)
+        known = self._labels.get(kind, [True] * len(leaves))
+        self._labels[kind] = [
+            was and has_tokens(leaf, self.dim, tokens)
+            for leaf, was in zip(leaves, known, strict=True)
+        ]
+        return self._labels[kind]
 
     def _map_sequences(
         self, arguments: Any, tokens: int, function: Callable[[Tensor], Tensor]
     ) -> Any:
         """Return the arguments, with `function` applied to each sequence."""
-        known = iter(self._sequences[len(tensors_in(arguments))])
-
-        def mapped(tensor: Tensor) -> Tensor:
-            is_sequence = next(known) and has_tokens(tensor, self.dim, tokens)
-            return function(tensor) if is_sequence else tensor
-
-        return map_tensors(arguments, mapped)
+        return map_known(arguments, self._know_sequences(arguments, tokens), function)
 
     def _first_tokens(self, arguments: Any, tokens: int) -> Any:
         """Return the first tokens of the first sample."""
         samples, length = self._size_of(arguments)
-        cut = self._map_sequences(
-            arguments, length, lambda tensor: tensor.narrow(self.dim, 0, tokens)
-        )
+        return self._sample(arguments, self._know_sequences(arguments, length), samples, 0, tokens)
+
+    def _sample(self, value: Any, known: list[bool], samples: int, start: int, tokens: int) -> Any:
+        """Return the first of so many samples of a batch, from the token `start` on. `known`: which
+        tensors are sequences."""
+        cut = map_known(value, known, lambda tensor: tensor.narrow(self.dim, start, tokens))
         return map_tensors(
             cut, lambda tensor: tensor[:1] if tensor.shape[:1] == (samples,) else tensor
         )
-
-    def sample(self, value: Any, size: tuple[int, int], start: int, tokens: int) -> Any:
-        """Return the first sample of a batch, from the token `start` on. `size`: the
-        numbers of samples and of tokens."""
-        dim = self.dim
-
-        def first(tensor: Tensor) -> Tensor:
-            if has_tokens(tensor, dim, size[1]):
-                tensor = tensor.narrow(dim, start, tokens)
-            return tensor[:1] if tensor.shape[:1] == size[:1] else tensor
-
-        return map_tensors(value, first)
 
     def _documents_of(self, batch: Any, size: tuple[int, int]) -> Documents | None:
         """Return the batch's documents, if the recipe has any. Raises `DataError`."""
@@ -365,16 +367,17 @@ class SequenceCut:
         """Find the shift of a loss and remember it. If nothing in the batch shows it, both shifts
         are right for this batch. `output`: for this rank's tokens of the layout. `batch`: with
         `tokens` tokens."""
-        samples, dim = self._samples, self.dim
+        samples, dim, known = self._samples, self.dim, self._know_labels(batch, tokens)
         most = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
         step = max(1, (tokens - most) // WINDOWS)
         for start in [*range(0, tokens - most + 1, step), None]:
             length = tokens if start is None else most
-            part = batch if start is None else self.sample(batch, (samples, tokens), start, most)
-            rows = samples if start is None else 1
+            part, rows = batch, samples
+            if start is not None:
+                part, rows = self._sample(batch, known, samples, start, most), 1
             zeros = partial(_zeros, dim, rows, length)
             template = map_tokens(output, dim, layout.local, zeros)
-            shift = find_shift(loss, template, part, self._layout_of(length), dim)
+            shift = find_shift(loss, template, part, self._layout_of(length), dim, known)
             if shift is not None:
                 self._shifts.put(loss, shift)
                 return shift

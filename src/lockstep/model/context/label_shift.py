@@ -9,7 +9,7 @@ two a loss does: the sum over ranks must be the loss of all tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,14 +39,28 @@ def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], T
     )
 
 
+def map_known(value: Any, known: Sequence[bool], function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same containers, with `function` applied to each tensor that is known as a
+    sequence. `known`: one for each tensor, in order."""
+    are_sequences = iter(known)
+    return map_tensors(value, lambda tensor: function(tensor) if next(are_sequences) else tensor)
+
+
 def parts_of(
-    output: Any, batch: Any, layout: TokenLayout, rank: int, dim: int, shift: int
+    output: Any,
+    batch: Any,
+    layout: TokenLayout,
+    rank: int,
+    dim: int,
+    shift: int,
+    known: Sequence[bool],
 ) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of outputs and batches whose losses sum to the loss of a rank's tokens. `output`:
-    for the rank's tokens. `batch`: with all tokens."""
+    for the rank's tokens. `batch`: with all tokens. `known`: which of its tensors are
+    sequences."""
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
-    select = partial(map_tokens, batch, dim, tokens)
+    select = partial(map_known, batch, known)
     rows = partial(map_tokens, output, dim, own_tokens)
     if not shift:
         yield output, select(lambda tensor: tensor.index_select(dim, places))
@@ -85,20 +99,27 @@ def loss_of_part(
     rank: int,
     dim: int,
     shift: int,
+    known: Sequence[bool],
 ) -> Any:
     """Return the loss of a rank's tokens, in the form in which `loss` returns it."""
-    first, *others = [loss(*part) for part in parts_of(output, batch, layout, rank, dim, shift)]
+    parts = parts_of(output, batch, layout, rank, dim, shift, known)
+    first, *others = [loss(*part) for part in parts]
     for other in others:
         first = _added(first, other)
     return first
 
 
 def find_shift(
-    loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int
+    loss: LossFunction,
+    output: Any,
+    batch: Any,
+    layout: TokenLayout,
+    dim: int,
+    known: Sequence[bool],
 ) -> int | None:
     """Return how far a loss shifts its labels, 0 or 1; None if this output and batch do not show
     it. Raises `LossError` if the loss is not a sum over tokens, or too rounded to tell. `output`,
-    `batch`: with all tokens."""
+    `batch`: with all tokens. `known`: which tensors of the batch are sequences."""
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)
 
@@ -125,7 +146,7 @@ def find_shift(
         whole = _numbers(value)
         for shift in (0, 1):
             try:
-                sums.append(_summed(loss, output, batch, layout, dim, shift))
+                sums.append(_summed(loss, output, batch, layout, dim, shift, known))
             except (RuntimeError, ValueError, IndexError) as error:
                 said = said or str(error)
                 sums.append([math.nan] * len(whole))
@@ -151,12 +172,18 @@ def find_shift(
             " or one of their mean"
         )
     shift = is_right.index(True)
-    _check_shared(loss, output, batch, layout, dim, shift)
+    _check_shared(loss, output, batch, layout, dim, shift, known)
     return shift
 
 
 def _check_shared(
-    loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int, shift: int
+    loss: LossFunction,
+    output: Any,
+    batch: Any,
+    layout: TokenLayout,
+    dim: int,
+    shift: int,
+    known: Sequence[bool],
 ) -> None:
     """Raise `LossError` if each rank would add a term of what the output has once, not for each
     token. `output`: with all tokens, detached."""
@@ -184,7 +211,7 @@ def _check_shared(
         sums = [torch.zeros_like(each) for each in shared]
         for rank in range(layout.world.size):
             part = _part(output, layout, rank, dim)
-            found = slopes(loss_of_part(loss, part, batch, layout, rank, dim, shift))
+            found = slopes(loss_of_part(loss, part, batch, layout, rank, dim, shift, known))
             sums = [one + other for one, other in zip(sums, found, strict=True)]
     for tensor, slope, summed in zip(shared, whole, sums, strict=True):
         if not (summed - slope).norm() <= 10 * TOLERANCE * slope.norm():
@@ -209,12 +236,18 @@ def _part(output: Any, layout: TokenLayout, rank: int, dim: int) -> Any:
 
 
 def _summed(
-    loss: LossFunction, output: Any, batch: Any, layout: TokenLayout, dim: int, shift: int
+    loss: LossFunction,
+    output: Any,
+    batch: Any,
+    layout: TokenLayout,
+    dim: int,
+    shift: int,
+    known: Sequence[bool],
 ) -> list[float]:
     total: list[float] = []
     for rank in range(layout.world.size):
         part = _part(output, layout, rank, dim)
-        found = _numbers(loss_of_part(loss, part, batch, layout, rank, dim, shift))
+        found = _numbers(loss_of_part(loss, part, batch, layout, rank, dim, shift, known))
         total = [a + b for a, b in zip(total, found, strict=True)] if total else found
     return total
 
