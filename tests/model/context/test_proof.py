@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.base.errors import LossError, UserError
+from lockstep.base.errors import LossError, RecipeError, UserError
 from lockstep.model.context.cut import SequenceCut
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import find_shift
@@ -281,7 +281,7 @@ def test_labels_longer_than_the_output_are_refused() -> None:
     [(shifting, 1), (shifted_before, 0), (sum_terms, 1)]
     + [(each, "not a sum over tokens") for each in (mean, last, two_ahead, of_the_mean, terms)],
 )
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, 8), (3, 7), (2, 2)])
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 8), (3, 7), (2, 2), (2, 48)])
 def test_the_shift_of_a_loss_is_found(
     loss: Callable[[Tensor, Any], Any], shift: int | str, ranks: int, chunks: int
 ) -> None:
@@ -321,3 +321,9 @@ def shift_of_late_labels() -> tuple[int | None, int]:
 
 def test_labels_that_come_late_show_the_shift(pool: WorkerPool) -> None:
     assert pool.run(2, shift_of_late_labels) == [(1, 16)] * 2
+
+
+def test_positions_that_the_model_does_not_take_are_refused() -> None:
+    said = r"Sequence.positions is 'places', and the model's forward takes words"
+    with pytest.raises(RecipeError, match=said):
+        SequenceCut(GPT(), alone(), Sequence(positions="places"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -84,6 +85,7 @@ class SequenceCut:
         self._world = world
         self._draws_by_chunk = sequence is not None or world.size == 1
         self._sequence = Sequence() if sequence is None else sequence
+        _check_positions(model, self._sequence.positions)
         self._exchange = exchange
         self._only_draws = open_transformers(model)
         self._compared = _OfLosses[bool]()
@@ -382,6 +384,20 @@ class SequenceCut:
                 self._shifts.put(loss, shift)
                 return shift
         return 0
+
+
+def _check_positions(model: nn.Module, name: str | None) -> None:
+    """Raise `RecipeError` if the model's forward has no argument of this name."""
+    if name is None:
+        return
+    arguments = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in arguments.values())
+    if name not in arguments and not takes_any:
+        raise RecipeError(
+            f"Sequence.positions is {name!r}, and the model's forward takes"
+            f" {', '.join(arguments) or 'no argument'}; name the argument that takes positions, or"
+            " leave positions out if the model computes them with torch.arange"
+        )
 
 
 def _zeros(dim: int, samples: int, tokens: int, like: Tensor) -> Tensor:

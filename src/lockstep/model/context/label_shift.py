@@ -72,9 +72,9 @@ def parts_of(
         return select(lambda tensor: tensor.index_select(dim, labels))
 
     # the last token of the sequence has no label; a loss drops the last row of its arguments
-    end = [span.stop for span in layout.spans_of(rank)]
-    widths = [len(span) for span in layout.spans_of(rank)]
-    cut = sum(widths[: end.index(tokens) + 1]) if tokens in end else 0
+    spans = [span for span in layout.spans_of(rank) if span]
+    ends = [span.stop for span in spans]
+    cut = sum(map(len, spans[: ends.index(tokens) + 1])) if tokens in ends else 0
     for start, stop in ((0, cut), (cut, own_tokens)):
         if stop - start > 1:
             yield rows(partial(_narrowed, dim, start, stop)), shifted(start, stop)

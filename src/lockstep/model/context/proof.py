@@ -74,6 +74,10 @@ REASONS = {
         f" torch.arange(tokens) or table[:tokens]; {ELSEWHERE}",
     ),
     "__getitem__": ROWS,
+    **dict.fromkeys(
+        ("cross_entropy", "nll_loss"),
+        "a loss over all tokens: return the logits, and compute the loss in Recipe.loss",
+    ),
 }
 """Function of torch -> what it computes, and what to do about it."""
 OTHER_REASON = f"something else for a part of the tokens; compute each token by itself, {ELSEWHERE}"
