@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lockstep.audit.probes.begin import begin_watching
+from lockstep.audit.probes.begin import AFTER, begin_watching
 from lockstep.audit.probes.install import after_import
 from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import SITE
@@ -236,9 +236,10 @@ def _watch() -> None:
     if request is None:
         return
     begin_watching()
-    after_import(torch, request)
-    if "accelerate.accelerator" in sys.modules:
-        after_import(sys.modules["accelerate.accelerator"], request)
+    for name in AFTER:
+        # torch's also installs that of FSDP
+        if name in sys.modules and not name.startswith("torch."):
+            after_import(sys.modules[name], request)
 
 
 def _path() -> list[str]:
