@@ -216,12 +216,13 @@ def train_each(folder: str, plans: Sequence[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", PLANS)
 def test_ranks_that_share_out_tokens_train_the_model_of_one_process(
     pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int
 ) -> None:
     plans = PLANS[size]
-    for rank in pool.run(size, train_each, str(tmp_path), plans, timeout_seconds=50):
+    for rank in pool.run(size, train_each, str(tmp_path), plans, timeout_seconds=110):
         for run, (plan, found) in enumerate(zip(plans, rank, strict=True)):
             assert not isinstance(found, str), (plan, found)
             logged = with_logged(found, tmp_path / str(run))
@@ -375,11 +376,12 @@ def follow_alone(run_dir: str) -> list[list[float]]:
     ]
 
 
+@pytest.mark.timeout(120)
 def test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     (expected,) = pool.run(1, follow_alone, str(tmp_path / "alone"))
-    for rank in pool.run(2, follow, str(tmp_path / "both"), timeout_seconds=50):
+    for rank in pool.run(2, follow, str(tmp_path / "both"), timeout_seconds=110):
         for (*mistake, words, _), (said, found), numbers in zip(
             REFUSED, rank, expected, strict=True
         ):

@@ -164,13 +164,14 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", PLANS)
 def test_packed_documents_train_the_model_of_documents_one_by_one(
     pool: WorkerPool, tmp_path: Path, alone: Any, size: int
 ) -> None:
     bins = ("pack", "others") if size < 3 else ("pack",)
     cases = [(plan, name, each) for plan in PLANS[size] for name in MODELS for each in bins]
-    for rank in pool.run(size, each_of, packed, str(tmp_path), cases, timeout_seconds=50):
+    for rank in pool.run(size, each_of, packed, str(tmp_path), cases, timeout_seconds=110):
         for (plan, name, each_bins), found in zip(cases, rank, strict=True):
             assert not isinstance(found, str), (plan, name, each_bins, found)
             state, loss = alone[name]
