@@ -44,10 +44,10 @@ def without_last_pairs(
     """Ignore the label of each token whose next one is elsewhere."""
 
     def parts_of(
-        output: Tensor, batch: Any, layout: Any, rank: int, *given: Any
+        output: Tensor, batch: Any, cut: Any, rank: int, shift: int
     ) -> Iterator[tuple[Any, Any]]:
-        for own, (text, labels) in original(output, batch, layout, rank, *given):
-            ends = layout.places_of(rank).diff() != 1
+        for own, (text, labels) in original(output, batch, cut, rank, shift):
+            ends = cut.layout.places_of(rank).diff() != 1
             yield own, (text, labels.index_fill(1, ends.nonzero().flatten(), -100))
 
     return parts_of

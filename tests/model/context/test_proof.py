@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.base.errors import LossError, RecipeError, UserError
 from lockstep.model.context.cut import SequenceCut
 from lockstep.model.context.exchange import TokenLayout
-from lockstep.model.context.label_shift import find_shift
+from lockstep.model.context.label_shift import BatchCut, find_shift
 from lockstep.recipe.recipe import Loss, Sum
 from lockstep.recipe.sequence import Sequence
 from lockstep.testing.pool import WorkerPool
@@ -260,9 +260,9 @@ def test_a_term_that_is_not_for_each_token_counts_once() -> None:
     batch = text(2, 37)
     layout = TokenLayout(37, 8, replace(alone(), size=2))
     output = torch.zeros(2, 37, 50), torch.ones(3)
-    assert find_shift(scaled, output, batch, layout, 1, [True, True]) == 1
+    assert find_shift(scaled, output, batch, BatchCut(layout, 1, [True, True])) == 1
     with pytest.raises(LossError, match=r"a term of a tensor of shape \(3,\)"):
-        find_shift(with_penalty, output, batch, layout, 1, [True, True])
+        find_shift(with_penalty, output, batch, BatchCut(layout, 1, [True, True]))
 
 
 def test_labels_longer_than_the_output_are_refused() -> None:
@@ -273,7 +273,7 @@ def test_labels_longer_than_the_output_are_refused() -> None:
         return shifted_before(output, {"labels": batch[:, 1:]})
 
     with pytest.raises(LossError, match=r"labels = text\[:, 1:\] in collate"):
-        find_shift(loss, torch.zeros(2, 37, 50), words, layout, 1, [False])
+        find_shift(loss, torch.zeros(2, 37, 50), words, BatchCut(layout, 1, [False]))
 
 
 @pytest.mark.parametrize(
@@ -289,12 +289,12 @@ def test_the_shift_of_a_loss_is_found(
     layout = TokenLayout(37, chunks, replace(alone(), size=ranks))
     output = torch.zeros(2, 37, 50)
     if isinstance(shift, int):
-        assert find_shift(loss, output, batch, layout, 1, [True, True]) == shift
+        assert find_shift(loss, output, batch, BatchCut(layout, 1, [True, True])) == shift
         batch["labels"][:] = -100
-        assert find_shift(loss, output, batch, layout, 1, [True, True]) is None
+        assert find_shift(loss, output, batch, BatchCut(layout, 1, [True, True])) is None
     else:
         with pytest.raises(LossError, match=shift):
-            find_shift(loss, output, batch, layout, 1, [True, True])
+            find_shift(loss, output, batch, BatchCut(layout, 1, [True, True]))
 
 
 class Shifting:

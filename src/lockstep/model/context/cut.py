@@ -23,6 +23,7 @@ from lockstep.model.context.document_check import check_labels, check_model
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
 from lockstep.model.context.label_shift import (
+    BatchCut,
     LossFunction,
     find_shift,
     has_tokens,
@@ -140,8 +141,8 @@ class SequenceCut:
         layout = self._layout
         if (shift := self._shifts.get(loss)) is None:
             shift = self._find_shift(loss, output, layout, batch, layout.tokens)
-        known = self._know_labels(batch, layout.tokens)
-        return loss_of_part(loss, output, batch, layout, self._world.rank, self.dim, shift, known)
+        cut = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
+        return loss_of_part(loss, output, batch, cut, self._world.rank, shift)
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
@@ -379,7 +380,8 @@ class SequenceCut:
                 part, rows = self._sample(batch, known, samples, start, most), 1
             zeros = partial(_zeros, dim, rows, length)
             template = map_tokens(output, dim, layout.local, zeros)
-            shift = find_shift(loss, template, part, self._layout_of(length), dim, known)
+            cut = BatchCut(self._layout_of(length), dim, known)
+            shift = find_shift(loss, template, part, cut)
             if shift is not None:
                 self._shifts.put(loss, shift)
                 return shift

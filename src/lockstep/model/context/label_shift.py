@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,21 +46,25 @@ def map_known(value: Any, known: Sequence[bool], function: Callable[[Tensor], Te
     return map_tensors(value, lambda tensor: function(tensor) if next(are_sequences) else tensor)
 
 
+class BatchCut(NamedTuple):
+    """How the tensors of a batch are cut for its loss."""
+
+    layout: TokenLayout
+    dim: int
+    """The dim of the tokens."""
+    known: Sequence[bool]
+    """Which of the batch's tensors are sequences."""
+
+
 def parts_of(
-    output: Any,
-    batch: Any,
-    layout: TokenLayout,
-    rank: int,
-    dim: int,
-    shift: int,
-    known: Sequence[bool],
+    output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of outputs and batches whose losses sum to the loss of a rank's tokens. `output`:
-    for the rank's tokens. `batch`: with all tokens. `known`: which of its tensors are
-    sequences."""
+    for the rank's tokens. `batch`: with all tokens."""
+    layout, dim = cut.layout, cut.dim
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
-    select = partial(map_known, batch, known)
+    select = partial(map_known, batch, cut.known)
     rows = partial(map_tokens, output, dim, own_tokens)
     if not shift:
         yield output, select(lambda tensor: tensor.index_select(dim, places))
@@ -74,11 +78,11 @@ def parts_of(
     # the last token of the sequence has no label; a loss drops the last row of its arguments
     spans = [span for span in layout.spans_of(rank) if span]
     ends = [span.stop for span in spans]
-    cut = sum(map(len, spans[: ends.index(tokens) + 1])) if tokens in ends else 0
-    for start, stop in ((0, cut), (cut, own_tokens)):
+    end = sum(map(len, spans[: ends.index(tokens) + 1])) if tokens in ends else 0
+    for start, stop in ((0, end), (end, own_tokens)):
         if stop - start > 1:
             yield rows(partial(_narrowed, dim, start, stop)), shifted(start, stop)
-    if cut == own_tokens:
+    if end == own_tokens:
         if own_tokens == 1:  # without a label; it only gives the loss a gradient
             yield output, shifted(0, 1)
         return
@@ -92,34 +96,20 @@ def parts_of(
 
 
 def loss_of_part(
-    loss: LossFunction,
-    output: Any,
-    batch: Any,
-    layout: TokenLayout,
-    rank: int,
-    dim: int,
-    shift: int,
-    known: Sequence[bool],
+    loss: LossFunction, output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Any:
     """Return the loss of a rank's tokens, in the form in which `loss` returns it."""
-    parts = parts_of(output, batch, layout, rank, dim, shift, known)
-    first, *others = [loss(*part) for part in parts]
+    first, *others = [loss(*part) for part in parts_of(output, batch, cut, rank, shift)]
     for other in others:
         first = _added(first, other)
     return first
 
 
-def find_shift(
-    loss: LossFunction,
-    output: Any,
-    batch: Any,
-    layout: TokenLayout,
-    dim: int,
-    known: Sequence[bool],
-) -> int | None:
+def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> int | None:
     """Return how far a loss shifts its labels, 0 or 1; None if this output and batch do not show
     it. Raises `LossError` if the loss is not a sum over tokens, or too rounded to tell. `output`,
-    `batch`: with all tokens. `known`: which tensors of the batch are sequences."""
+    `batch`: with all tokens."""
+    layout, dim = cut.layout, cut.dim
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)
 
@@ -146,7 +136,7 @@ def find_shift(
         whole = _numbers(value)
         for shift in (0, 1):
             try:
-                sums.append(_summed(loss, output, batch, layout, dim, shift, known))
+                sums.append(_summed(loss, output, batch, cut, shift))
             except (RuntimeError, ValueError, IndexError) as error:
                 said = said or str(error)
                 sums.append([math.nan] * len(whole))
@@ -172,21 +162,14 @@ def find_shift(
             " or one of their mean"
         )
     shift = is_right.index(True)
-    _check_shared(loss, output, batch, layout, dim, shift, known)
+    _check_shared(loss, output, batch, cut, shift)
     return shift
 
 
-def _check_shared(
-    loss: LossFunction,
-    output: Any,
-    batch: Any,
-    layout: TokenLayout,
-    dim: int,
-    shift: int,
-    known: Sequence[bool],
-) -> None:
+def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
     """Raise `LossError` if each rank would add a term of what the output has once, not for each
     token. `output`: with all tokens, detached."""
+    layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
@@ -211,7 +194,7 @@ def _check_shared(
         sums = [torch.zeros_like(each) for each in shared]
         for rank in range(layout.world.size):
             part = _part(output, layout, rank, dim)
-            found = slopes(loss_of_part(loss, part, batch, layout, rank, dim, shift, known))
+            found = slopes(loss_of_part(loss, part, batch, cut, rank, shift))
             sums = [one + other for one, other in zip(sums, found, strict=True)]
     for tensor, slope, summed in zip(shared, whole, sums, strict=True):
         if not (summed - slope).norm() <= 10 * TOLERANCE * slope.norm():
@@ -235,19 +218,11 @@ def _part(output: Any, layout: TokenLayout, rank: int, dim: int) -> Any:
     return map_tokens(output, dim, layout.tokens, partial(_selected, dim, places))
 
 
-def _summed(
-    loss: LossFunction,
-    output: Any,
-    batch: Any,
-    layout: TokenLayout,
-    dim: int,
-    shift: int,
-    known: Sequence[bool],
-) -> list[float]:
+def _summed(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> list[float]:
     total: list[float] = []
-    for rank in range(layout.world.size):
-        part = _part(output, layout, rank, dim)
-        found = _numbers(loss_of_part(loss, part, batch, layout, rank, dim, shift, known))
+    for rank in range(cut.layout.world.size):
+        part = _part(output, cut.layout, rank, cut.dim)
+        found = _numbers(loss_of_part(loss, part, batch, cut, rank, shift))
         total = [a + b for a, b in zip(total, found, strict=True)] if total else found
     return total
 
