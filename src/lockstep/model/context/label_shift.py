@@ -47,7 +47,7 @@ def map_known(value: Any, known: Sequence[bool], function: Callable[[Tensor], Te
 
 
 class BatchCut(NamedTuple):
-    """How the tensors of a batch are cut for its loss."""
+    """The cut of the tensors of a batch for its loss."""
 
     layout: TokenLayout
     dim: int
