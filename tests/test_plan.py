@@ -28,6 +28,7 @@ from lockstep.plan import Plan
         ("replicate=2,assignment=measured", Plan(replicate=2, assignment="measured")),
         ("workers=auto,threads=auto,prefetch=3", Plan(workers="auto", threads="auto", prefetch=3)),
         ("context=4,exchange=keys", Plan(context=4, exchange="keys")),
+        ("replicate=2,expert=auto", Plan(replicate=2, expert="auto")),
         ("workers=2,shard=1,tensor=1,pipeline=1", Plan(replicate=1, workers=2)),
     ],
 )
@@ -50,15 +51,17 @@ def test_the_mini_language_says_what_the_keywords_say(text: str, plan: Plan) -> 
     transport=st.sampled_from(["auto", "torch"]),
     assignment=st.sampled_from(["equal", "measured"]),
     context=st.integers(1, 4),
+    expert=st.integers(1, 4),
     exchange=st.sampled_from(["auto", "keys", "heads"]),
 )
 def test_a_plan_reads_back_what_it_writes(**settings: Any) -> None:
-    is_sharded, is_cut = settings["shard"] > 1, settings["context"] > 1
+    is_sharded = settings["shard"] > 1
+    is_cut, is_mixed = settings["context"] > 1, settings["expert"] > 1
     fitting = {
-        "offload": settings["offload"] and is_sharded,
-        "assignment": "equal" if is_sharded or is_cut else settings["assignment"],
+        "offload": settings["offload"] and is_sharded and not is_mixed,
+        "assignment": "equal" if is_sharded or is_cut or is_mixed else settings["assignment"],
     }
-    if is_cut:
+    if is_cut or is_mixed:
         fitting |= {"numerics": "fast", "compile": False}
     if fitting["offload"] and {**settings, **fitting}["numerics"] == "bitwise":
         fitting["threads"] = None
@@ -112,6 +115,14 @@ def test_the_axes_of_the_mesh_are_in_the_order_of_how_often_they_communicate() -
     plan = Plan(replicate=2, shard=2, context=2, tensor=2)
     assert [axis.name for axis in plan.larger] == ["replicate", "shard", "context", "tensor"]
     assert (plan.data_ranks, plan.state_divided) == (4, ["shard=2", "tensor=2"])
+    plan = Plan(replicate=2, shard=2, expert=3, context=2)
+    assert [axis.name for axis in plan.larger] == ["replicate", "shard", "expert", "context"]
+    assert (plan.data_ranks, plan.state_divided) == (12, ["shard=2", "expert=3"])
+
+
+def test_ranks_of_expert_compute_in_rounds() -> None:
+    assert Plan(expert=2).has_rounds
+    assert not Plan(context=2).has_rounds
 
 
 def test_a_plan_is_frozen_and_takes_keywords_only() -> None:
@@ -160,8 +171,8 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         (
             "replica=2",
             (
-                "'replica' in plan 'replica=2' is unknown; the known keys are replicate, shard, context,"
-                " tensor, pipeline, numerics, sharding, offload, checkpointing,"
+                "'replica' in plan 'replica=2' is unknown; the known keys are replicate, shard, expert,"
+                " context, tensor, pipeline, numerics, sharding, offload, checkpointing,"
                 " microbatch_splits, logits, schedule, exchange, compile, split, data_parallel,"
                 " transport, assignment, threads, workers, prefetch"
             ),
@@ -242,6 +253,32 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         (
             "context=2,pipeline=2",
             "context=2 with pipeline=2; stages do not pass on parts of a sequence yet",
+        ),
+        (
+            "expert=2,numerics=bitwise",
+            (
+                "expert=2 with numerics=bitwise; the tokens of several microbatches are summed in"
+                " the experts, not in the canonical order yet; leave numerics=bitwise out, or expert"
+            ),
+        ),
+        ("expert=2,compile=yes", "expert=2 with compile=yes; the number of tokens of each expert"),
+        ("expert=2,shard=2,offload=yes", "expert=2 with offload=yes; experts are not moved"),
+        ("expert=2,tensor=2", "expert=2 with tensor=2; layers are not sharded beside experts yet"),
+        ("expert=2,pipeline=2", "expert=2 with pipeline=2; the ranks of a stage do not exchange"),
+        (
+            "expert=2,split=2",
+            "split=2 with expert=2; split is for one process with several devices",
+        ),
+        (
+            "expert=2,data_parallel=2",
+            "data_parallel=2 with expert=2; data_parallel is for one process",
+        ),
+        (
+            "assignment=measured,expert=2",
+            (
+                "assignment=measured with expert=2; its ranks compute in rounds of one microbatch"
+                " each, since each forward sends tokens to the experts of other ranks"
+            ),
         ),
         ("context=2,exchange=ring", "exchange=ring; the known values are auto, keys, heads"),
         (

@@ -54,14 +54,16 @@ SETTINGS = (
 """Settings that the text of a plan contains only if they are not the default."""
 TOGETHER = "its ranks compute each microbatch together"
 PACED_BY: dict[Divided, str] = {
-    "microbatches": "its ranks compute in rounds of one microbatch each, since each forward gathers"
+    "parameters": "its ranks compute in rounds of one microbatch each, since each forward gathers"
     " parameters",
+    "experts": "its ranks compute in rounds of one microbatch each, since each forward sends tokens"
+    " to the experts of other ranks",
     "features": "its ranks wait for each other inside each layer, so each takes as long as the"
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why ranks cannot each compute at their own speed, by what their axis divides. For an
-axis that is missing here: `TOGETHER`."""
+"""The reason why ranks cannot each compute at their own speed, by what their axis divides last. For
+an axis that is missing here: `TOGETHER`."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
@@ -113,6 +115,12 @@ class Plan:
     )
     """Number of processes over which parameters are sharded; each computes some of the microbatches
     (FSDP2)."""
+    expert: Size | None = field(
+        default=None,
+        metadata=axis("microbatches", "experts", same_state=False, in_forward=True, sums="all"),
+    )
+    """Number of processes that each hold some of the experts of each mixture of experts; each
+    computes some of the microbatches (expert parallelism)."""
     context: Size | None = field(
         default=None, metadata=axis("tokens", same_state=True, in_forward=True, sums="all")
     )
@@ -246,6 +254,8 @@ class Plan:
             self._check_pipeline(given)
         if given.get("context", 1) != 1:
             self._check_context(given)
+        if given.get("expert", 1) != 1:
+            self._check_expert(given)
         self._check_one_process(given)
         if self.assignment == "measured":
             self._check_measured_assignment(given)
@@ -308,7 +318,8 @@ class Plan:
             )
 
     def _check_context(self, given: dict[str, Any]) -> None:
-        for name, value, default, why in (
+        self._refuse_with(
+            "context",
             (
                 "numerics",
                 self.numerics,
@@ -334,16 +345,47 @@ class Plan:
                 "whole",
                 "the loss of a part of a sequence reads whole logits",
             ),
-        ):
+        )
+
+    def _check_expert(self, given: dict[str, Any]) -> None:
+        self._refuse_with(
+            "expert",
+            (
+                "numerics",
+                self.numerics,
+                "fast",
+                "the tokens of several microbatches are summed in the experts, not in the canonical"
+                " order yet",
+            ),
+            (
+                "compile",
+                self.compile,
+                False,
+                "the number of tokens of each expert is known only while the forward runs",
+            ),
+            ("offload", self.offload, False, "experts are not moved to CPU memory yet"),
+            ("tensor", given.get("tensor", 1), 1, "layers are not sharded beside experts yet"),
+            (
+                "pipeline",
+                given.get("pipeline", 1),
+                1,
+                "the ranks of a stage do not exchange tokens yet",
+            ),
+        )
+
+    def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
+        """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: its
+        name, value, default and the reason."""
+        for name, value, default, why in refused:
             if value != default:
                 said = f"{name}={_text_of(value)}"
                 raise PlanError(
-                    f"context={self.context} with {said}; {why}; leave {said} out, or context"
+                    f"{axis}={getattr(self, axis)} with {said}; {why}; leave {said} out, or {axis}"
                 )
 
     def _check_measured_assignment(self, given: dict[str, Any]) -> None:
         paced = [
-            (axis.name, given.get(axis.name, 1), PACED_BY.get(axis.divides[0], TOGETHER))
+            (axis.name, given.get(axis.name, 1), PACED_BY.get(axis.divides[-1], TOGETHER))
             for axis in self.axes()
             if axis.in_forward
         ]

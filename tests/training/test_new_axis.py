@@ -23,15 +23,11 @@ from lockstep.testing.pool import WorkerPool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewPlan(Plan):
-    """A plan with two axes more."""
+    """A plan with one axis more."""
 
     islands: Size | None = field(
         default=None,
         metadata=axis("microbatches", same_state=True, in_forward=False, sums="all"),
-    )
-    experts: Size | None = field(
-        default=None,
-        metadata=axis("microbatches", "experts", same_state=False, in_forward=True, sums="all"),
     )
 
 
@@ -53,16 +49,16 @@ def test_an_axis_that_divides_microbatches_trains_the_same_model(
 
 
 def answers() -> dict[str, Any]:
-    """What the mesh says on this rank of `replicate=2,experts=2`."""
+    """What the mesh says on this rank of `replicate=2,expert=2`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(minutes=1)
     world = join(rank=rank, size=size, local_rank=rank, local_size=size, timeout=timeout)
-    plan = NewPlan(replicate=2, experts=2, transport="torch").resolve(size)
+    plan = Plan(replicate=2, expert=2, transport="torch").resolve(size)
     mesh = Mesh.of(world, plan)
     assert mesh.torch_mesh is not None
     sums = {}
     for name, placement in {"whole": Replicate(), "expert": Shard(0)}.items():
-        parameter = distribute_tensor(torch.ones(4, 2), mesh.torch_mesh["experts"], [placement])
+        parameter = distribute_tensor(torch.ones(4, 2), mesh.torch_mesh["expert"], [placement])
         number = torch.tensor(float(rank))
         mesh.summed(parameter).all_reduce(number)
         sums[name] = number.item()
@@ -74,7 +70,7 @@ def answers() -> dict[str, Any]:
 def test_the_gradient_of_an_expert_is_not_summed_over_the_axis_that_divides_experts(
     pool: WorkerPool,
 ) -> None:
-    same = {"data": 4, "replicas": 2, "rounds": True, "divided": ["experts=2"], "whole": 6.0}
+    same = {"data": 4, "replicas": 2, "rounds": True, "divided": ["expert=2"], "whole": 6.0}
     assert pool.run(4, answers) == [{**same, "expert": each} for each in (2.0, 4.0, 2.0, 4.0)]
 
 

@@ -74,6 +74,11 @@ def parallelize(
     rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
     key. `blocks`, `tensor`, `stages`, `sequence`, `head`: as in `Recipe`. Raises
     `RecipeError` and `PlanError`."""
+    if plan.expert != 1:
+        raise PlanError(
+            f"expert={plan.expert}; the layers of experts are not divided over ranks yet; leave"
+            " expert out, or use shard"
+        )
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
