@@ -313,6 +313,10 @@ class Recipe:
     `["embedding", "blocks.*", "head"]`. The forward calls them in this order, each with the output
     of the previous one. Each of them has its own random stream. None: the members of an
     `nn.Sequential`; other models cannot be pipelined."""
+    experts: abc.Sequence[str] | None = None
+    """Names of the modules that hold a layer's experts, in stacked parameters; `*` stands for any
+    text: `["blocks.*.experts"]`. Their forward takes tokens (S, D), the chosen experts (S, k) and
+    their weights (S, k). None: the modules whose parameters and forward look like it."""
     sequence: Sequence | None = None
     """The sequences that the plan's `context` cuts, their documents and positions. None:
     `ls.Sequence()`, for a model that draws no random numbers."""
@@ -369,7 +373,11 @@ class Recipe:
             check_precision(self.precision)
         check_compression(self.gradient_compression)
         check_seed(self.seed)
-        for kind, names in (("blocks", self.blocks), ("stages", self.stages)):
+        for kind, names in (
+            ("blocks", self.blocks),
+            ("stages", self.stages),
+            ("experts", self.experts),
+        ):
             if names is not None and (
                 isinstance(names, str) or not all(isinstance(name, str) for name in names)
             ):
@@ -453,6 +461,7 @@ class Recipe:
         patterns = {
             "blocks": self.blocks and list(self.blocks),
             "stages": self.stages and list(self.stages),
+            "experts": self.experts and list(self.experts),
         }
         return {
             **described,
