@@ -229,7 +229,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "pipeline=2,schedule=gpipe,logits=chunked",
             "schedule=gpipe with logits=chunked; the forward of a loss computes the gradients",
         ),
-        ("context=2,logits=chunked", "context=2 with logits=chunked; the loss of a part of a"),
         ("split=3+5,logits=chunked", "split=3+5 with logits=chunked; a loss of chunks uses"),
         ("data_parallel=2,logits=chunked", "data_parallel=2 with logits=chunked; it computes each"),
         ("logits=half", "logits=half; the known values are whole, chunked"),

@@ -339,12 +339,6 @@ class Plan:
                 1,
                 "stages do not pass on parts of a sequence yet",
             ),
-            (
-                "logits",
-                self.logits,
-                "whole",
-                "the loss of a part of a sequence reads whole logits",
-            ),
         )
 
     def _check_expert(self, given: dict[str, Any]) -> None:

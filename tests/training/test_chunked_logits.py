@@ -240,3 +240,36 @@ def evaluated(folder: str) -> str:
 def test_a_metric_that_reads_the_logits_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     (said,) = pool.run(1, evaluated, str(tmp_path))
     assert "torch's argmax is called on the logits" in said
+
+
+def of_each(logits: Tensor, text: Tensor) -> Tensor:
+    """A metric: the loss of each sample."""
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), text[:, 1:], reduction="none")
+    return losses.mean(1)
+
+
+def trained_by_chunks(folder: str, plan: str) -> list[tuple[float, dict[str, float]]]:
+    metrics = {"of each": ls.Mean(of_each)}
+    changes = {
+        "sequence": ls.Sequence(chunks=4),
+        "loss": summed,
+        "weight": numbers,
+        "evaluation": ls.Evaluation(data=TEXTS[:9], metrics=metrics),
+    }
+    found = []
+    for place, kind in enumerate((Language, partial(Language, tied=True))):
+        given = recipe(model=kind, **changes)
+        result = ls.train(given, run_dir=f"{folder}/{place}", plan=plan)
+        found.append((result.loss, dict(result.metrics)))
+    return found
+
+
+def test_ranks_that_share_out_tokens_compute_the_chunks_of_their_own(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (whole,) = pool.run(1, trained_by_chunks, str(tmp_path / "whole"), "replicate=1")
+    plan = "context=2,logits=chunked"
+    for rank in pool.run(2, trained_by_chunks, str(tmp_path / "parts"), plan):
+        for (loss, metrics), (expected, others) in zip(rank, whole, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-5)
+            assert metrics == pytest.approx(others, rel=1e-5)

@@ -30,10 +30,10 @@ PLANS = {
         "replicate=2",
         "context=2",
         "shard=2,logits=chunked",
-        "context=2,exchange=heads,checkpointing=selective",
+        "context=2,exchange=heads,checkpointing=selective,logits=chunked",
     ),
     3: ("context=3",),
-    4: ("replicate=2,context=2",),
+    4: ("replicate=2,context=2", "shard=2,context=2,logits=chunked"),
 }
 
 

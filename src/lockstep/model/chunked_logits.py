@@ -141,11 +141,10 @@ def hidden_states(tensor: Tensor) -> Tensor:
 
 
 def with_hidden(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `change(tensor)`; for chunked logits, those of their changed hidden states, with a
-    detached head."""
+    """Return `change(tensor)`; for chunked logits, the same head of the changed hidden states."""
     if not isinstance(tensor, ChunkedLogits):
         return change(tensor)
-    return ChunkedLogits.of(change(tensor._hidden), _detached(tensor._head), tensor._class_dim)
+    return ChunkedLogits.of(change(tensor._hidden), tensor._head, tensor._class_dim)
 
 
 def head_name(model: nn.Module, given: str | None, autocast_dtype: torch.dtype | None) -> str:

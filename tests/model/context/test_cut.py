@@ -19,6 +19,7 @@ from lockstep.base.errors import LossError, RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World
 from lockstep.model.block_wrappers import checkpoint_activations
+from lockstep.model.chunked_logits import chunk_logits
 from lockstep.model.context.cut import SequenceCut
 from lockstep.recipe.sequence import Sequence
 from lockstep.testing.pool import WorkerPool
@@ -42,6 +43,9 @@ CASES: dict[str, Case] = {
     "shards": ({}, "auto", "shard", 37),
     "shards and checkpointing": ({}, "keys", "shard,full", 37),
     "shards, selective": ({"positions": "slice"}, "keys", "shard,selective", 37),
+    "chunked logits": ({}, "auto", "chunked", 37),
+    "chunked logits, shards": ({}, "keys", "chunked,shard", 37),
+    "chunked logits, checkpointing": ({"extra": "noise"}, "heads", "chunked,shard,full", 24),
 }
 
 
@@ -52,6 +56,8 @@ def step(
     options, exchange, wrapped, tokens = case
     torch.manual_seed(0)
     model, batch = GPT(**options).double(), text(2, tokens)
+    if world.size > 1 and "chunked" in wrapped:
+        chunk_logits(model, "head")
     if world.size > 1 or "shard" not in wrapped:
         for block in model.blocks:
             for mode in ("full", "selective"):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.comm.world import World
-from lockstep.model.chunked_logits import with_hidden
 from lockstep.model.context.active import ActiveSequence
 from lockstep.model.context.calls import Dims, find_dims
 from lockstep.model.context.document_check import check_labels, check_model
@@ -403,7 +402,4 @@ def _check_positions(model: nn.Module, name: str | None) -> None:
 
 
 def _zeros(dim: int, samples: int, tokens: int, like: Tensor) -> Tensor:
-    def zeros(like: Tensor) -> Tensor:
-        return like.new_zeros(samples, *like.shape[1:dim], tokens, *like.shape[dim + 1 :])
-
-    return with_hidden(like, zeros)
+    return like.new_zeros(samples, *like.shape[1:dim], tokens, *like.shape[dim + 1 :])

@@ -143,7 +143,7 @@ def _gradient(
     def leaf(tensor: Tensor) -> Tensor:
         if not (tensor.is_floating_point() and tensor.shape[:2] == documents.ids.shape):
             return tensor.detach()
-        return with_hidden(tensor, random)
+        return with_hidden(tensor.detach(), random)
 
     def random(tensor: Tensor) -> Tensor:
         found = torch.randn(tensor.shape, generator=generator).to(tensor).requires_grad_()

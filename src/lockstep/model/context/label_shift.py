@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LossError
-from lockstep.base.nested import map_tensors
+from lockstep.base.nested import map_tensors, tensors_in
+from lockstep.model.chunked_logits import ChunkedLogits, with_hidden
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.recipe.recipe import Loss, Sum
 
@@ -33,9 +34,10 @@ def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
 
 def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the same containers, with `function` applied to each tensor that has the tokens along
-    `dim`."""
+    `dim`; to the hidden states of chunked logits."""
     return map_tensors(
-        value, lambda tensor: function(tensor) if has_tokens(tensor, dim, tokens) else tensor
+        value,
+        lambda tensor: with_hidden(tensor, function) if has_tokens(tensor, dim, tokens) else tensor,
     )
 
 
@@ -79,6 +81,16 @@ def parts_of(
     spans = [span for span in layout.spans_of(rank) if span]
     ends = [span.stop for span in spans]
     end = sum(map(len, spans[: ends.index(tokens) + 1])) if tokens in ends else 0
+    if any(isinstance(each, ChunkedLogits) for each in tensors_in(output)):
+        # rows of hidden states cost little to copy, and each loss makes a gradient of the head
+        order = [*range(end, own_tokens), *(range(end) or [own_tokens - 1])]
+        index = torch.tensor(order, device=places.device)
+        labels = torch.cat([places[:1], following[index[:-1]]])
+        yield (
+            rows(partial(_selected, dim, index)),
+            select(lambda tensor: tensor.index_select(dim, labels)),
+        )
+        return
     for start, stop in ((0, end), (end, own_tokens)):
         if stop - start > 1:
             yield rows(partial(_narrowed, dim, start, stop)), shifted(start, stop)

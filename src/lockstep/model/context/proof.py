@@ -23,6 +23,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.nested import tensors_in
 from lockstep.base.torch_private import BatchNormBase
 from lockstep.comm.world import World
+from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
 from lockstep.model.context.exchange import TokenLayout
@@ -155,7 +156,9 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
         if not whole.is_floating_point():
             continue
         allowed = max(allowed, tolerance(whole))
-        if has_tokens(whole, dim, layout.tokens):
+        is_cut = has_tokens(whole, dim, layout.tokens)
+        part, whole = hidden_states(part), hidden_states(whole)
+        if is_cut:
             whole = whole.index_select(dim, layout.places)
         if part.shape != whole.shape:
             return math.inf, allowed
@@ -232,7 +235,8 @@ class _Results(TorchFunctionMode):
         caller = sys._getframe(1)
         if is_call_of_model(caller) and self.first is None and isinstance(result, Tensor):
             with handled():
-                self._note(getattr(func, "__name__", str(func)), result, caller)
+                name = getattr(func, "__name__", str(func))
+                self._note(name, hidden_states(result), caller)
         return result
 
     def _note(self, name: str, result: Tensor, caller: FrameType) -> None:
