@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from model.context.models import GPT, alone, axis, shifted_before, shifting, text
+from model.context.models import GPT, WORDS, alone, axis, shifted_before, shifting, text
 from model.tensor.models import mesh_of
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.base.errors import LossError, RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
@@ -147,6 +148,58 @@ def all_of_documents() -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_gradients_of_documents_alone(pool: WorkerPool, ranks: int) -> None:
     assert pool.run(ranks, all_of_documents) == [{}] * ranks
+
+
+class Largest(TorchDispatchMode):
+    """Records the most tokens with a number for each word that a call returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor) and each.is_floating_point() and WORDS in each.shape:
+                self.tokens = max(self.tokens, each.numel() // WORDS)
+        return result
+
+
+def most_logits(ranks: int) -> dict[str, int]:
+    """The most logits of a step, or of what is tried before it, on texts of 1024 tokens with a
+    label late in the second row, on so many ranks."""
+    batch = text(2, 1024, ignored=0.0)
+    batch["labels"][0], batch["labels"][1, :600], batch["labels"][1, 602:] = -100, -100, -100
+    batch["document"] = torch.arange(1024).gt(400).long().expand(2, -1)
+    found = {}
+    for kind in ("whole", "chunked"):
+        model = GPT("none", dropout=0.0)
+        if kind == "chunked":
+            chunk_logits(model, "head")
+        sequence = Sequence(chunks=4, documents=lambda batch: batch["document"])
+        cut = SequenceCut(model, axis() if ranks > 1 else alone(), sequence)
+        with Largest() as largest:
+            cut.check((batch["words"],), shifting, batch)
+            if kind == "chunked":
+                cut.loss(shifting, cut.run((batch["words"],), batch), batch).backward()
+        if kind == "whole":
+            output = cut.run((batch["words"],), batch)
+            with largest, torch.no_grad():
+                cut._check_labels(shifting, output, batch)
+                if ranks > 1:
+                    cut._find_shift(shifting, output, cut._layout, batch, 1024)
+        found[kind] = largest.tokens
+    assert cut._shifts.get(shifting) == (1 if ranks > 1 else None)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_check_and_no_loss_of_chunks_makes_logits_of_all_tokens(
+    pool: WorkerPool, ranks: int
+) -> None:
+    for found in pool.run(ranks, most_logits, ranks):
+        assert found["whole"] <= 2 * 32 * 2, "of some tokens for each chunk"
+        assert found["chunked"] <= 2 * 1024 / ranks / 2, "at most half of the tokens"
 
 
 class Captions(GPT):

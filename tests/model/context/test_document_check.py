@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.base.errors import LossError, RecipeError
+from lockstep.base.nested import map_tensors
 from lockstep.model.chunked_logits import ChunkedLogits, Head
 from lockstep.model.context.document_check import check_labels, check_model
 from lockstep.model.context.documents import Documents
@@ -95,7 +97,21 @@ def token_sum(shift: bool, penalty: float = 0.0) -> Callable[[Any, Any], Tensor]
     return loss
 
 
-def test_labels_at_the_cut_of_documents() -> None:
+def check_labels_of(loss: Any, output: Any, batch: Any, documents: Documents, most: int) -> bool:
+    """Check the labels in windows of `most` tokens."""
+
+    def part(batch: Any, row: int, start: int) -> tuple[Any, Any]:
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[row : row + 1, start : start + most]
+
+        return map_tensors(output, cut), map_tensors(batch, cut)
+
+    return check_labels(loss, part, most, batch, documents)
+
+
+@pytest.mark.parametrize("most", [12, 5, 2])
+def test_labels_at_the_cut_of_documents(most: int) -> None:
+    check_labels = partial(check_labels_of, most=most)
     documents = Documents.of(IDS, CPU)
     output = {"logits": torch.randn(*IDS.shape, WORDS)}
     firsts = documents.lasts().roll(1, 1)

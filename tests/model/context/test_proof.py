@@ -306,10 +306,10 @@ class Shifting:
         return shifting(output, batch)
 
 
-def shift_of_late_labels() -> tuple[int | None, int]:
-    """A prompt whose labels are ignored comes first; a loop makes a loss for each step."""
+def shift_of_one_label(only: int) -> tuple[int | None, int]:
+    """Each text has one label, and a loop makes a loss for each step."""
     batch = text(2, 64)
-    batch["labels"][:, :50] = -100
+    batch["labels"][:, :only], batch["labels"][:, only + 1 :] = -100, -100
     cut = SequenceCut(GPT(), axis(), Sequence(chunks=4))
     loss = Shifting()
     cut.check((batch["words"],), loss, batch)
@@ -319,8 +319,10 @@ def shift_of_late_labels() -> tuple[int | None, int]:
     return cut._shifts.get(loss), len(cut._shifts._found)
 
 
-def test_labels_that_come_late_show_the_shift(pool: WorkerPool) -> None:
-    assert pool.run(2, shift_of_late_labels) == [(1, 16)] * 2
+@pytest.mark.parametrize("only", [37, 48])
+def test_one_label_shows_the_shift(pool: WorkerPool, only: int) -> None:
+    """48: the first token of a chunk."""
+    assert pool.run(2, shift_of_one_label, only) == [(1, 16)] * 2
 
 
 def test_positions_that_the_model_does_not_take_are_refused() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from lockstep.model.context.label_shift import (
     loss_of_part,
     map_known,
     map_tokens,
+    windows,
 )
 from lockstep.model.context.mode import SequenceMode
 from lockstep.model.context.proof import check_modules, prove
@@ -41,8 +43,8 @@ LENGTHS = (17, 19)
 """Numbers of tokens in the two forwards that show which calls grow with the sequence."""
 COMPARED_TOKENS_PER_CHUNK = 8
 WINDOWS = 8
-"""Number of windows of a long sequence in which the shift of a loss is looked for, before the whole
-sequence is used."""
+"""Number of windows of a long sequence in which the shift of a loss is looked for first, before all
+are used."""
 MOST_LOSSES = 16
 """Number of losses that are known: a loop may make a new one for each step."""
 MOST_LAYOUTS = 64
@@ -196,7 +198,7 @@ class SequenceCut:
     def _prove(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
         check_modules(self._model, self._world.size)
         self._samples, tokens = self._size_of(arguments)
-        compared = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
+        compared = self._most_of(tokens)
         sample = self._first_tokens(arguments, compared)
         layout = self._layout_of(compared)
         alone = replace(self._world, rank=0, size=1, group=None)
@@ -280,15 +282,20 @@ class SequenceCut:
     def _first_tokens(self, arguments: Any, tokens: int) -> Any:
         """Return the first tokens of the first sample."""
         samples, length = self._size_of(arguments)
-        return self._sample(arguments, self._know_sequences(arguments, length), samples, 0, tokens)
+        known = self._know_sequences(arguments, length)
+        return self._sample(arguments, known, samples, 0, 0, tokens)
 
-    def _sample(self, value: Any, known: list[bool], samples: int, start: int, tokens: int) -> Any:
-        """Return the first of so many samples of a batch, from the token `start` on. `known`: which
-        tensors are sequences."""
+    def _sample(
+        self, value: Any, known: list[bool], samples: int, row: int, start: int, tokens: int
+    ) -> Any:
+        """Return some tokens of one of so many samples of a batch. `known`: which tensors are
+        sequences."""
         cut = map_known(value, known, lambda tensor: tensor.narrow(self.dim, start, tokens))
-        return map_tensors(
-            cut, lambda tensor: tensor[:1] if tensor.shape[:1] == (samples,) else tensor
-        )
+
+        def of_row(tensor: Tensor) -> Tensor:
+            return tensor[row : row + 1] if tensor.shape[:1] == (samples,) else tensor
+
+        return map_tensors(cut, of_row)
 
     def _documents_of(self, batch: Any, size: tuple[int, int]) -> Documents | None:
         """Return the batch's documents, if the recipe has any. Raises `DataError`."""
@@ -328,11 +335,14 @@ class SequenceCut:
         `LossError`."""
         if self._documents is None or self._compared.get(loss):
             return
-        layout, dim = self._layout, self.dim
-        samples = len(self._documents.ids)
-        zeros = partial(_zeros, dim, samples, layout.tokens)
-        whole = map_tokens(output, dim, layout.local, zeros)
-        if check_labels(loss, whole, batch, self._documents):
+        tokens = self._layout.tokens
+        most, known = self._most_of(tokens), self._know_labels(batch, tokens)
+        zeros = self._zeros(output, self._layout, most)
+
+        def part(batch: Any, row: int, start: int) -> tuple[Any, Any]:
+            return zeros, self._sample(batch, known, self._samples, row, start, most)
+
+        if check_labels(loss, part, most, batch, self._documents):
             self._compared.put(loss, True)
 
     def _know_dims(self, arguments: Any) -> None:
@@ -369,22 +379,33 @@ class SequenceCut:
         """Find the shift of a loss and remember it. If nothing in the batch shows it, both shifts
         are right for this batch. `output`: for this rank's tokens of the layout. `batch`: with
         `tokens` tokens."""
-        samples, dim, known = self._samples, self.dim, self._know_labels(batch, tokens)
-        most = min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
-        step = max(1, (tokens - most) // WINDOWS)
-        for start in [*range(0, tokens - most + 1, step), None]:
-            length = tokens if start is None else most
-            part, rows = batch, samples
-            if start is not None:
-                part, rows = self._sample(batch, known, samples, start, most), 1
-            zeros = partial(_zeros, dim, rows, length)
-            template = map_tokens(output, dim, layout.local, zeros)
-            cut = BatchCut(self._layout_of(length), dim, known)
-            shift = find_shift(loss, template, part, cut)
-            if shift is not None:
+        known, most = self._know_labels(batch, tokens), self._most_of(tokens)
+        most -= most > 2 and most % 2 == 0  # then no two neighbours are adjacent on a rank
+        zeros = self._zeros(output, layout, most)
+        cut = BatchCut(TokenLayout(most, most, self._world), self.dim, known)
+        # a few windows far apart nearly always show it
+        few = [(0, start) for start in windows(tokens, most)[:: -(-tokens // (most * WINDOWS))]]
+        every = product(range(self._samples), windows(tokens, most))
+        for row, start in dict.fromkeys([*few, *every]):
+            part = self._sample(batch, known, self._samples, row, start, most)
+            if (shift := find_shift(loss, zeros, part, cut)) is not None:
                 self._shifts.put(loss, shift)
                 return shift
         return 0
+
+    def _most_of(self, tokens: int) -> int:
+        """Return the number of tokens of a sequence with which something is tried at a time."""
+        return min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
+
+    def _zeros(self, output: Any, layout: TokenLayout, tokens: int) -> Any:
+        """Return an output of zeros for so many tokens of one sample. `output`: for this rank's
+        tokens of the layout."""
+        dim = self.dim
+
+        def zeros(like: Tensor) -> Tensor:
+            return like.new_zeros(1, *like.shape[1:dim], tokens, *like.shape[dim + 1 :])
+
+        return map_tokens(output, dim, layout.local, zeros)
 
 
 def _check_positions(model: nn.Module, name: str | None) -> None:
@@ -399,7 +420,3 @@ def _check_positions(model: nn.Module, name: str | None) -> None:
             f" {', '.join(arguments) or 'no argument'}; name the argument that takes positions, or"
             " leave positions out if the model computes them with torch.arange"
         )
-
-
-def _zeros(dim: int, samples: int, tokens: int, like: Tensor) -> Tensor:
-    return like.new_zeros(samples, *like.shape[1:dim], tokens, *like.shape[dim + 1 :])

@@ -4,6 +4,7 @@ the labels of the loss."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from lockstep.base.nested import map_tensors
 from lockstep.base.torch_private import tree_leaves
 from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.documents import Documents
-from lockstep.model.context.label_shift import total_of
+from lockstep.model.context.label_shift import total_of, windows
 from lockstep.model.context.trial import SINGLE, epsilon, tolerance
 
 MOST_TOKENS = 32
 """Largest number of tokens in each of the two documents with which the model is tried."""
 Call = Callable[[Any, Documents], Any]
 """(arguments of the model, documents) -> the model's output, without random numbers."""
+Part = Callable[[Any, int, int], tuple[Any, Any]]
+"""(batch, row, first token) -> an output, whose values do not matter, for some tokens of this row,
+and their part of the batch."""
 
 
 @torch.no_grad()
@@ -101,25 +105,34 @@ def _distance(found: Tensor, truth: Tensor) -> float:
 
 
 def check_labels(
-    loss: Callable[[Any, Any], Any], output: Any, batch: Any, documents: Documents
+    loss: Callable[[Any, Any], Any], part: Part, most: int, batch: Any, documents: Documents
 ) -> bool:
     """Raise `LossError` if the loss pairs the last token of a document with the first token of the
-    next one: no token predicts the first token of a document. `loss`: as in `Recipe`. `output`: for
-    all tokens; its values do not matter. Returns False if the batch has no documents that follow
-    each other, or no output changes the loss (a head of zeros, no label)."""
+    next one: no token predicts the first token of a document. The loss is called with `most` tokens
+    of a row at a time. `loss`: as in `Recipe`. Returns False if the batch has no documents that
+    follow each other, or no output changes the loss (a head of zeros, no label)."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
-    gradient = _gradient(loss, output, batch, documents)
-    read = gradient.flatten(2).abs().sum(2) > 0
+    others = _with_other_firsts(batch, documents)
+    size = most, lasts.device
+    read, reads_first = torch.zeros_like(lasts), False
+    for row, start in product(range(len(lasts)), windows(documents.tokens, most)):
+        places = row, slice(start, start + most)
+        gradient = _gradient(loss, *part(batch, row, start), *size)
+        is_read = gradient.flatten(1).abs().sum(1) > 0
+        read[places] |= is_read
+        wrong = is_read & lasts[places]
+        if wrong.any() and not reads_first:
+            changed = _gradient(loss, *part(others, row, start), *size)
+            reads_first = not torch.equal(gradient[wrong], changed[wrong])
     if not read.any():
         return False
     wrong = read & lasts
     if not wrong.any():
         return True
     row, place = wrong.nonzero()[0].tolist()
-    changed = _gradient(loss, output, _with_other_firsts(batch, documents), documents)
-    if not torch.equal(gradient[wrong], changed[wrong]):
+    if reads_first:
         token, remedy = place + 1, "set the label of each document's first token to -100"
     elif _has_next_tokens(batch, documents, read):
         token, remedy = place, "set the label of each document's last token to -100"
@@ -133,15 +146,15 @@ def check_labels(
 
 
 def _gradient(
-    loss: Callable[[Any, Any], Any], output: Any, batch: Any, documents: Documents
+    loss: Callable[[Any, Any], Any], output: Any, batch: Any, tokens: int, device: torch.device
 ) -> Tensor:
-    """Return the gradient of the loss with respect to a random output, (samples, tokens, ...); of
-    chunked logits, to random hidden states."""
+    """Return the gradient of the loss with respect to a random output for some tokens of one row,
+    (tokens, ...); of chunked logits, to random hidden states."""
     generator = torch.Generator().manual_seed(29)
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
-        if not (tensor.is_floating_point() and tensor.shape[:2] == documents.ids.shape):
+        if not (tensor.is_floating_point() and tensor.shape[:2] == (1, tokens)):
             return tensor.detach()
         return with_hidden(tensor.detach(), random)
 
@@ -153,8 +166,8 @@ def _gradient(
     with torch.enable_grad():
         total = total_of(loss(map_tensors(output, leaf), batch))
         gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-    nothing = torch.zeros((*documents.ids.shape, 1), device=documents.ids.device)
-    return next((each for each in gradients if each is not None), nothing)
+    found = next((each for each in gradients if each is not None), None)
+    return torch.zeros(tokens, 1, device=device) if found is None else found[0]
 
 
 def _is_labels(leaf: Any, documents: Documents) -> bool:

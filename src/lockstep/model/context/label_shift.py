@@ -48,6 +48,12 @@ def map_known(value: Any, known: Sequence[bool], function: Callable[[Tensor], Te
     return map_tensors(value, lambda tensor: function(tensor) if next(are_sequences) else tensor)
 
 
+def windows(tokens: int, most: int) -> list[int]:
+    """Return the first tokens of windows of `most` tokens, which overlap by one token, so that each
+    pair of neighbours is in one of them."""
+    return [*range(0, tokens - most, max(1, most - 1)), tokens - most]
+
+
 class BatchCut(NamedTuple):
     """The cut of the tensors of a batch for its loss."""
 
