@@ -22,12 +22,11 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_module,
-    distribute_tensor,
 )
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import own_parameters
 from lockstep.model.blocks import share_parameter, shared_names
+from lockstep.model.placement import place_parameters
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.model.tensor.sharded_features import (
     ShardedFeatures,
@@ -106,18 +105,11 @@ class _ShardedLayer:
         self._unsharded_now = unsharded_now
 
     def shard_parameters(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, parameter in list(own_parameters(module).items()):
-            if parameter is None or isinstance(parameter, DTensor):
-                continue
+        def placement_of(name: str) -> Placement:
             dim = shard_dim(module, name, self._style_name)
-            placement = Replicate() if dim is None else Shard(dim)
-            part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-            held = part.to_local()
-            if not held.is_meta and held.untyped_storage().nbytes() > held.nbytes:
-                part = DTensor.from_local(held.clone(), mesh, [placement], run_check=False)
-            made = nn.Parameter(part, requires_grad=parameter.requires_grad)
-            made.__dict__.update(vars(parameter))
-            module.register_parameter(name, made)
+            return Replicate() if dim is None else Shard(dim)
+
+        place_parameters(module, mesh, placement_of)
 
     def place_input(
         self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh

@@ -1,0 +1,305 @@
+"""The forward of a module of experts whose experts are on several ranks.
+
+Each rank sends the row of each of its pairs (token, chosen expert) to the rank that holds the
+expert. There the module's own forward computes the rows, with one expert for each and the weight 1.
+The rows come back, and are weighted and summed where their tokens are, so that the gradient of the
+router stays on its rank. No row is dropped or padded. The host waits once, for the numbers of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import own_parameters
+from lockstep.comm.mesh import full_tensor
+from lockstep.comm.world import World
+from lockstep.model.context.active import handled
+from lockstep.model.context.trial import SMALL
+from lockstep.model.expert.find import ARGUMENTS, Experts
+from lockstep.model.expert.proof import Compute, prove, raise_on_all_ranks
+from lockstep.model.expert.routing import Routing, local_experts
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
+
+Parameters = Mapping[tuple[nn.Module, str], Tensor]
+"""(module, name of its parameter) -> the tensor with which to compute."""
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """The forward of one module of experts, each of whose ranks holds some of the experts."""
+
+    name: str
+    experts: Experts
+    world: World
+    """The ranks of the axis `expert`."""
+    exchange: SyncBatchNormExchange
+    """Says if the microbatch is a dummy."""
+    proved: set[tuple[Any, ...]]
+    """The kinds of modules that are proved. Modules of a model share it."""
+    _own: Callable[..., Any] = field(init=False)
+    _signature: inspect.Signature = field(init=False)
+    _is_checked: bool = False
+
+    def install(self) -> None:
+        """Replace the module's forward."""
+        module: Any = self.experts.module
+        self._own = module.forward
+        self._signature = inspect.signature(self._own)
+        module.forward = wraps(self._own)(partial(self.forward))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the experts of this rank's tokens. Every rank of the axis calls it at the same
+        time. Raises `RecipeError`, the same on all ranks."""
+        given = [*self._signature.bind(*args, **kwargs).arguments.values()]
+        if not self._is_checked:
+            self._check(given)
+        tokens, index, weights = given
+        with handled():
+            kind = self._kind()
+            if kind not in self.proved:
+                self._prove(tokens, index, weights)
+                self.proved.add(kind)
+            compute = partial(self._computed, parameters=self._local())
+            return self._dispatched(compute, tokens, index, weights, self.exchange.is_dummy is True)
+
+    def _dispatched(
+        self, compute: Compute, tokens: Tensor, index: Tensor, weights: Tensor, is_dummy: bool
+    ) -> Tensor:
+        """Return the output for this rank's tokens, computed on all ranks. `compute`: computes this
+        rank's experts. Every rank of the axis calls it."""
+        world, (samples, choices) = self.world, index.shape
+        routing = (
+            Routing.empty(self.experts.count, index.device)
+            if is_dummy
+            else Routing.of(index, self.experts.count)
+        )
+        sent, received, counts = self._exchange_counts(routing, index)
+        came = _send(_Rows.apply(tokens, routing.order, choices), received, sent, world)  # type: ignore[no-untyped-call]
+        local = local_experts(counts, len(came))[:, None].to(index.dtype)
+        went = compute(came, local, weights.new_ones(len(came), 1))
+        back = _send(went, sent, received, world)
+        pairs = _unsorted(back, routing.order, samples * choices)
+        pairs = pairs.view(samples, choices, *back.shape[1:])
+        return (pairs * weights[..., None]).sum(1).to(back.dtype)
+
+    def _prove(self, tokens: Tensor, index: Tensor, weights: Tensor) -> None:
+        """Compare the forward with that of all experts on each rank. Every rank of the axis calls
+        it."""
+        world, each = self.world, self.experts.count // self.world.size
+        whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
+        local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
+
+        def divided(*given: Tensor) -> Tensor:
+            return raise_on_all_ranks(
+                world, self.name, partial(self._computed, *given, parameters=local)
+            )
+
+        def undivided(*given: Tensor) -> Tensor:
+            with _with_parameters(whole):
+                return self._own(*given)  # type: ignore[no-any-return]
+
+        prove(
+            self.name,
+            partial(self._dispatched, divided, is_dummy=False),
+            undivided,
+            experts=self.experts.count,
+            tokens=tokens,
+            index=index,
+            weights=weights,
+            world=world,
+        )
+
+    def _exchange_counts(
+        self, routing: Routing, index: Tensor
+    ) -> tuple[list[int], list[int], Tensor]:
+        """Return the number of rows to send to each rank and to receive from each, and the counts
+        of the latter: (ranks, local experts). Raises `RecipeError` if a rank has chosen an expert
+        that does not exist."""
+        ranks, count = self.world.size, self.experts.count
+        each = count // ranks
+        mine = torch.cat(
+            [routing.counts.view(ranks, each), routing.outside.expand(ranks, 1)], 1
+        ).contiguous()
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.world.group)
+        # the host waits here
+        sent, received, outside = torch.stack(
+            [mine[:, :each].sum(1), theirs[:, :each].sum(1), theirs[:, each]]
+        ).tolist()
+        if any(outside):
+            own = [int(index.min()), int(index.max())] if int(routing.outside) else None
+            rank, (least, most) = next(
+                (rank, found)
+                for rank, found in enumerate(self.world.gather_values(own))
+                if found is not None
+            )
+            raise RecipeError(
+                f"{self.name} was called with experts from {least} to {most} on rank {rank} of the"
+                f" axis expert; it has the experts 0 to {count - 1}; let the router choose among"
+                " these, as scores.topk(k) does"
+            )
+        return sent, received, theirs[:, :each]
+
+    def _computed(
+        self, rows: Tensor, local: Tensor, ones: Tensor, *, parameters: Parameters
+    ) -> Tensor:
+        """Return the output of the module's own forward for rows of the experts on this rank."""
+        is_empty = not len(rows)
+        if is_empty:
+            # one row, so that gradients of parameters are zeros, as on a rank that has rows
+            rows, local, ones = (
+                torch.cat([each, each.new_zeros(1, *each.shape[1:])])
+                for each in (rows, local, ones)
+            )
+        with _with_parameters(parameters), self._as_local():
+            output: Tensor = self._own(rows, local, ones)
+        return output[:0] if is_empty else output
+
+    def _local(self) -> Parameters:
+        """Return this rank's part of each parameter, with a gradient."""
+        return {key: parameter.to_local() for key, parameter in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[tuple[nn.Module, str], DTensor]]:
+        for each in self.experts.module.modules():
+            for name, parameter in own_parameters(each).items():
+                if isinstance(parameter, DTensor):
+                    yield (each, name), parameter
+
+    @contextmanager
+    def _as_local(self) -> Iterator[None]:
+        """A context in which attributes that hold the number of experts, such as `num_experts`,
+        hold that of this rank."""
+        count = self.experts.count
+        held = [
+            (each, name)
+            for each in self.experts.module.modules()
+            for name, value in vars(each).items()
+            if type(value) is int and value == count and "expert" in name
+        ]
+        try:
+            for each, name in held:
+                setattr(each, name, count // self.world.size)
+            yield
+        finally:
+            for each, name in held:
+                setattr(each, name, count)
+
+    def _kind(self) -> tuple[Any, ...]:
+        module = self.experts.module
+        shapes = tuple(parameter.shape for parameter in module.parameters())
+        return type(module), module.training, shapes
+
+    def _check(self, given: list[Any]) -> None:
+        """Check the arguments of the first call. Raises `RecipeError` on all ranks."""
+        self._is_checked = True
+        problems = self.world.gather_values(_problem(given))
+        problem = next((each for each in problems if each is not None), None)
+        if problem is not None:
+            raise RecipeError(
+                f"{self.name} looks like a layer's experts, and {problem}; experts are called with"
+                " tokens (S, D), the chosen experts of each (S, k), and their weights (S, k); name"
+                " the modules of experts in Recipe.experts, or leave expert out of the plan"
+            )
+
+
+def _problem(given: list[Any]) -> str | None:
+    """Return why these arguments are not those of experts, as text; None if they are."""
+    said = ", ".join(
+        f"{tuple(each.shape)} {each.dtype}".replace("torch.", "")
+        if isinstance(each, Tensor)
+        else type(each).__name__
+        for each in given
+    )
+    if len(given) == ARGUMENTS and all(isinstance(each, Tensor) for each in given):
+        tokens, index, weights = given
+        are_right = (
+            tokens.dim() == index.dim() == 2
+            and weights.shape == index.shape
+            and len(tokens) == len(index)
+            and tokens.is_floating_point()
+            and weights.is_floating_point()
+            and index.dtype in (torch.int64, torch.int32)
+        )
+        if are_right:
+            return None
+    return f"was called with {said or 'nothing'}"
+
+
+@torch.no_grad()
+def _in_use(parameter: Tensor) -> Tensor:
+    """Return other values if all are zero, or nearly: what a layer computes with them would hide in
+    the output."""
+    if parameter.abs().max() >= SMALL:
+        return parameter
+    generator = torch.Generator().manual_seed(parameter.numel())
+    return (0.1 * torch.randn(parameter.shape, generator=generator)).to(parameter)
+
+
+@contextmanager
+def _with_parameters(parameters: Parameters) -> Iterator[None]:
+    """A context in which modules compute with these tensors."""
+    before = {(each, name): own_parameters(each)[name] for each, name in parameters}
+    try:
+        for (each, name), tensor in parameters.items():
+            own_parameters(each)[name] = tensor  # type: ignore[assignment]
+        yield
+    finally:
+        for (each, name), parameter in before.items():
+            own_parameters(each)[name] = parameter
+
+
+class _Rows(torch.autograd.Function):
+    """Takes the token of each pair. The backward sums the gradients of a token's pairs in the order
+    of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+        ctx.order, ctx.choices, ctx.shape = order, choices, tokens.shape
+        return tokens.index_select(0, order // choices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        samples, *features = ctx.shape
+        pairs = _unsorted(gradient, ctx.order, samples * ctx.choices)
+        return pairs.view(samples, ctx.choices, *features).sum(1), None, None
+
+
+def _unsorted(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
+    """Return the rows of all pairs, in the order of pairs; zeros for pairs that were not sent."""
+    made = rows.new_empty if len(order) == pairs else rows.new_zeros
+    return made(pairs, *rows.shape[1:]).index_copy(0, order, rows)
+
+
+def _send(rows: Tensor, received: list[int], sent: list[int], world: World) -> Tensor:
+    """Send `sent` rows to each rank. Returns the `received` rows of each, in rank order."""
+    return _Exchange.apply(rows, received, sent, world)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges rows; the backward sends their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, received: list[int], sent: list[int], world: World
+    ) -> Tensor:
+        ctx.received, ctx.sent, ctx.world = received, sent, world
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=world.group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return _send(gradient, ctx.sent, ctx.received, ctx.world), None, None, None

@@ -1,0 +1,59 @@
+"""The `expert` axis: each rank holds some of the experts of each layer, and sends tokens to the
+experts of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from lockstep.base.errors import PlanError
+from lockstep.comm.world import World
+from lockstep.model.blocks import blocks_with_shared_parameters
+from lockstep.model.expert.dispatch import Dispatch
+from lockstep.model.expert.find import Experts
+from lockstep.model.placement import place_parameters
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
+
+
+def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) -> None:
+    """Raise `PlanError` if these experts cannot be divided over so many ranks."""
+    if not experts:
+        raise PlanError(
+            f"expert={ranks}, and the model has no modules of experts: modules whose parameters"
+            " share dim 0, the experts, and whose forward takes tokens (S, D), the chosen experts"
+            " (S, k) and their weights (S, k); leave expert out, or name them in Recipe.experts"
+        )
+    for name, each in experts.items():
+        if each.count % ranks:
+            sizes = [size for size in range(2, each.count + 1) if not each.count % size]
+            raise PlanError(
+                f"expert={ranks}, and {name} has {each.count} experts; each rank holds as many as"
+                f" the others; choose expert={' or '.join(map(str, sizes))}"
+            )
+    if shared := blocks_with_shared_parameters(model, list(experts)):
+        raise PlanError(
+            f"expert={ranks}, and {min(shared)} shares a parameter with another module, which would"
+            " need all experts; give it parameters of its own, or leave expert out"
+        )
+
+
+def divide_experts(
+    experts: Mapping[str, Experts],
+    mesh: DeviceMesh,
+    world: World,
+    exchange: SyncBatchNormExchange,
+    *,
+    materialize: Callable[[nn.Module], None],
+) -> None:
+    """Give each rank its experts, in place, and let the modules' forwards send tokens. Every rank
+    calls it, before FSDP2 shards the model. `mesh`, `world`: the axis `expert`. `exchange`: says if
+    the microbatch is a dummy. `materialize`: called with a module just before it is divided."""
+    proved: set[tuple[object, ...]] = set()
+    for name, each in experts.items():
+        materialize(each.module)
+        for module in each.module.modules():
+            place_parameters(module, mesh, lambda _: Shard(0))
+        Dispatch(name, each, world, exchange, proved).install()

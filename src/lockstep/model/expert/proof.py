@@ -1,0 +1,141 @@
+"""A check in the first forward that experts on several ranks compute the same as all of them on one
+rank.
+
+Random rows are computed twice, by the experts of all ranks and by the module's own forward with all
+experts. Half of the rows choose their experts at random, the others all choose the same ones. The
+outputs are compared, and the gradients of tokens and weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lockstep.base import accelerator
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import disable_current_modes
+from lockstep.comm.world import World
+from lockstep.model.context.trial import tolerance
+
+T = TypeVar("T")
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(tokens, index, weights) -> the output of a module of experts."""
+ROWS = 32
+"""Rows that choose experts at random; as many more all choose the same ones."""
+RULE = (
+    "the output of a token must be the sum over its experts of weight times expert(token), where"
+    " expert(token) depends on the token's row and the expert's parameters alone: take no mean over"
+    " rows, drop no rows (no capacity), use the index only to choose parameters, and read the"
+    " number of experts from a parameter (self.up.shape[0]) or an attribute such as num_experts"
+)
+
+
+def prove(
+    name: str,
+    divided: Compute,
+    whole: Compute,
+    *,
+    experts: int,
+    tokens: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    world: World,
+) -> None:
+    """Compare the two. Every rank of the axis calls it. `divided`: has collectives, and raises the
+    same on all ranks. `tokens`, `index`, `weights`: of a forward, for their shapes. Raises
+    `RecipeError`, the same on all ranks."""
+    generator = torch.Generator().manual_seed(world.rank)
+    rows = 2 * ROWS
+    scores = torch.rand(rows, experts, generator=generator)
+    scores[ROWS:] = torch.linspace(1, 0, experts)
+    weighing, chosen = scores.topk(index.shape[1])
+    given = (
+        torch.randn(rows, tokens.shape[1], generator=generator).to(tokens),
+        chosen.to(index),
+        weighing.to(weights),
+    )
+    with (
+        disable_current_modes(),
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        torch.enable_grad(),
+        accelerator.preserved_generators(tokens.device),
+    ):
+        before = _states(tokens.device)
+        found = _with_gradients(divided, *given)
+        draws = any(
+            not torch.equal(one, other)
+            for one, other in zip(before, _states(tokens.device), strict=True)
+        )
+        expected = raise_on_all_ranks(world, name, lambda: _with_gradients(whole, *given))
+    if world.any(draws):
+        raise RecipeError(
+            f"{name} draws random numbers, as dropout does, and its rows are computed on the ranks"
+            f" that hold their experts (expert={world.size}), which would draw other numbers than"
+            " one process; draw them around the experts: F.dropout(self.experts(...), p,"
+            " self.training)"
+        )
+    parts = ["its output", "the gradient of its tokens", "the gradient of its weights"]
+    for part, one, other in zip(parts, found, expected, strict=True):
+        allowed = tolerance(other)
+        off = [
+            each
+            for each in world.gather_values(_difference(one, other))
+            if isinstance(each, float) and not each <= allowed
+        ]
+        if off:
+            raise RecipeError(
+                f"{name} computes something else when each rank holds some of its experts"
+                f" (expert={world.size}): {part} differs by {max(off):.1g} of its size, where"
+                f" rounding explains {allowed:.1g}; {RULE}; or leave expert out of the plan"
+            )
+
+
+def raise_on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
+    """Return `compute()`. Every rank calls it. Raises `RecipeError` on all ranks if it fails on
+    any."""
+    failure = cause = result = None
+    try:
+        result = compute()
+    except Exception as error:
+        failure, cause = f"{type(error).__name__}: {error}", error
+    for text in world.gather_values(failure):
+        if text is not None:
+            raise RecipeError(
+                f"{name} fails when each rank holds some of its experts (expert={world.size}):"
+                f" {text}; {RULE}"
+            ) from cause
+    assert result is not None, "it did not fail"
+    return result
+
+
+def _with_gradients(
+    compute: Compute, tokens: Tensor, index: Tensor, weights: Tensor
+) -> list[Tensor]:
+    """Return the output, and the gradients of tokens and weights of a weighted sum of it."""
+    inputs = tokens.detach().requires_grad_(), weights.detach().requires_grad_()
+    output = compute(inputs[0], index, inputs[1])
+    factors = torch.linspace(0.5, 1.5, output.numel()).view(output.shape).to(output)
+    gradients = torch.autograd.grad(output, inputs, factors, allow_unused=True)
+    filled = [
+        torch.zeros_like(each) if gradient is None else gradient
+        for each, gradient in zip(inputs, gradients, strict=True)
+    ]
+    return [output.detach(), *filled]
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    return [each.get_state() for each in accelerator.generators_of([device])]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the difference of two tensors, relative to the second."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if torch.equal(found, expected):
+        return 0.0
+    difference = (found.double() - expected.double()).norm() / expected.double().norm()
+    return float(difference)
