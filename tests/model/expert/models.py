@@ -68,3 +68,76 @@ class Heads(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query + key + value
+
+
+class Counted(StackedExperts):
+    """Reads the number of experts from an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        hit = F.one_hot(index, self.num_experts).sum((0, 1)).nonzero().flatten().tolist()
+        output = torch.zeros_like(tokens)
+        for expert in hit:
+            row, choice = torch.where(index == expert)
+            weighted = weights[row, choice, None] * self.computed(tokens[row], expert)
+            output.index_add_(0, row, weighted)
+        return output
+
+
+class MixesRows(StackedExperts):
+    def computed(self, rows: Tensor, expert: int) -> Tensor:
+        computed = super().computed(rows, expert)
+        return computed - computed.mean(0) if len(rows) > 1 else computed
+
+
+class NumbersExperts(StackedExperts):
+    """Uses the index for something else too."""
+
+    def computed(self, rows: Tensor, expert: int) -> Tensor:
+        return super().computed(rows, expert) * (1 + expert)
+
+
+class DropsRows(StackedExperts):
+    """Has a capacity."""
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        most = 2 * index.numel() // len(self.up)
+        place = F.one_hot(index.flatten(), len(self.up)).cumsum(0).gather(1, index.view(-1, 1))
+        return super().forward(tokens, index, weights * (place.view_as(index) <= most))
+
+
+class WeighsBefore(StackedExperts):
+    """Weighs the row, not the expert's output."""
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        ones, rows = torch.ones_like(weights[:, :1]), 0
+        for choice in range(index.shape[1]):
+            weighted = tokens * weights[:, choice, None]
+            rows = rows + super().forward(weighted, index[:, choice, None], ones)
+        return rows
+
+
+class HidesWeights(StackedExperts):
+    """Gives the router no gradient."""
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(tokens, index, weights.detach())
+
+
+class Dropped(StackedExperts):
+    def computed(self, rows: Tensor, expert: int) -> Tensor:
+        return F.dropout(super().computed(rows, expert), 0.1, self.training)
+
+
+class CountsAll(StackedExperts):
+    """Has the number of experts where it is not found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = EXPERTS
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(tokens, index, weights) + 0 * self.up[self.size - 1].sum()

@@ -10,12 +10,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
-from model.expert.models import EXPERTS, WIDTH, Mixture
+from model.expert.models import (
+    EXPERTS,
+    WIDTH,
+    Counted,
+    CountsAll,
+    Dropped,
+    DropsRows,
+    Heads,
+    HidesWeights,
+    MixesRows,
+    Mixture,
+    NumbersExperts,
+    StackedExperts,
+    WeighsBefore,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.base.errors import PlanError, RecipeError
 from lockstep.comm.mesh import Mesh, full_tensor
 from lockstep.comm.world import World
+from lockstep.model.block_wrappers import checkpoint_activations
 from lockstep.model.expert.divide import check_experts, divide_experts
 from lockstep.model.expert.find import find_experts
 from lockstep.model.expert.routing import Routing, local_experts
@@ -113,6 +129,164 @@ def gradients_of_families() -> dict[str, float]:
 @pytest.mark.timeout(120)
 def test_families_of_transformers(pool: WorkerPool) -> None:
     for found in pool.run(2, gradients_of_families, timeout_seconds=100):
-        print(found)
         assert len(found) == 2 * len(FAMILIES)
         assert all(each < (1e-6 if "32" in name else 1e-14) for name, each in found.items()), found
+
+
+def batches(ranks: int) -> list[Tensor]:
+    """A batch for each rank, of different sizes; the last one has no token."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [*range(5, 4 + ranks), 0]
+    return [torch.randn(size, 3, WIDTH, generator=generator).double() for size in sizes]
+
+
+class Layers(nn.Sequential):
+    """Two mixtures. `to_one`: the router prefers one expert by far."""
+
+    def __init__(self, kind: type[nn.Module] = StackedExperts, *, to_one: bool = False) -> None:
+        torch.manual_seed(1)
+        super().__init__(Mixture(kind()), Mixture(kind()))
+        self.double()
+        for each in self:
+            if to_one:
+                with torch.no_grad():
+                    each.router.weight.copy_(torch.linspace(3, -3, EXPERTS)[:, None])
+
+
+def total(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) ** 3).sum()
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    for each in model.children():
+        checkpoint_activations(each, "full")
+    return model
+
+
+def gradients_of_layers() -> dict[str, float]:
+    """Case -> largest relative difference of a gradient or output from one process."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, model, change in (
+        ("layers", Layers(), None),
+        ("to one expert", Layers(to_one=True), None),
+        ("attribute", Layers(Counted), None),
+        ("checkpointed", Layers(), checkpointed),
+        ("selective", Layers(), lambda cut: [*map(selective, cut.children())]),
+    ):
+        cut = divided(model)
+        if change is not None:
+            change(cut)
+        for batch in batches(ranks)[:-1]:  # the last one is empty
+            total(model, batch).backward()
+        total(cut, batches(ranks)[rank]).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients = off(whole_gradients(cut), expected)
+        with torch.no_grad():
+            batch = batches(ranks)[rank]
+            outputs = float((cut(batch) - model(batch)).norm())
+        found[name] = max(gradients, outputs)
+    return found
+
+
+def selective(block: nn.Module) -> None:
+    checkpoint_activations(block, "selective")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_own_models(pool: WorkerPool, ranks: int) -> None:
+    for found in pool.run(ranks, gradients_of_layers):
+        assert len(found) == 5
+        assert all(each < 1e-14 for each in found.values()), found
+
+
+def gradients_with_a_dummy() -> float:
+    """The last rank computes a dummy, of NaNs: it sends no row, and still computes the rows of
+    other ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    is_dummy = rank == ranks - 1
+    model, (batch, *_) = Layers(), batches(ranks)
+    cut = divided(model, is_dummy=is_dummy)
+    total(model, batch).backward()
+    part = total(cut, batch * torch.nan if is_dummy else batch)
+    if is_dummy:
+        names = dict(cut.named_parameters())
+        experts = {n: p for n, p in names.items() if "experts" in n}
+        gradients = torch.autograd.grad(part, [*experts.values()])
+        for parameter in names.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for parameter, gradient in zip(experts.values(), gradients, strict=True):
+            parameter.grad = gradient
+    else:
+        part.backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return off(whole_gradients(cut), expected)
+
+
+def test_dummies_send_no_rows(pool: WorkerPool) -> None:
+    assert all(found < 1e-14 for found in pool.run(2, gradients_with_a_dummy))
+
+
+WRONG: dict[str, tuple[type[nn.Module], str]] = {
+    "mixes rows": (MixesRows, "its output differs by"),
+    "numbers experts": (NumbersExperts, "its output differs by"),
+    "drops rows": (DropsRows, "its output differs by"),
+    "weighs before": (WeighsBefore, "its output differs by"),
+    "hides weights": (HidesWeights, "the gradient of its weights differs by"),
+    "dropped": (Dropped, "draws random numbers"),
+    "counts all": (CountsAll, "IndexError: index 7 is out of bounds"),
+}
+
+
+def refusals() -> dict[str, str]:
+    """The errors of wrong models, and of wrong inputs."""
+    rank = dist.get_rank()
+    found = {}
+
+    def note(name: str, model: nn.Module, batch: Tensor) -> None:
+        try:
+            model(batch)
+        except RecipeError as error:
+            found[name] = str(error)
+
+    batch = batches(dist.get_world_size())[0]
+    for name, (kind, _) in WRONG.items():
+        note(name, divided(Layers(kind)), batch)
+    note("heads", divided(nn.Sequential(Heads3())), batch)
+    outside = divided(Layers())
+    outside(batch)
+    if rank == 1:
+        outside[1].experts.register_forward_pre_hook(
+            lambda _, given: (given[0], given[1] + EXPERTS - 1, given[2])
+        )
+    note("outside", outside, batch)
+    return found
+
+
+class Heads3(Heads):
+    def forward(self, query: Tensor, key: Any = None, value: Any = None) -> Tensor:
+        return query
+
+
+def test_wrong_models_are_refused_on_all_ranks(pool: WorkerPool) -> None:
+    first, second = pool.run(2, refusals)
+    assert first == second
+    for name, (_, said) in WRONG.items():
+        assert first[name].startswith("0.experts "), name
+        assert said in first[name], (name, first[name])
+    assert "was called with (5, 3, 6) float64; experts are called with" in first["heads"]
+    assert "1.experts was called with experts from 7 to 1" in first["outside"]
+    assert "on rank 1 of the axis expert; it has the experts 0 to 7" in first["outside"]
+    assert len(first) == len(WRONG) + 2
+
+
+def test_experts_that_cannot_be_divided() -> None:
+    other = Layers()
+    other[1].experts.up = other[0].experts.up
+    for wrong, ranks, said in (
+        (nn.Sequential(nn.Linear(2, 2)), 2, "the model has no modules of experts"),
+        (Layers(), 3, "0.experts has 8 experts; .* choose expert=2 or 4 or 8"),
+        (other, 2, "0.experts shares a parameter with another module"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            check_experts(wrong, find_experts(wrong, None), ranks)
