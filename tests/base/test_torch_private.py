@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -206,6 +207,26 @@ def test_in_backward():
     tensor.sum().backward()
     assert seen == [True]
     assert not torch_private.in_backward()
+
+
+def test_without_torch_function_modes():
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    with Mode("outer"), Mode("inner"):
+        with torch_private.without_torch_function_modes():
+            torch.ones(1).add(1)
+        assert seen == []
+        torch.ones(1)
+    assert seen == ["inner", "outer"]
 
 
 def test_uncounted():

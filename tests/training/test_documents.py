@@ -139,7 +139,28 @@ def train(run_dir: str, plan: str, data: Any, **changes: Any) -> tuple[dict[str,
     }
     last = Last()
     result = ls.train(ls.Recipe(**given), plan=plan, run_dir=run_dir, hooks=[last])
+    events = [each.details for each in result.events if each.name == "attention-kernel"]
+    assert [*map(kernel_of, events)] in kernels_of(plan, given), events
     return last.state, result.loss
+
+
+def kernel_of(details: dict[str, Any]) -> str:
+    """The kernel that an event names, with the reasons of a CPU."""
+    ((kernel, why),) = details["kernels"].items()
+    assert "it needs an NVIDIA GPU" in why
+    assert "it has no backward on cpu" in why
+    return kernel
+
+
+def kernels_of(plan: str, given: dict[str, Any]) -> list[list[str]]:
+    """The kernels that the event may name: it is recorded once, if there are documents."""
+    whole_rows = ["the model's attention for each document"]
+    some_rows = ["the model's attention with a dense mask"]
+    if given.get("sequence") is None:
+        return [[]]
+    if "context" not in plan or "heads" in plan:
+        return [whole_rows]
+    return [whole_rows, some_rows]
 
 
 def packed(run_dir: str, plan: str, name: str, bins: str) -> tuple[dict[str, Tensor], float]:

@@ -39,6 +39,10 @@ DEVICE_FLAGS = frozenset({"is_cpu", "is_meta", "is_cuda", "is_xpu", "is_mps"})
 """Attributes of a tensor that say where it is."""
 TF32_SINCE = (8, 0)
 """Ampere's compute capability, the first with TF32."""
+FLASH_SINCE = (8, 0)
+"""Ampere's compute capability, the first with flash attention."""
+_WITH_FLEX = ("cuda", "xpu")
+"""Devices on which FlexAttention computes gradients."""
 MIG = "MIG"
 """The `identity` of every MIG instance: for NCCL all instances of a GPU are the same device."""
 _ALL_HIDDEN = ("", "-1", "none", "void", "NoDevFiles")
@@ -272,6 +276,24 @@ def computes_bf16(device: torch.device) -> bool:
 def computes_fp16(device: torch.device) -> bool:
     """True if the device has matrix instructions for fp16."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+# Kernels of attention
+
+
+def why_no_varlen_attention(device: torch.device) -> str:
+    """Return the reason why torch's `varlen_attn` does not run on a device; "" if it does."""
+    capability = compute_capability(device)
+    if capability is None or capability < FLASH_SINCE:
+        return "it needs an NVIDIA GPU of compute capability {}.{} or newer".format(*FLASH_SINCE)
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this torch is built without flash attention"
+    return ""
+
+
+def why_no_flex_attention(device: torch.device) -> str:
+    """Return the reason why FlexAttention does not compute gradients on a device; "" if it does."""
+    return "" if device.type in _WITH_FLEX else f"it has no backward on {device.type}"
 
 
 # Random generators

@@ -33,6 +33,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules import batchnorm, dropout
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import (
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import (
@@ -220,6 +225,17 @@ def in_backward() -> bool:
 def backward_number() -> int:
     """Return the number of the backward that this thread runs; -1 if it runs none."""
     return int(torch._C._current_graph_task_id())
+
+
+@contextmanager
+def without_torch_function_modes() -> Iterator[None]:
+    """Leave all TorchFunctionModes while the context is entered."""
+    modes = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_on_torch_function_stack(mode)
 
 
 @contextmanager

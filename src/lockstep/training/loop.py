@@ -204,6 +204,16 @@ def report_layout(training: Training, options: LoopOptions, batching: Batching) 
         )
 
 
+def report_kernels(training: Training) -> None:
+    """Record, after the first step, the kernels that compute attention of documents or of cut
+    sequences."""
+    for number, module in enumerate(training.modules):
+        cut = module.parallel.cut
+        if cut is not None and cut.hides_tokens and not cut.kernels.is_reported:
+            cut.kernels.is_reported = True
+            training.run.event("attention-kernel", model=number, kernels=cut.kernels.details())
+
+
 def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
     """The order that the sampler gives; None without one. Every rank calls it. Raises `DataError`
     on all ranks if it differs between ranks."""
@@ -404,6 +414,7 @@ def steps(
                 " not to change"
             )
         context.phases.enter("hooks")
+        report_kernels(training)
         training.hooks.call("after_step", training.run)
         context.phases.enter("between steps")
         training.end_step(source)

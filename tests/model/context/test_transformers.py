@@ -42,9 +42,10 @@ class Forwards:
 
 @contextmanager
 def attending(layout: TokenLayout, documents: Documents | None, exchange: Any = "auto") -> Any:
-    activate(Forwards(ActiveSequence(layout, exchange, documents)))
+    sequence = ActiveSequence(layout, exchange, documents)
+    activate(Forwards(sequence))
     try:
-        yield
+        yield sequence
     finally:
         deactivate()
 

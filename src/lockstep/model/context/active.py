@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.context.kernels import Chosen
 
 
 @dataclass(slots=True)
@@ -27,6 +28,10 @@ class ActiveSequence:
     """Number of running blocks whose recomputation enters the sequence again."""
     counts: dict[Any, int] = field(default_factory=dict)
     """Number of calls at each site since the start of the forward."""
+    chosen: Chosen = field(default_factory=Chosen)
+    """The kernels of attention so far."""
+    block_masks: dict[Any, Any] = field(default_factory=dict)
+    """Masks of FlexAttention, which the layers of a forward share."""
 
     def places(self) -> Tensor:
         """Return the positions of this rank's tokens: (tokens,), or (samples, tokens) if rows have

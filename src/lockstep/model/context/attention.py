@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,15 @@ from lockstep.model.context.exchange import (
     attend_by_keys,
     chosen_exchange,
 )
+from lockstep.model.context.flex import (
+    allowed_tokens,
+    block_mask,
+    flex_attention,
+    places_of,
+)
+from lockstep.model.context.kernels import Kernel, computed_dtype, facts
 from lockstep.model.context.remade import Remade
+from lockstep.model.context.varlen import varlen_attention
 
 
 def attention(
@@ -54,7 +62,7 @@ def attention(
         query, key, value = (each.unsqueeze(1) for each in (query, key, value))
         options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention(sequence, query, key, value, *options).squeeze(1)
-    chunked = ChunkedAttention(attend, layout, documents, attn_mask, dropout_p, is_causal)
+    chunked = ChunkedAttention(attend, sequence, attn_mask, dropout_p, is_causal)
     exchange = _exchange(sequence, query.shape[1], key.shape[1], dropout_p)
     if exchange == "heads":
         return attend_by_heads(layout, query, key, value, chunked.of_all_tokens)
@@ -90,15 +98,15 @@ class ChunkedAttention:
     def __init__(
         self,
         attend: partial[Tensor],
-        layout: TokenLayout,
-        documents: Documents | None,
+        sequence: ActiveSequence,
         mask: Tensor | None,
         dropout: float,
         is_causal: bool,
     ) -> None:
         self._attend = attend
-        self._layout = layout
-        self._documents = documents
+        self._sequence = sequence
+        self._layout: TokenLayout = sequence.layout
+        self._documents: Documents | None = sequence.documents
         self._given_mask = mask
         self._dropout = dropout
         self._is_causal = is_causal
@@ -107,17 +115,29 @@ class ChunkedAttention:
 
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:
+            self._sequence.chosen.why.setdefault("own", "")
             return self._attend(query, key, value, is_causal=self._is_causal)
-        if not query.is_cpu:
-            return self._masked(range(self._layout.tokens), 0, query, key, value)
-        return self._documents.by_document(self._document, query, key, value, dim=2)
+        whole = range(self._layout.tokens)
+        match self._kernel(query, value, whole_rows=True):
+            case "documents":
+                return self._documents.by_document(self._document, query, key, value, dim=2)
+            case "mask":
+                return self._masked(whole, 0, query, key, value)
+            case kernel:
+                return self._by(kernel, [whole], query, key, value)
 
     def of_own_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layout = self._layout
         if layout.world.size == 1 and not self._dropout and self._given_mask is None:
             return self.of_all_tokens(query, key, value)
-        if not (self._is_causal or self._dropout or self._documents is not None):
-            return self._attend(query, key, value)
+        if self._documents is not None:
+            kernel = self._kernel(query, value, whole_rows=False)
+            if kernel != "mask":
+                return self._by(kernel, layout.own_spans, query, key, value)
+        else:
+            self._sequence.chosen.why.setdefault("own", "")
+            if not (self._is_causal or self._dropout):
+                return self._attend(query, key, value)
         parts = torch.split(query, layout.widths, 2)
         places: Iterable[int] = range(len(parts))
         if self._dropout:
@@ -126,6 +146,38 @@ class ChunkedAttention:
         return torch.cat(
             [self._chunk(spans[place], parts[place], key, value) for place in places], 2
         )
+
+    def _kernel(self, query: Tensor, value: Tensor, *, whole_rows: bool) -> Kernel:
+        """Return the kernel that keeps tokens to their documents."""
+        return self._sequence.chosen.add(
+            facts(
+                query,
+                value,
+                dropout=self._dropout,
+                whole_rows=whole_rows,
+                own_mask=self._given_mask is not None,
+            )
+        )
+
+    def _by(
+        self, kernel: Kernel, spans: Sequence[range], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Return the attention of the tokens in these spans, in their order, by a kernel that knows
+        the documents."""
+        documents, causal = self._documents, self._is_causal
+        assert documents is not None, "a kernel is chosen for documents"
+        dtype = computed_dtype(query)
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+        options: Any = {name: self._attend.keywords[name] for name in ("scale", "enable_gqa")}
+        if kernel == "varlen":
+            options["is_causal"] = causal
+            return varlen_attention(query, key, value, documents.lengths, spans, **options)
+        masks, kind = self._sequence.block_masks, (*spans, causal)
+        if kind not in masks:
+            places = places_of(spans, query.device)
+            allowed = allowed_tokens(documents.ids, places, is_causal=causal)
+            masks[kind] = block_mask(allowed, len(query), len(places), key.shape[2], query.device)
+        return flex_attention(query, key, value, masks[kind], **options)
 
     def _document(self, row: int, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._attend(query, key, value, is_causal=self._is_causal)

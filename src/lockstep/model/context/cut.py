@@ -22,6 +22,7 @@ from lockstep.model.context.calls import Dims, find_dims
 from lockstep.model.context.document_check import check_labels, check_model
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
+from lockstep.model.context.kernels import Chosen
 from lockstep.model.context.label_shift import (
     BatchCut,
     LossFunction,
@@ -104,6 +105,8 @@ class SequenceCut:
         """For each mode and number of tensors in the batch: which of them are cut for the loss."""
         self._layout: TokenLayout
         """The layout of the last forward."""
+        self.kernels = Chosen()
+        """The kernels of attention in `run`."""
 
     def run(self, arguments: Any, batch: Any) -> Any:
         """Return the model's output for this rank's tokens. `arguments`: the result of
@@ -114,7 +117,12 @@ class SequenceCut:
         self._know_dims(arguments)
         self._documents = self._documents_of(batch, size)
         self._layout = self._layout_of(tokens)
-        return self.computed(arguments, self._layout, self._documents)
+        return self.computed(arguments, self._layout, self._documents, chosen=self.kernels)
+
+    @property
+    def hides_tokens(self) -> bool:
+        """True if a token may not attend to all tokens that this rank has."""
+        return self._world.size > 1 or self._sequence.documents is not None
 
     @property
     def is_checked(self) -> bool:
@@ -163,10 +171,12 @@ class SequenceCut:
         layout: TokenLayout,
         documents: Documents | None = None,
         observer: AbstractContextManager[Any] | None = None,
+        chosen: Chosen | None = None,
     ) -> Any:
         """Return the model's output for this rank's tokens of the layout. `arguments`: for all
-        tokens. `observer`: a context around the forward."""
-        sequence = ActiveSequence(layout, self._exchange, documents)
+        tokens. `observer`: a context around the forward. `chosen`: takes the kernels of
+        attention."""
+        sequence = ActiveSequence(layout, self._exchange, documents, chosen=chosen or Chosen())
         mode = SequenceMode(
             sequence,
             self._dims[self._model.training],

@@ -64,8 +64,9 @@ class Documents:
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """Return the number of tokens of each document, for each row."""
-        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids]
+        """The number of tokens of each document, for each row. On an accelerator, the host waits
+        for the device, once per microbatch."""
+        return [row.unique_consecutive(return_counts=True)[1].tolist() for row in self.ids.cpu()]
 
     def places(self, indices: Tensor) -> Tensor:
         """Return the positions of these tokens in their documents: shape (tokens,) for a single

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -28,7 +28,10 @@ from lockstep.model.context.exchange import (
     chosen_exchange,
     gather_tokens,
 )
+from lockstep.model.context.flex import Allowed, block_mask, flex_attention, places_of
+from lockstep.model.context.kernels import Kernel, computed_dtype, facts
 from lockstep.model.context.remade import Remade
+from lockstep.model.context.varlen import varlen_attention
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers that mix tokens by an attention, in configurations of transformers."""
@@ -36,6 +39,8 @@ READS_LARGEST_POSITION = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position of a batch."""
 OWN = ("sdpa", "eager")
 """Implementations of attention that take a dense mask."""
+OWN_SOFTMAX = ("softcap", "s_aux", "position_bias")
+"""Keywords with which attention of transformers computes another softmax than sdpa."""
 PREFIX = "lockstep_"
 
 
@@ -183,8 +188,11 @@ class SequenceMask:
         self._samples, self._device = samples, device
         causal = import_module("transformers.masking_utils").causal_mask_function
         # other implementations attend to all tokens without a mask
-        self._needs_none = own == "sdpa" and function is causal and self._padding is None
+        self.is_causal = function is causal and self._padding is None
+        """True if a token attends to all tokens of its document before it."""
+        self._needs_none = own == "sdpa" and self.is_causal
         self._made: dict[Any, Tensor] = {}
+        self._block_masks: dict[tuple[range, ...], Any] = {}
 
     def of_rank(self, dtype: torch.dtype) -> Tensor:
         """Return the mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
@@ -203,6 +211,45 @@ class SequenceMask:
             return None
         rows, own = slice(row, row + 1), self._every[first : first + tokens]
         return self._kept((row, first), lambda: self._allowed(rows, own, own), dtype)
+
+    def lengths(self) -> list[list[int]]:
+        """Return the number of tokens of each document, for each row."""
+        documents = self.sequence.documents
+        if documents is None:
+            return [[self.sequence.layout.tokens]] * self._samples
+        return documents.lengths
+
+    def of_blocks(self, spans: Sequence[range]) -> Any:
+        """Return FlexAttention's mask of the queries in these spans, for all keys."""
+        kind = (*spans,)
+        if kind not in self._block_masks:
+            places = places_of(spans, self._device)
+            self._block_masks[kind] = block_mask(
+                self._allowed_token(places),
+                self._samples,
+                len(places),
+                self.sequence.layout.tokens,
+                self._device,
+            )
+        return self._block_masks[kind]
+
+    def _allowed_token(self, places: Tensor) -> Allowed:
+        """Return `_allowed` as a function of single indices, for queries at `places`."""
+        documents, padding, function = self.sequence.documents, self._padding, self._function
+
+        def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            place = places[query]
+            if documents is None:
+                found = function(sample, head, place, key)
+            else:
+                positions, ids = documents.positions, documents.ids
+                found = function(sample, head, positions[sample, place], positions[sample, key])
+                found = found & (ids[sample, place] == ids[sample, key])
+            if padding is not None:
+                found = (found & padding[sample, key].bool()) | (place == key)
+            return found
+
+        return allowed
 
     @property
     def _every(self) -> Tensor:
@@ -309,29 +356,70 @@ def _attention(
             " heads; each rank computes equally many; use exchange=keys, or a context that divides"
             " the key heads"
         )
+    options: Any = {
+        "dropout": dropout,
+        "own_rule": not attention_mask.is_causal,
+        "own_softmax": own != "sdpa" or any(given.get(name) is not None for name in OWN_SOFTMAX),
+    }
     if ranks > 1 and exchange == "keys":
-        mask = attention_mask.of_rank(query.dtype)
+        kernel = sequence.chosen.add(facts(query, value, whole_rows=False, **options))
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             with handled():
+                if kernel in ("varlen", "flex"):
+                    spans = layout.own_spans
+                    return _by(kernel, attention_mask, spans, query, key, value, given)
+                mask = attention_mask.of_rank(query.dtype)
                 found: Tensor = compute(module, query, key, value, mask, **given)[0]
             return found.transpose(1, 2)
 
         output = attend_by_keys(layout, query, key, value, attend, Remade())
     else:
+        whole_rows = sequence.documents is not None
+        kernel = sequence.chosen.add(facts(query, value, whole_rows=whole_rows, **options))
         part = _HeadsOf(module, heads, layout.world)
         compute_part = partial(compute, part)
         given = {name: part.cut(each) for name, each in given.items()}
 
         def attend_whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             with handled():
-                return _of_all_tokens(compute_part, attention_mask, query, key, value, given)
+                if kernel in ("varlen", "flex"):
+                    spans = [range(layout.tokens)]
+                    return _by(kernel, attention_mask, spans, query, key, value, given)
+                if kernel == "documents":
+                    return _by_document(compute_part, attention_mask, query, key, value, given)
+                mask = attention_mask.of_all(query.dtype)
+                found: Tensor = compute_part(query, key, value, mask, **given)[0]
+                return found.transpose(1, 2)
 
         output = attend_by_heads(layout, query, key, value, attend_whole)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _of_all_tokens(
+def _by(
+    kernel: Kernel,
+    mask: SequenceMask,
+    spans: Sequence[range],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Any],
+) -> Tensor:
+    """Return the attention of the tokens in these spans of a row, by a kernel that knows the
+    documents. `given`: keywords of transformers' sdpa."""
+    dtype = computed_dtype(query)
+    query, key, value = (each.to(dtype) for each in (query, key, value))
+    options: Any = {
+        "scale": given.get("scaling"),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+    if kernel == "varlen":
+        lengths = mask.lengths()
+        return varlen_attention(query, key, value, lengths, spans, is_causal=True, **options)
+    return flex_attention(query, key, value, mask.of_blocks(spans), **options)
+
+
+def _by_document(
     compute: Callable[..., Any],
     mask: SequenceMask,
     query: Tensor,
@@ -339,12 +427,10 @@ def _of_all_tokens(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of whole rows. On a CPU, where many small calls cost little, each
-    document is computed alone, which skips what a mask would hide."""
+    """Return the attention of whole rows, each document alone, which skips what a mask would
+    hide."""
     documents = mask.sequence.documents
-    if documents is None or not query.is_cpu:
-        output: Tensor = compute(query, key, value, mask.of_all(query.dtype), **given)[0]
-        return output.transpose(1, 2)
+    assert documents is not None, "a kernel is chosen for documents"
 
     def alone(row: int, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = mask.of_document(row, first, query.shape[2], query.dtype)

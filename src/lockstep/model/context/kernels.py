@@ -1,0 +1,162 @@
+"""The kernel that computes attention in which tokens of a row may not see each other: because they
+belong to different documents, or because a rank has some of the queries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.base import accelerator
+
+Kernel = Literal["varlen", "flex", "documents", "mask", "own"]
+VARLEN_DTYPES: Final = (torch.bfloat16, torch.float16)
+FLEX_DTYPES: Final = (*VARLEN_DTYPES, torch.float32)
+MOST_FEATURES: Final = 256
+"""Largest head of the flash kernels, whose size is a multiple of 8."""
+FEWEST_FEATURES: Final = 16
+"""Smallest head of FlexAttention."""
+KERNELS: Mapping[Kernel, str] = {
+    "varlen": "torch.nn.attention.varlen",
+    "flex": "FlexAttention",
+    "documents": "the model's attention for each document",
+    "mask": "the model's attention with a dense mask",
+    "own": "the model's attention",
+}
+"""Kernel -> its name in the event, the fastest first. `own`: attention to all tokens, or to all
+before, which needs no mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Facts about a call of attention, and about the device and torch, that decide the kernel."""
+
+    no_varlen: str
+    """The reason why `varlen_attn` does not run on the device; "" if it does."""
+    no_flex: str
+    """The reason why FlexAttention does not train on the device; "" if it does."""
+    on_cpu: bool
+    dtype: torch.dtype
+    features: int
+    """Size of a head."""
+    equal_features: bool = True
+    """False if the values have another size."""
+    dropout: float = 0.0
+    whole_rows: bool = True
+    """True if there is a query for each key."""
+    own_mask: bool = False
+    """True if the model gives a mask."""
+    own_rule: bool = False
+    """True if a query attends to fewer tokens of its document than all, or than all before it: in a
+    sliding window, or with padding."""
+    own_softmax: bool = False
+    """True if the model does not compute sdpa: its attention may have sinks or a softcap."""
+
+
+def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
+    """Return the facts of a call. `given`: those that the tensors do not show."""
+    no_varlen, no_flex = _device_facts(query.device)
+    return Facts(
+        no_varlen=no_varlen,
+        no_flex=no_flex,
+        on_cpu=query.is_cpu,
+        dtype=computed_dtype(query),
+        features=query.shape[-1],
+        equal_features=query.shape[-1] == value.shape[-1],
+        **given,  # type: ignore[arg-type]  # by the names of fields
+    )
+
+
+@cache
+def _device_facts(device: torch.device) -> tuple[str, str]:
+    """Return the reasons why `varlen_attn` and FlexAttention do not run on a device."""
+    triton = "" if find_spec("triton") else "it needs Triton, which is not installed"
+    no_flex = accelerator.why_no_flex_attention(device) or triton
+    return accelerator.why_no_varlen_attention(device), no_flex
+
+
+def computed_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype in which sdpa computes, with or without autocast."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def choose(facts: Facts) -> tuple[Kernel, str]:
+    """Return the kernel of a call, and the reasons why no faster one computes it ("" for the
+    fastest)."""
+    no_varlen, no_flex = _why_no_varlen(facts), _why_no_flex(facts)
+    if not no_varlen:
+        return "varlen", ""
+    why = f"varlen_attn: {no_varlen}"
+    if not no_flex:
+        return "flex", why
+    why += f"; FlexAttention: {no_flex}"
+    if facts.on_cpu and facts.whole_rows and not (facts.dropout or facts.own_mask):
+        return "documents", why
+    return "mask", why
+
+
+def _why_no_varlen(facts: Facts) -> str:
+    if facts.no_varlen:
+        return facts.no_varlen
+    if facts.dtype not in VARLEN_DTYPES:
+        return f"it takes bf16 and fp16, not {_name(facts.dtype)}"
+    if not facts.equal_features or facts.features % 8 or facts.features > MOST_FEATURES:
+        return (
+            f"it takes heads of a multiple of 8 features, at most {MOST_FEATURES}, the same for"
+            f" values; the queries have {facts.features}"
+        )
+    if facts.own_rule:
+        return "it computes causal or full attention, without windows and padding"
+    return _unsupported(facts)
+
+
+def _why_no_flex(facts: Facts) -> str:
+    if facts.no_flex:
+        return facts.no_flex
+    if facts.dtype not in FLEX_DTYPES:
+        return f"it takes bf16, fp16 and fp32, not {_name(facts.dtype)}"
+    if facts.features < FEWEST_FEATURES:
+        return f"it takes heads of at least {FEWEST_FEATURES} features, not {facts.features}"
+    return _unsupported(facts)
+
+
+def _unsupported(facts: Facts) -> str:
+    """Return why neither `varlen_attn` nor FlexAttention computes the call; "" if both can."""
+    if facts.dropout:
+        return "it has no dropout"
+    if facts.own_mask:
+        return "the model gives a mask of its own"
+    if facts.own_softmax:
+        return "the model's attention is not sdpa, and may have sinks or a softcap"
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(slots=True)
+class Chosen:
+    """The kernels that computed attention so far."""
+
+    why: dict[Kernel, str] = field(default_factory=dict)
+    """Kernel -> why no faster one."""
+    is_reported: bool = False
+    """True once the event has been recorded."""
+
+    def add(self, facts: Facts) -> Kernel:
+        """Choose the kernel of a call, and remember it."""
+        kernel, why = choose(facts)
+        self.why.setdefault(kernel, why)
+        return kernel
+
+    def details(self) -> dict[str, str]:
+        """Return the kernels as the event names them, each with the reasons why no faster one
+        computes."""
+        return {KERNELS[kernel]: self.why[kernel] for kernel in KERNELS if kernel in self.why}
