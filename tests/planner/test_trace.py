@@ -104,7 +104,7 @@ def collective(kind: CollectiveKind, ranks: int, size: int, axis: str = "") -> C
         ("all_gather", 750),
         ("reduce_scatter", 750),
         ("all_to_all", 750),
-        ("broadcast", 1000),
+        ("broadcast", 750),
         ("send", 1000),
     ],
 )

@@ -57,13 +57,13 @@ class Collective:
 
 
 def sent_bytes(collective: Collective) -> int:
-    """Return the minimum number of bytes that a rank sends: with ring algorithms, or the
-    message."""
+    """Return the minimum number of bytes that a rank sends, on average: with ring algorithms, or
+    the message."""
     n, total = collective.ranks, collective.bytes
     match collective.kind:
         case "all_reduce":
             return 2 * total * (n - 1) // n
-        case "all_gather" | "reduce_scatter" | "all_to_all":
+        case "all_gather" | "reduce_scatter" | "all_to_all" | "broadcast":
             return total * (n - 1) // n
         case _:
             return total

@@ -24,7 +24,7 @@ from lockstep.model.context.exchange import (
 from lockstep.model.context.remade import Remade
 from lockstep.testing.pool import WorkerPool
 
-SAMPLES, HEADS, KEY_HEADS, TOKENS, FEATURES = 2, 6, 6, 37, 4
+SAMPLES, HEADS, KEY_HEADS, TOKENS, FEATURES = 2, 6, 6, 36, 4
 
 
 def axis() -> World:
@@ -83,34 +83,56 @@ def test_attention_is_that_of_one_process(pool: WorkerPool, ranks: int) -> None:
         assert {case: off for case, off in found.items() if off > 1e-14} == {}
 
 
-def costs(how: str, key_heads: int) -> dict[str, int]:
+def costs(how: str, key_heads: int, chunks: int) -> dict[str, int]:
     """Bytes that this rank sends in forward and backward, those that it saves for the backward, and
-    the collectives."""
+    the rounds of collectives."""
     sent, calls, saved = 0, 0, {}
-    exchange = dist.all_to_all_single
+    exchange, gather, broadcast = dist.all_to_all_single, dist.all_gather_single, dist.broadcast
 
-    def counted(output: Tensor, given: Tensor, to_take: Any, to_give: list[int], **how: Any) -> Any:
+    def exchanged(
+        output: Tensor, given: Tensor, to_take: Any, to_give: list[int], **how: Any
+    ) -> Any:
         nonlocal sent, calls
         calls += 1
         sent += given.element_size() * (sum(to_give) - to_give[dist.get_rank()]) * given[:1].numel()
         return exchange(output, given, to_take, to_give, **how)
 
+    def gathered(output: Tensor, given: Tensor, **how: Any) -> Any:
+        nonlocal sent, calls
+        calls += 1
+        sent += output.nbytes - given.nbytes
+        return gather(output, given, **how)
+
+    def broadcasted(tensor: Tensor, group_src: int, **how: Any) -> Any:
+        nonlocal sent, calls
+        if group_src == dist.get_rank():
+            calls += 1
+            sent += tensor.nbytes * (dist.get_world_size() - 1)
+        return broadcast(tensor, group_src=group_src, **how)
+
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    dist.all_to_all_single = counted
+    dist.all_to_all_single, dist.all_gather_single, dist.broadcast = (
+        exchanged,
+        gathered,
+        broadcasted,
+    )
     try:
-        layout = TokenLayout(TOKENS, 8, axis())
+        layout = TokenLayout(TOKENS, chunks, axis())
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             gradients(layout, how, key_heads)
     finally:
-        dist.all_to_all_single = exchange
+        dist.all_to_all_single, dist.all_gather_single, dist.broadcast = exchange, gather, broadcast
     return {"sent": sent, "calls": calls, "saved": sum(saved.values())}
 
 
-@pytest.mark.parametrize(("how", "key_heads"), [("heads", 6), ("keys", 6), ("keys", 2)])
-def test_what_is_sent_and_saved(pool: WorkerPool, how: str, key_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "key_heads", "chunks"),
+    [("heads", 6, 8), ("keys", 6, 8), ("keys", 2, 8), ("keys", 2, 6)],
+)
+def test_what_is_sent_and_saved(pool: WorkerPool, how: str, key_heads: int, chunks: int) -> None:
     ranks = 3
     g, a = key_heads / HEADS, 8 * SAMPLES * HEADS * TOKENS * FEATURES
     formula = {
@@ -118,11 +140,11 @@ def test_what_is_sent_and_saved(pool: WorkerPool, how: str, key_heads: int) -> N
         "keys": 6 * g * a * (ranks - 1) / ranks,
     }[how]
     extra = (2 + 2 * g) * a * (ranks - 1) / ranks  # the test's own `gather_tokens`
-    found = pool.run(ranks, costs, how, key_heads)
+    found = pool.run(ranks, costs, how, key_heads, chunks)
     # tokens are not divided evenly: some ranks send more, and others less
     assert sum(each["sent"] for each in found) == pytest.approx(ranks * (formula + extra), rel=0.02)
     assert {each["calls"] for each in found} == {4 + (4 if how == "heads" else 3)}
-    (alone,) = pool.run(1, costs, how, key_heads)
+    (alone,) = pool.run(1, costs, how, key_heads, chunks)
     assert sum(each["saved"] for each in found) <= 1.05 * alone["saved"]
 
 

@@ -231,17 +231,30 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
-        ctx.layout, ctx.shape = layout, rows.shape
-        shapes = [[(count, *rows.shape[1:])] for count in layout.counts]
-        received = _exchanged(layout.world, [[rows]] * layout.world.size, shapes)
-        return torch.cat([part for (part,) in received])
+        ctx.layout = layout
+        world, counts = layout.world, layout.counts
+        gathered = rows.new_empty(layout.tokens, *rows.shape[1:])
+        if len({*counts}) == 1:
+            dist.all_gather_single(gathered, rows, group=world.group)
+            return gathered
+        # torch's uneven all-gather, which Gloo does not have
+        parts = torch.split(gathered, counts)
+        parts[world.rank].copy_(rows)
+        for each in [
+            dist.broadcast(part, group=world.group, group_src=source, async_op=True)
+            for source, part in enumerate(parts)
+        ]:
+            each.wait()
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        world, (gradient,) = ctx.layout.world, gradients
-        parts = [[part] for part in torch.split(gradient, ctx.layout.counts)]
-        first, *others = _exchanged(world, parts, [[ctx.shape]] * world.size)
-        (total,) = first
-        for (part,) in others:
-            total = total + part
+        world, counts = ctx.layout.world, ctx.layout.counts
+        gradient, own = gradients[0].contiguous(), ctx.layout.local
+        received = gradient.new_empty(world.size * own, *gradient.shape[1:])
+        dist.all_to_all_single(received, gradient, [own] * world.size, counts, group=world.group)
+        first, second, *others = torch.split(received, own)
+        total = first + second
+        for part in others:
+            total += part
         return total, None
