@@ -79,13 +79,21 @@ class Axis:
     name: str
     divides: tuple[Divided, ...]
     same_state: bool
-    """True if all its ranks hold the same parameters, buffers and optimizer state."""
+    """True if all its ranks hold the same parameters, buffers and optimizer state. `Plan.larger`
+    gives False for all axes over which the plan shards parameters."""
     in_forward: bool
     """True if the forward communicates over it: its ranks then compute at the same time."""
     sums: Literal["all", "partial", "shared"]
     """Parameters whose gradients are summed over the axis after the backward. `all`: all, except
     experts that it divides; `partial`: those whose gradient a layer leaves partial; `shared`: those
     that several stages share."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """True if parameters that a plan shards are also sharded over this axis: its ranks compute
+        together, and the gradient is summed over them. Experts are not sharded over the axis that
+        divides them."""
+        return self.in_forward and self.sums == "all"
 
 
 def axis(*divides: Divided, same_state: bool, in_forward: bool, sums: str) -> dict[str, Any]:
@@ -452,6 +460,11 @@ class Plan:
         """The axes that may have more than one rank, in the order of the mesh. Pipeline stages come
         first: they communicate least."""
         larger = [axis for axis in self.axes() if getattr(self, axis.name) != 1]
+        if any("parameters" in axis.divides for axis in larger):
+            larger = [
+                replace(axis, same_state=axis.same_state and not axis.shards_parameters)
+                for axis in larger
+            ]
         return sorted(larger, key=lambda axis: "layers" not in axis.divides)
 
     def divides(self, what: Divided) -> bool:
@@ -461,8 +474,8 @@ class Plan:
     @property
     def state_divided(self) -> list[str]:
         """The axes whose ranks hold different state, as text such as `shard=2`."""
-        sizes = [(axis, getattr(self, axis.name)) for axis in self.axes() if not axis.same_state]
-        return [f"{axis.name}={size}" for axis, size in sizes if size != 1]
+        divided = {axis.name for axis in self.larger if not axis.same_state}
+        return [f"{name}={size}" for name, size in self.axis_sizes.items() if name in divided]
 
     @property
     def data_ranks(self) -> int:

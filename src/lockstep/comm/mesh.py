@@ -36,8 +36,11 @@ class Mesh:
     larger: Sequence[Axis]
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Torch's mesh of these axes, by name. None if there is at most one such axis, and the state is
-    not sharded."""
+    """Torch's mesh of these axes, by name. Axes over which parameters are sharded are one dim of
+    it, such as `shard_context`. None if there is at most one axis, and the state is not sharded."""
+    expert_mesh: DeviceMesh | None
+    """Torch's mesh for experts, which `expert` divides: it is no part of the dim over which they
+    are sharded. Without the axes `shard` and `expert` together it is `torch_mesh`."""
     groups: Mapping[tuple[str, ...], World]
     """The processes along one axis, or along several axes together, by the names of the axes."""
     without_shared_memory: Mapping[str, str]
@@ -51,6 +54,9 @@ class Mesh:
     """The ranks that together hold the model's layers."""
     tokens: World = field(init=False)
     """The ranks that share out the tokens of each microbatch. Each has a part of its loss."""
+    parts: World = field(init=False)
+    """The ranks that together hold each parameter of a stage, except for the parts that `tensor`
+    makes of it."""
 
     def __post_init__(self) -> None:
         for name, asked in (
@@ -60,6 +66,10 @@ class Mesh:
             ("tokens", _cuts),
         ):
             object.__setattr__(self, name, self.along(asked))
+        sharded = _sharded(self.larger)
+        object.__setattr__(
+            self, "parts", self._together(sharded or _names(self.larger, _divides_experts))
+        )
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
@@ -72,17 +82,22 @@ class Mesh:
             _names(larger, asked)
             for asked in (_deals, _copies, _stacks, _cuts, _sums, _sums_of_expert)
         ]
+        together += [_sharded(larger), _sharded_experts(larger), _copies_of_dense(larger)]
         wanted = tuple(dict.fromkeys([*((axis.name,) for axis in larger), *filter(None, together)]))
+        torch_mesh = expert_mesh = None
         if len(larger) < 2 and all(axis.same_state for axis in larger):
-            torch_mesh, groups = None, dict.fromkeys(wanted, world)
+            groups = dict.fromkeys(wanted, world)
         else:
             sizes = tuple((axis.name, plan.size(axis)) for axis in larger)
-            torch_mesh, made = _made(world, sizes, wanted)
+            dims = [
+                _dims(larger, sharded) for sharded in (_sharded(larger), _sharded_experts(larger))
+            ]
+            (torch_mesh, expert_mesh), made = _made(world, sizes, wanted, tuple(dims))
             groups = {names: _part(world, group) for names, group in made.items()}
         groups, reasons = _with_shared_memory(
             world, plan, groups, data=_names(larger, _deals), summed=_names(larger, _sums)
         )
-        return cls(world, larger, torch_mesh, groups, reasons)
+        return cls(world, larger, torch_mesh, expert_mesh, groups, reasons)
 
     def close(self) -> None:
         """Release the shared memory."""
@@ -97,15 +112,41 @@ class Mesh:
 
     def along(self, asked: Callable[[Axis], bool]) -> World:
         """Return the processes along all axes of which `asked` is true."""
-        names = _names(self.larger, asked)
+        return self._together(_names(self.larger, asked))
+
+    def _together(self, names: tuple[str, ...]) -> World:
         return self.groups[names] if names else _alone(self.world)
 
     def summed(self, parameter: Tensor | None = None) -> World:
         """Return the processes over which the gradient of a parameter is summed after the backward.
         `parameter=None`: a parameter that no axis divides."""
-        divided = set() if parameter is None else divided_over(parameter)
-        is_expert = any("experts" in axis.divides and axis.name in divided for axis in self.larger)
+        is_expert = parameter is not None and self.is_expert(parameter)
         return self.along(_sums_of_expert if is_expert else _sums)
+
+    def is_expert(self, parameter: Tensor) -> bool:
+        """True for a parameter of experts that are divided over ranks."""
+        dims = _divided_dims(parameter)
+        return any(_divides_experts(axis) and axis.name in dims for axis in self.larger)
+
+    def shards(self, parameter: Tensor | None = None) -> World:
+        """Return the processes over which a parameter is sharded: this one alone if `shard` is 1.
+        `parameter=None`: a parameter that is no expert's."""
+        is_expert = parameter is not None and self.is_expert(parameter)
+        return self._together((_sharded_experts if is_expert else _sharded)(self.larger))
+
+    def shard_mesh(self, parameter: Tensor | None = None) -> DeviceMesh:
+        """Return torch's mesh of the processes in `shards`. `shard` has several ranks."""
+        is_expert = parameter is not None and self.is_expert(parameter)
+        names = (_sharded_experts if is_expert else _sharded)(self.larger)
+        torch_mesh = self.expert_mesh if is_expert else self.torch_mesh
+        assert torch_mesh is not None
+        return torch_mesh[_JOIN.join(names)]
+
+    def copies(self, tensor: Tensor) -> World:
+        """Return the ranks that hold the same part of a tensor of the state."""
+        if self.is_expert(tensor):
+            return self.replicas
+        return self._together(_copies_of_dense(self.larger))
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model; in a pipeline, a rank has only a part of it.
@@ -133,19 +174,60 @@ def _sums(axis: Axis) -> bool:
     return axis.sums == "all"
 
 
+def _divides_experts(axis: Axis) -> bool:
+    return "experts" in axis.divides
+
+
 def _sums_of_expert(axis: Axis) -> bool:
-    return _sums(axis) and "experts" not in axis.divides
+    return _sums(axis) and not _divides_experts(axis)
 
 
 def _names(axes: Sequence[Axis], asked: Callable[[Axis], bool]) -> tuple[str, ...]:
     return tuple(axis.name for axis in axes if asked(axis))
 
 
+def _sharded(axes: Sequence[Axis]) -> tuple[str, ...]:
+    """Return the names of the axes over which parameters are sharded."""
+    if not any("parameters" in axis.divides for axis in axes):
+        return ()
+    return _names(axes, lambda axis: axis.shards_parameters)
+
+
+def _sharded_experts(axes: Sequence[Axis]) -> tuple[str, ...]:
+    experts = _names(axes, _divides_experts)
+    return tuple(name for name in _sharded(axes) if name not in experts)
+
+
+def _copies_of_dense(axes: Sequence[Axis]) -> tuple[str, ...]:
+    """Return the axes whose ranks hold the same part of each tensor that is no expert's."""
+    sharded = _sharded(axes)
+    return _names(axes, lambda axis: axis.same_state or (_divides_experts(axis) and not sharded))
+
+
+def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of each dim of torch's mesh: one dim for all that are `sharded`, in the place
+    of the first of them."""
+    dims: list[tuple[str, ...]] = [(axis.name,) for axis in axes if axis.name not in sharded]
+    if sharded:
+        at = next(place for place, axis in enumerate(axes) if axis.name in sharded)
+        dims.insert(at, sharded)
+    return tuple(dims)
+
+
+_JOIN = "_"
+"""Joins the names of axes to the name of a dim of torch's mesh."""
+
+
 def divided_over(tensor: Tensor) -> set[str]:
     """Return the names of the axes over which a DTensor is divided."""
+    return {axis for dim in _divided_dims(tensor) for axis in dim.split(_JOIN)}
+
+
+def _divided_dims(tensor: Tensor) -> list[str]:
+    """Return the names of the dims of torch's mesh over which a DTensor is divided."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements = getattr(tensor, "placements", ())
-    return {name for name, at in zip(names, placements, strict=True) if not at.is_replicate()}
+    return [name for name, at in zip(names, placements, strict=True) if not at.is_replicate()]
 
 
 class PipelineStateDict(Mapping[str, Tensor]):
@@ -185,15 +267,20 @@ class PipelineStateDict(Mapping[str, Tensor]):
         return len(self._owners)
 
 
-_meshes: dict[Any, tuple[DeviceMesh, Mapping[tuple[str, ...], Any]]] = {}
+_meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
 """Meshes with their groups, each made once for the life of the process group: torch caches the
 meshes of distributed tensors, and confuses equal ones."""
+_Dims = tuple[tuple[str, ...], ...]
 
 
 def _made(
-    world: World, sizes: tuple[tuple[str, int], ...], wanted: tuple[tuple[str, ...], ...]
-) -> tuple[DeviceMesh, Mapping[tuple[str, ...], Any]]:
-    """Return torch's mesh of these axes, and the process groups along the `wanted` ones.
+    world: World,
+    sizes: tuple[tuple[str, int], ...],
+    wanted: tuple[tuple[str, ...], ...],
+    meshes: tuple[_Dims, ...],
+) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
+    """Return torch's meshes of these axes, and the process groups along the `wanted` ones.
+    `meshes`: for each mesh, the axes of each dim; equal ones give one mesh.
 
     The groups are made here. If torch's mesh made the groups itself, it would split them from a
     group that is bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo
@@ -202,18 +289,31 @@ def _made(
     from torch.distributed.device_mesh import DeviceMesh
 
     set_item_of_distributed(lambda tensor: full_tensor(tensor.detach()).item())
-    key = (dist.group.WORLD, sizes, wanted)
+    key = (dist.group.WORLD, sizes, wanted, meshes)
     if key not in _meshes:
-        axes = tuple(axis for axis, _ in sizes)
+        axes = [axis for axis, _ in sizes]
         ranks = torch.arange(world.size).view([size for _, size in sizes])
         groups = {
-            names: _group(ranks, [axes.index(name) for name in names], "_".join(names))
+            names: _group(ranks, [axes.index(name) for name in names], _JOIN.join(names))
             for names in wanted
         }
-        by_axis = [groups[axis,] for axis in axes]
-        mesh = DeviceMesh.from_group(by_axis, world.device.type, ranks, mesh_dim_names=axes)
-        _meshes[key] = mesh, groups
+        made = {
+            dims: DeviceMesh.from_group(
+                [groups[names] for names in dims],
+                world.device.type,
+                _merged(ranks, [[axes.index(name) for name in names] for names in dims]),
+                mesh_dim_names=tuple(_JOIN.join(names) for names in dims),
+            )
+            for dims in dict.fromkeys(meshes)
+        }
+        _meshes[key] = [made[dims] for dims in meshes], groups
     return _meshes[key]
+
+
+def _merged(ranks: Tensor, dims: Sequence[Sequence[int]]) -> Tensor:
+    """Return the mesh `ranks` with one dim for each sequence of its dims."""
+    ordered = ranks.permute([dim for several in dims for dim in several])
+    return ordered.reshape([math.prod(ranks.shape[dim] for dim in several) for several in dims])
 
 
 def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
@@ -279,8 +379,9 @@ def forget_meshes() -> None:
     """Drop all meshes and process groups, and close their sockets, before the default group is
     destroyed."""
     forget_leader_groups()
-    for mesh, _ in _meshes.values():
-        forget_process_groups(mesh)
+    for meshes, _ in _meshes.values():
+        for mesh in meshes:
+            forget_process_groups(mesh)
     _meshes.clear()
 
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.checkpoint.json_state import encode
-from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.mesh import to_local
+from lockstep.comm.world import World
 from lockstep.training.hook import ControlHook, Hook
 from lockstep.training.optim.optimizer_state import has_own_pair
 from lockstep.training.run import Run
@@ -30,7 +31,7 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
 class ReplicaAudit(ControlHook):
-    """Compares replicas: ranks that differ in their position on the `replicate` axis only."""
+    """Compares replicas: the ranks that hold the same part of a tensor (`Mesh.copies`)."""
 
     def __init__(self, *, every: int, hooks: Sequence[Hook]) -> None:
         """`every`: steps between comparisons; 0: never. `hooks`: the user's."""
@@ -53,31 +54,45 @@ class ReplicaAudit(ControlHook):
         for module in run.training.modules:
             if module.left_out is not None:
                 module.left_out.agree(mesh.world)
-        replicas = mesh.replicas
         if not self._every or self._agreed == run.step:
             return
         _compare_hooks(run)
-        if replicas.size == 1:
-            self._agreed = run.step
-            return
-        state = state_of(run.training.modules, {}).tensors
-        sums = _checksums([to_local(tensor) for tensor in state.values()])
-        everyone = replicas.gather_rows(mixed(sums).reshape(1), [1] * replicas.size)
-        differs = bool((everyone != everyone[0]).any())
-        if mesh.world.any(differs):
-            raise DivergenceError(self._message(run.step, mesh, list(state), sums, differs))
+        if mesh.world.size > 1:
+            state = state_of(run.training.modules, {}).tensors
+            copies: dict[World, dict[str, Tensor]] = {}
+            for name, tensor in state.items():
+                copies.setdefault(mesh.copies(tensor), {})[name] = to_local(tensor)
+            for replicas, tensors in copies.items():
+                if replicas.size > 1:
+                    self._compare(run.step, mesh.world, replicas, tensors)
         self._agreed = run.step
 
+    def _compare(
+        self, step: int, world: World, replicas: World, tensors: Mapping[str, Tensor]
+    ) -> None:
+        sums = _checksums(list(tensors.values()))
+        everyone = replicas.gather_rows(mixed(sums).reshape(1), [1] * replicas.size)
+        differs = bool((everyone != everyone[0]).any())
+        if world.any(differs):
+            raise DivergenceError(
+                self._message(step, world, replicas, list(tensors), sums, differs)
+            )
+
     def _message(
-        self, step: int, mesh: Mesh, names: Sequence[str], sums: Tensor, differs: bool
+        self,
+        step: int,
+        world: World,
+        replicas: World,
+        names: Sequence[str],
+        sums: Tensor,
+        differs: bool,
     ) -> str:
         """Return the text of the error, the same on every rank."""
-        replicas = mesh.replicas
         everyone = replicas.gather_rows(sums.reshape(1, -1), [1] * replicas.size)
-        ranks = replicas.gather_values(mesh.world.rank)
+        ranks = replicas.gather_values(world.rank)
         by_rank = dict(zip(ranks, everyone.tolist(), strict=True))
         mine = replica_difference(names, by_rank) if differs else ""
-        difference = next(filter(None, mesh.world.gather_values(mine)))
+        difference = next(filter(None, world.gather_values(mine)))
         return (
             f"replicas differ after step {step}, and were the same after step {self._agreed}:"
             f" {difference}; a bit of memory has flipped, or a machine computes wrong results, or a"

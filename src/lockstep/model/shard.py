@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.base.errors import PlanError, RecipeError
@@ -69,14 +70,16 @@ def shard(
     short: AutocastWeights | None,
     keep_casts: bool,
     used_after_forward: Collection[nn.Module] = (),
+    experts: Sequence[str] = (),
 ) -> None:
-    """Shard the parameters of `model` over the `shard` axis, block by block, in place. Every rank
+    """Shard the parameters of `model` over `Mesh.shards`, block by block, in place. Every rank
     calls it. `free_after_forward`: free a block's all-gathered parameters after its forward and
     all-gather them again for its backward. `free_root`: the same for parameters outside the blocks;
     it is useless for a whole model, whose backward starts with them. `offload`: keep shards and
     their gradients in CPU memory. `materialize`: called with a module just before it is sharded, so
     that a rank has at most one full block besides its shards. `short`: weights to gather in
-    autocast's precision. Raises `RecipeError`."""
+    autocast's precision. `experts`: the modules of experts that are divided over ranks. Raises
+    `RecipeError`."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise RecipeError(
@@ -89,10 +92,9 @@ def shard(
                 " FSDP2 shards contiguous rows; make it contiguous in the model,"
                 " nn.Parameter(value.contiguous()), or choose replicate"
             )
-    assert mesh.torch_mesh is not None
-    axis = mesh.torch_mesh["shard"]
     modules = [model.get_submodule(name) for name in blocks]
-    _check_dtypes(model, modules)
+    of_experts = [model.get_submodule(name) for name in experts]
+    _check_dtypes(model, [*of_experts, *modules])
     on_cpu = mesh.world.device.type == "cpu"
     guard = SkippedBlockGuard(model, modules, gathers_ahead=on_cpu)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
@@ -100,23 +102,24 @@ def shard(
     def is_used(module: nn.Module) -> bool:
         return any(each in used_after_forward for each in module.modules())
 
-    for module in modules:
+    def shard_module(module: nn.Module, axis: DeviceMesh, free: bool) -> None:
         materialize(module)
         inputs = RepeatedInputs(module)
-        free = free_after_forward and not is_used(module)
+        free = free and not is_used(module)
         fully_shard(module, mesh=axis, reshard_after_forward=free, offload_policy=policy)
         inputs.install()
-    materialize(model)
-    inputs = RepeatedInputs(model)
-    free_root = free_root and not is_used(model)
-    root = fully_shard(model, mesh=axis, reshard_after_forward=free_root, offload_policy=policy)
-    inputs.install()
+
+    for module in of_experts:
+        shard_module(module, mesh.shard_mesh(next(module.parameters())), free_after_forward)
+    for module in modules:
+        shard_module(module, mesh.shard_mesh(), free_after_forward)
+    shard_module(model, mesh.shard_mesh(), free_root)
     # FSDP2 prefetches a block in the backward; without this, a CPU would wait for the prefetch
-    set_unshard_async(root, on_cpu)
+    set_unshard_async(model, on_cpu)
     guard.install()
     if not keep_casts:
         for group in fsdp_groups(model):
-            drop_casts(group, is_root=group is root)
+            drop_casts(group, is_root=group is model)
     if short is not None:
         short.gather_short(fsdp_groups(model))
 

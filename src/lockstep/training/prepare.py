@@ -171,7 +171,7 @@ def prepare(
         optim.separate_meshes(optimizer)
         optim.allocate_state(optimizer)
     steppers = {
-        id(optimizer): WholeTensorOptimizer(optimizer, context.mesh.axis("shard")).step
+        id(optimizer): WholeTensorOptimizer(optimizer, context.mesh.parts).step
         for optimizer in whole
     }
     module = TrainModule(

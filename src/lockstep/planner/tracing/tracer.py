@@ -362,9 +362,12 @@ def _reduces_in_buckets(module: TrainModule) -> bool:
 
 
 def axes_of(mesh: Mesh) -> Mapping[str, str]:
-    """Return name of a group -> axis, for each group of a mesh."""
+    """Return name of a group -> its axes, or `data` for the data ranks, for each group of a
+    mesh."""
     return {
-        group_name(world.group or dist.group.WORLD): "data" if len(names) > 1 else names[0]
+        group_name(world.group or dist.group.WORLD): (
+            "data" if len(names) > 1 and world is mesh.data else "_".join(names)
+        )
         for names, world in reversed(list(mesh.groups.items()))
         if world.size > 1
     }

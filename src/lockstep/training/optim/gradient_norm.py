@@ -29,7 +29,8 @@ class GradientNorm:
     Every rank calls it."""
 
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
-        self._shards = mesh.axis("shard")
+        self._device = mesh.world.device
+        self._ranks = mesh.parts
         divided = [axis for axis in mesh.larger if not axis.same_state]
         self._in_parts = bool(divided)
         self._memory = None if self._in_parts else mesh.replicas.host_shared_memory
@@ -48,9 +49,8 @@ class GradientNorm:
             return self._number(torch.cat([self._empty(), *rows]).sum().sqrt())
         if not self._in_parts:
             return combined(self._of_each(parts, torch._foreach_norm))
-        squares = torch.zeros(
-            (), dtype=accelerator.wide_dtype(self._shards.device), device=self._shards.device
-        )
+        device = self._device
+        squares = torch.zeros((), dtype=accelerator.wide_dtype(device), device=device)
         mine = [
             part for gradient, part in zip(gradients, parts, strict=True) if self._counts(gradient)
         ]
@@ -69,7 +69,7 @@ class GradientNorm:
         over each axis, and one wait."""
         if not gradients:
             return []
-        wide, device = accelerator.wide_dtype(self._shards.device), self._shards.device
+        wide, device = accelerator.wide_dtype(self._device), self._device
         parts = [to_local(each) for each in gradients]
         if self._bitwise:
             rows = self._squares_of_all_rows(gradients, parts)
@@ -131,27 +131,29 @@ class GradientNorm:
         return value.item() if value.is_cpu else value
 
     def _empty(self) -> Tensor:
-        device = self._shards.device
-        return torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)
+        return torch.zeros(0, dtype=accelerator.wide_dtype(self._device), device=self._device)
 
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return Σ squares of each row of each gradient, in float64. Shards consist of full
-        rows."""
-        device = self._shards.device
+        """Return Σ squares of each row of each gradient, in float64. Parts consist of full rows."""
         rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
-        squares = [each.to(device) for each in self._of_each(parts, squares_of_rows, rows)]
-        if self._shards.size == 1:
+        divided = [place for place, each in enumerate(gradients) if divided_over(each)]
+        lengths = [len(part) if part.dim() else 1 for part in parts]
+        squares = [each.to(self._device) for each in self._of_each(parts, squares_of_rows, lengths)]
+        if not divided:
             return squares
+        ranks = self._ranks
         local_rows = [
-            [_local_rows(count, rank, self._shards.size) for count in rows]
-            for rank in range(self._shards.size)
+            [_local_rows(rows[place], rank, ranks.size) for place in divided]
+            for rank in range(ranks.size)
         ]
-        mine = torch.cat([self._empty(), *squares])
-        everyone = self._shards.gather_rows(mine, [sum(counts) for counts in local_rows])
+        mine = torch.cat([self._empty(), *(squares[place] for place in divided)])
+        everyone = ranks.gather_rows(mine, [sum(counts) for counts in local_rows])
         pieces = torch.split(everyone, [count for counts in local_rows for count in counts])
-        return [torch.cat(pieces[place :: len(rows)]) for place in range(len(rows))]
+        for place, at in enumerate(divided):
+            squares[at] = torch.cat(pieces[place :: len(divided)])
+        return squares
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its
 gradients, so the ranks compute in rounds of one microbatch each. A rank that has no microbatch left
-computes a dummy microbatch, whose gradient is set to zero before the reduce-scatter. This module
+computes a dummy microbatch, whose gradient is set to zero before the reduce-scatter. (Experts that
+are divided over ranks keep theirs: it is of the tokens that other ranks have sent.) This module
 replaces FSDP2's reduce-scatters: by plain ones, or by sums in the canonical order. Over replicas of
 the shards (hybrid sharding), gradients are summed once per step instead of once per round: on an
 accelerator during the backward of the last round, otherwise after it.
@@ -77,13 +78,21 @@ class FsdpReducer:
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
         self._scatters: list[Scatter] = []
         self._groups = fsdp_groups(model)
-        memory = mesh.axis("shard").shared_memory
         for group in self._groups:
             parameters_of_group = fsdp_parameter_group(group)
+            first = None
+            if parameters_of_group is not None:
+                first = parameters_of_group.fsdp_params[0].sharded_param
+            memory = mesh.shards(first).shared_memory
             scatter = (
                 OrderedScatter(mesh, parameters_of_group)
                 if bitwise
-                else Scatter(memory, self._replicas, parameters_of_group)
+                else Scatter(
+                    memory,
+                    self._replicas,
+                    parameters_of_group,
+                    of_experts=first is not None and mesh.is_expert(first),
+                )
             )
             group.set_custom_reduce_scatter(scatter)
             if memory is not None:
@@ -92,7 +101,7 @@ class FsdpReducer:
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
         self._checked: set[nn.Module] = set()
-        self._used = _UsedParameters(model, self._parameters)
+        self._used = _UsedParameters(model, self._parameters, mesh)
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [
             group.register_forward_hook(each.watch)
@@ -246,8 +255,9 @@ class _UsedParameters:
     all-gathered parameters, which are in the graph. FSDP2 sets the gradients of other parameters to
     zeros."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
         self.is_dummy = False
+        self._is_expert = [mesh.is_expert(parameter) for parameter in parameters]
         self.accumulations = 0
         self._parameters = parameters
         self.flags = [0.0] * len(parameters)
@@ -337,14 +347,15 @@ class _UsedParameters:
     def _note(self, place: int) -> Any:
         def hook(parameter: Tensor) -> None:
             self.accumulations += 1
-            if not self.is_dummy and parameter.grad is not None:
+            counts = self._is_expert[place] or not self.is_dummy
+            if counts and parameter.grad is not None:
                 self.flags[place] = 1.0
 
         return hook
 
 
 class SharedMemoryAllGather(AllGather):
-    """The all-gather of a block's parameters through memory that the ranks of `shard` share."""
+    """The all-gather of a block's parameters through memory that the ranks share."""
 
     def __init__(self, memory: SharedMemoryGroup) -> None:
         self._memory = memory
@@ -366,17 +377,26 @@ class SharedMemoryAllGather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """The reduce-scatter over the `shard` axis for one of FSDP2's parameter groups. Every rank
+    """The reduce-scatter over `Mesh.shards` for one of FSDP2's parameter groups. Every rank
     makes the same calls.
 
     It may be called several times in a round, if the forward calls the model several times. Outside
     of a step (in the backward of another model's loss through this model) it exchanges nothing.
     """
 
-    def __init__(self, memory: SharedMemoryGroup | None, replicas: World, parameters: Any) -> None:
-        """`memory`: the shared memory of the ranks of `shard`, if there is any. `parameters`:
-        FSDP2's group, which defines the order and padding of the gradients; None if it has no
-        parameters."""
+    def __init__(
+        self,
+        memory: SharedMemoryGroup | None,
+        replicas: World,
+        parameters: Any,
+        *,
+        of_experts: bool = False,
+    ) -> None:
+        """`memory`: the shared memory of the ranks of the reduce-scatter, if there is any.
+        `parameters`: FSDP2's group, which defines the order and padding of the gradients; None if
+        it has no parameters. `of_experts`: True if the group has experts that are divided over
+        ranks. Their gradient in a dummy's backward counts: it is of other ranks' tokens."""
+        self._of_experts = of_experts
         self._memory = memory
         self._replicas = replicas
         self._parameters = parameters
@@ -390,9 +410,9 @@ class Scatter(ReduceScatter):
         self.summed = []
 
     def next_round(self, *, is_dummy: bool, last: bool) -> None:
-        """Begin the next round of backwards. `is_dummy`: True if its gradient is discarded. `last`:
+        """Begin the next round of backwards. `is_dummy`: True if it is of a dummy. `last`:
         True if no round follows."""
-        self._is_dummy = is_dummy
+        self._is_discarded = is_dummy and not self._of_experts
         self._is_last = last
 
     def end_round(self, *, last: bool) -> None:
@@ -417,7 +437,7 @@ class Scatter(ReduceScatter):
         if not self._in_step:
             output_tensor.zero_()
             return None
-        if self._is_dummy:
+        if self._is_discarded:
             input_tensor.zero_()
         return self._sum(output_tensor, input_tensor, group, async_op)
 

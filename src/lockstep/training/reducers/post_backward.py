@@ -46,6 +46,9 @@ class PostBackwardReducer:
         self._groups: dict[World, list[nn.Parameter]] = {self._numbers: []}
         for parameter in self._parameters:
             self._groups.setdefault(mesh.summed(parameter), []).append(parameter)
+        self._expert_places = [
+            place for place, each in enumerate(self._parameters) if mesh.is_expert(each)
+        ]
         self._complete = complete
         self._tied = tied
         self._unused = UnusedParameters(self._parameters, self._numbers)
@@ -61,7 +64,13 @@ class PostBackwardReducer:
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
         if is_dummy:
-            torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
+            gradients = torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
+            # those of experts are of the tokens that other ranks have sent
+            for place in self._expert_places:
+                parameter, gradient = self._parameters[place], gradients[place]
+                if gradient is not None:
+                    before = parameter.grad
+                    parameter.grad = gradient if before is None else before + gradient
         else:
             torch.autograd.backward(
                 total, grad_output, inputs=self._parameters if own_parameters_only else None
