@@ -114,10 +114,11 @@ def test_an_axis_that_is_not_given_is_1_where_another_is() -> None:
 def test_the_axes_of_the_mesh_are_in_the_order_of_how_often_they_communicate() -> None:
     plan = Plan(replicate=2, shard=2, context=2, tensor=2)
     assert [axis.name for axis in plan.larger] == ["replicate", "shard", "context", "tensor"]
-    assert (plan.data_ranks, plan.state_divided) == (4, ["shard=2", "tensor=2"])
+    assert (plan.data_ranks, plan.state_divided) == (4, ["shard=2", "context=2", "tensor=2"])
+    assert Plan(replicate=2, context=2).state_divided == [], "without shard, nothing is sharded"
     plan = Plan(replicate=2, shard=2, expert=3, context=2)
     assert [axis.name for axis in plan.larger] == ["replicate", "shard", "expert", "context"]
-    assert (plan.data_ranks, plan.state_divided) == (12, ["shard=2", "expert=3"])
+    assert (plan.data_ranks, plan.state_divided) == (12, ["shard=2", "expert=3", "context=2"])
 
 
 def test_ranks_of_expert_compute_in_rounds() -> None:
