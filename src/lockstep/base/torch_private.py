@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch._C import (
+    DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch._C._distributed_c10d import (
     GradBucket as GradBucket,
     PrefixStore as PrefixStore,
@@ -33,11 +38,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules import batchnorm, dropout
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import (
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import (
