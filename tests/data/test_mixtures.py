@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -150,6 +152,18 @@ def test_a_failing_sample_of_a_mixture_is_named() -> None:
 
 
 STREAM = ls.Stream(Numbered("a", 5), shards=4)
+NO_WEIGHTS: list[Any] = [
+    *(0, -0.5, float("nan"), float("inf"), "1", True, None, 1j),
+    *(np.float32("nan"), np.bool_(True), np.array([1.0]), Decimal("NaN"), Fraction(-1, 2)),
+]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.float32, Fraction, Decimal])
+def test_a_weight_is_any_real_number(kind: Any) -> None:
+    streams = {"a": STREAM, "b": STREAM}
+    mixture = ls.Stream.mix(streams, weights={"a": kind(1), "b": kind(3)}).open
+    assert mixture.weights == {"a": 1.0, "b": 3.0}  # type: ignore[attr-defined]  # a Mixture
+    assert {type(each) for each in mixture.weights.values()} == {float}  # type: ignore[attr-defined]  # a Mixture
 
 
 @pytest.mark.parametrize(
@@ -182,7 +196,26 @@ STREAM = ls.Stream(Numbered("a", 5), shards=4)
                 f"Stream.mix with the weight {weight!r} of 'b'; a weight is a number above 0, and"
                 " only the proportions count; leave out a stream that is not to be read",
             )
-            for weight in (0, -0.5, float("nan"), float("inf"), "1", True, None)
+            for weight in NO_WEIGHTS
+        ),
+        *(
+            ({"a": STREAM, "b": STREAM}, {"a": 1, "b": 10**digits}, RecipeError, message)
+            for digits, message in (
+                (400, f"Stream.mix with the weight 1{'0' * 59}... of 'b'; a weight is a number"),
+                (5000, "Stream.mix with the weight a whole number of 16610 bits of 'b'"),
+            )
+        ),
+        (
+            {"a": STREAM, "b": STREAM},
+            {"a": 1, "b": Fraction(1, 10**400)},
+            RecipeError,
+            "a weight is a number above 0",
+        ),
+        (
+            {"a": STREAM, "b": STREAM},
+            {"a": 1e308, "b": 1e308},
+            RecipeError,
+            "whose sum is not a float; only the proportions count; divide each by the largest",
         ),
         (
             {"a": STREAM, "b": ls.Stream(Numbered("b", 5), shards=8)},

@@ -288,6 +288,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_by_itself(
         (DataLoader([1]), {}, DataError, "pack(data) is a DataLoader; lockstep makes the batches"),
         ([[], []], {}, DataError, "pack of 2 documents without a token; a row has at least one; check what tokenizes them"),
         ([[1], [2]], {"lengths": [1]}, DataError, "pack(lengths) with shape (1,) and dtype int64 for 2 documents"),
+        ([[1], [2]], {"lengths": [[1], [1, 2]]}, DataError, "pack(lengths) with a list that is no array of numbers"),
         ([[1]], {"lengths": [1.0]}, DataError, "a whole number of at least 0; correct them"),
         ([[1]], {"lengths": [-1]}, DataError, "a whole number of at least 0; correct them"),
         (["text"], {}, DataError, "document 0 is a str of shape (); a document is a list, an array or a tensor of token ids, or a dict with them as input_ids, and perhaps labels, one for each of them; tokenize it before it is packed"),

@@ -142,6 +142,26 @@ def classes(logits: Tensor, text: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), text.flatten())
 
 
+def capped(logits: Tensor, text: Tensor) -> Tensor:
+    return tokens((logits / 2).tanh() * 2, text)
+
+
+def halved(logits: Tensor, text: Tensor) -> Tensor:
+    return tokens(logits / 2, text)
+
+
+class Halved(Language):
+    """A head without bias, whose logits are halved before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES, bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden = self.blocks[1](self.blocks[0](self.embedding(text)))
+        return self.head(hidden / 2)  # type: ignore[no-any-return]
+
+
 class Adapted(Language):
     """A head with a forward of its own."""
 
@@ -155,6 +175,11 @@ def right(**changes: Any) -> Callable[[str, str], float]:
         return ls.train(recipe(evaluation=None, **changes), run_dir=folder, plan=plan).loss
 
     return train
+
+
+def whole(**changes: Any) -> Callable[[str, str], float]:
+    train = right(**changes)
+    return lambda folder, plan: train(folder, plan.replace(",logits=chunked", ""))
 
 
 def loops(late: bool) -> Callable[[str, str], float]:
@@ -192,6 +217,14 @@ MISTAKES: dict[str, tuple[Callable[[str, str], float], Callable[[str, str], floa
     "name such a layer in Recipe.head": (
         right(model=Adapted, stages=None),
         right(model=Adapted, stages=None, head="head.0"),
+    ),
+    "leave logits=chunked out for a soft cap (torch.tanh)": (
+        right(loss=capped),
+        whole(loss=capped),
+    ),
+    "a head without bias can be given a factor before it: head(x / 30)": (
+        right(loss=halved),
+        right(model=Halved, stages=None),
     ),
     "choose bf16 or fp32 as the precision": (right(precision="fp16"), right()),
 }

@@ -208,7 +208,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 len(document_of(self._data[number], f"document {number}").tokens)
                 for number in range(len(self._data))
             ]
-        found = np.asarray(lengths)
+        try:
+            found = np.asarray(lengths)
+        except (TypeError, ValueError, RuntimeError) as error:  # rows of several lengths, a tensor
+            raise DataError(
+                f"pack(lengths) with a {type(lengths).__name__} that is no array of numbers"
+                f" ({error}); it has the number of tokens of each document, a whole number of at"
+                " least 0; correct them"
+            ) from error
         if (
             found.shape != (len(self._data),)
             or not np.issubdtype(found.dtype, np.integer)

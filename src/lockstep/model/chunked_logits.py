@@ -51,6 +51,11 @@ OF_HIDDEN = frozenset(
     | accelerator.DEVICE_FLAGS
 )
 """Names of attributes and methods that are those of the hidden states."""
+OF_EACH_LOGIT = frozenset(
+    {"div", "true_divide", "divide", "mul", "multiply", "tanh", "sigmoid", "clamp", "exp", "pow"}
+    | {"__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__"}
+)
+"""Names of functions that change each logit by itself."""
 
 
 class Head(NamedTuple):
@@ -216,6 +221,13 @@ def _hugging_face_head(model: nn.Module) -> nn.Module | None:
 
 
 def _error(name: str) -> PlanError:
+    if name in OF_EACH_LOGIT:
+        return PlanError(
+            f"logits=chunked, and torch's {name} is called on the logits, which are never computed"
+            " as a whole; leave logits=chunked out for a soft cap (torch.tanh) or another function"
+            " of each logit; a head without bias can be given a factor before it: head(x / 30)"
+            " instead of head(x) / 30"
+        )
     return PlanError(
         f"logits=chunked, and torch's {name} is called on the logits, which are never computed as a"
         " whole; give the logits to F.cross_entropy, which computes them in chunks, or leave"

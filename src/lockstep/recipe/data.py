@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import numbers
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import accumulate, islice
 from typing import Any, Literal
 
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.field_docs import with_field_docs
 from lockstep.recipe.checks import check_callable, check_count
+
+MOST_CHARACTERS = 60
+"""Length of a value in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +205,17 @@ class Stream:
         the stream continues with its next epoch, so the proportions stay the same. Raises
         `RecipeError` and `DataError`.
         """
-        check_mixture(streams, weights)
+        shares = checked_mixture(streams, weights)
         names = sorted(streams)
         mixture = Mixture(
-            {name: streams[name] for name in names},
-            {name: float(weights[name]) for name in names},
+            {name: streams[name] for name in names}, {name: shares[name] for name in names}
         )
         return cls(mixture, shards=streams[names[0]].shards)
 
 
-def check_mixture(streams: Any, weights: Any) -> None:
-    """Raise `DataError` unless these are streams with the same number of shards, and `RecipeError`
-    unless each has a weight."""
+def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
+    """Return the weights as floats. Raise `DataError` unless these are streams with the same number
+    of shards, and `RecipeError` unless each has a weight."""
     if not isinstance(streams, Mapping) or not streams:
         raise RecipeError(
             f"Stream.mix({streams!r}); it mixes streams by name; give a dict of them, such as"
@@ -235,22 +239,45 @@ def check_mixture(streams: Any, weights: Any) -> None:
             + ", ".join(f"{name!r}: ..." for name in sorted(streams))
             + "}"
         )
-    for name, weight in weights.items():
-        if (
-            not isinstance(weight, int | float)
-            or isinstance(weight, bool)
-            or not 0 < weight < math.inf
-        ):
+    found = {name: _weight(weight) for name, weight in weights.items()}
+    for name, number in found.items():
+        if not 0 < number < math.inf:
             raise RecipeError(
-                f"Stream.mix with the weight {weight!r} of {name!r}; a weight is a number above 0,"
-                " and only the proportions count; leave out a stream that is not to be read"
+                f"Stream.mix with the weight {_shown(weights[name])} of {name!r}; a weight is a"
+                " number above 0, and only the proportions count; leave out a stream that is not to"
+                " be read"
             )
+    if math.isinf(sum(found.values())):
+        raise RecipeError(
+            f"Stream.mix with the weights {found}, whose sum is not a float; only the proportions"
+            " count; divide each by the largest"
+        )
     shards = {name: stream.shards for name, stream in streams.items()}
     if len(set(shards.values())) > 1:
         raise RecipeError(
             f"Stream.mix of streams with {shards} shards; shard k of the mixture reads shard k of"
             f" each stream, so all have equally many; give each shards={max(shards.values())}"
         )
+    return found
+
+
+def _weight(value: Any) -> float:
+    """Return a number as a float: `inf` if it is too large, NaN if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text, shortened: a whole number may have thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no more than 4,300 digits
+        return f"a whole number of {value.bit_length()} bits"
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
 def check_data(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -308,10 +308,19 @@ class SequenceCut:
         return map_tensors(cut, of_row)
 
     def _documents_of(self, batch: Any, size: tuple[int, int]) -> Documents | None:
-        """Return the batch's documents, if the recipe has any. Raises `DataError`."""
+        """Return the batch's documents, if the recipe has any. Raises `DataError` and
+        `RecipeError`."""
         if self._sequence.documents is None:
             return None
-        documents = Documents.of(self._sequence.documents(batch), self._world.device)
+        try:
+            ids = self._sequence.documents(batch)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise RecipeError(
+                f"Sequence.documents raised {type(error).__name__}: {error}; it was called with"
+                f" {_described(batch)}; it must return the document of each token, a tensor of"
+                " (samples, tokens); rows of ls.pack have it under batch['document_ids']"
+            ) from error
+        documents = Documents.of(ids, self._world.device)
         if documents.ids.shape != size:
             raise DataError(
                 f"Sequence.documents returned ids of shape {tuple(documents.ids.shape)} for inputs"
@@ -430,3 +439,12 @@ def _check_positions(model: nn.Module, name: str | None) -> None:
             f" {', '.join(arguments) or 'no argument'}; name the argument that takes positions, or"
             " leave positions out if the model computes them with torch.arange"
         )
+
+
+def _described(batch: Any) -> str:
+    """Describe a batch by its keys, or its length."""
+    if isinstance(batch, Mapping):
+        return f"a batch with the keys {[*batch]}"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
