@@ -85,6 +85,7 @@ PAGES = {
                 "lockstep.Gathered",
                 "lockstep.Weights",
                 "lockstep.Sequence",
+                "lockstep.Balance",
                 "lockstep.Ensemble",
                 "lockstep.Stream",
                 "lockstep.warmup_cosine",

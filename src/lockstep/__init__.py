@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.logging.loggers import MLflow as MLflow, WandB as WandB
     from lockstep.plan import Plan as Plan
     from lockstep.ranks import once as once, rank as rank
+    from lockstep.recipe.balance import Balance as Balance
     from lockstep.recipe.data import Stream as Stream
     from lockstep.recipe.parameters import param as param
     from lockstep.recipe.recipe import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from lockstep.training.optim.schedule import OnMetric as OnMetric
 
 _HOME = {
+    "Balance": "lockstep.recipe.balance",
     "EarlyStopping": "lockstep.hooks.early_stopping",
     "Ensemble": "lockstep.training.ensemble",
     "Evaluation": "lockstep.recipe.recipe",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.base import accelerator
 from lockstep.hooks.checkpointing import Checkpointing
+from lockstep.hooks.expert_loads import ExpertLoads
 from lockstep.hooks.hang.watchdog import HangHook
 from lockstep.hooks.loss_check import CarriedState, LossCheck
 from lockstep.hooks.memory_images import MemoryImages
@@ -104,6 +105,8 @@ class HouseHooks:
             *evaluating,
             # Adds its numbers to the line that `Metrics` writes.
             Stragglers(),
+            # Likewise.
+            ExpertLoads(),
             # Detects a loss that is not finite before the step is compared or saved.
             self.metrics,
             # Detects a replica that differs before a save.

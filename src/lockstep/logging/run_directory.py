@@ -40,6 +40,7 @@ _RUN_FILES = (
     _RUN_FILE,
     "metrics.jsonl",
     "ranks.jsonl",
+    "experts.jsonl",
     "events.jsonl",
     _RESULT_FILE,
     "model.safetensors",

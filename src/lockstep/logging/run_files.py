@@ -22,11 +22,12 @@ from lockstep.base.files import (
     read_object,
 )
 
-RUN, RESULT, METRICS, RANKS, EVENTS = (
+RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
     "run.json",
     "result.json",
     "metrics.jsonl",
     "ranks.jsonl",
+    "experts.jsonl",
     "events.jsonl",
 )
 _RUN_KINDS = {

@@ -140,6 +140,11 @@ class RunningStatistics:
         self._compares = self._world.any(bool(self._others or self._updating))
         self.begin(compare=False)
 
+    @property
+    def updates(self) -> bool:
+        """True if forwards update a buffer of the model."""
+        return bool(self._scratches or self._updating)
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()

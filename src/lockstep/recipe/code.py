@@ -130,6 +130,8 @@ def _functions(recipe: Recipe) -> dict[str, Any]:
         found["batch_loss"] = [batch_loss.collect, batch_loss.compute]
     if recipe.sequence is not None and recipe.sequence.documents is not None:
         found["sequence"] = recipe.sequence.documents
+    if recipe.balance is not None and recipe.balance.tokens is not None:
+        found["balance"] = recipe.balance.tokens
     return found
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.field_docs import with_field_docs
 from lockstep.recipe import parameters
+from lockstep.recipe.balance import Balance
 from lockstep.recipe.checks import (
     Precision,
     check_batch,
@@ -320,6 +321,8 @@ class Recipe:
     sequence: Sequence | None = None
     """The sequences that the plan's `context` cuts, their documents and positions. None:
     `ls.Sequence()`, for a model that draws no random numbers."""
+    balance: Balance | None = None
+    """The balance of a mixture of experts, and the measurement of its loads. None: neither."""
     head: str | None = None
     """Name of the `nn.Linear` that computes the logits, for `logits=chunked`. None: that of a
     Hugging Face model."""
@@ -399,6 +402,7 @@ class Recipe:
                 f"sequence is {in_words(self.sequence)}; give ls.Sequence(dim=1, chunks=16), or"
                 " None"
             )
+        self._check_balance()
         Weights.of(self.weights)
         if not isinstance(self.evaluation, Evaluation | Mapping | None):
             raise RecipeError(
@@ -438,6 +442,26 @@ class Recipe:
                     f" global batch; leave out {name}"
                 )
 
+    def _check_balance(self) -> None:
+        if self.balance is None:
+            return
+        if not isinstance(self.balance, Balance):
+            raise RecipeError(
+                f"balance is {in_words(self.balance)}; give ls.Balance(coefficient=0.01), or None"
+            )
+        if self.balance.has_terms and self.batch_loss is not None:
+            raise RecipeError(
+                "Balance with a coefficient or z, and batch_loss; a batch loss is one number for"
+                " all samples of the global batch, and has no other terms; give"
+                " ls.Balance(bias_rate=...), or a loss instead of batch_loss"
+            )
+        if self.inputs is None and self.balance.tokens is None:
+            raise RecipeError(
+                "balance on a recipe in shorthand form (no inputs; the loss calls the model); the"
+                " tokens of a batch are counted in what inputs returns; give inputs, or"
+                " ls.Balance(tokens=lambda batch: mask), of shape (samples, tokens)"
+            )
+
     @property
     def objective(self) -> Callable[[Any, Any], Any] | Gathered:
         """`loss`, or `batch_loss`."""
@@ -473,8 +497,13 @@ class Recipe:
 def _describe(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    if isinstance(value, Evaluation | Gathered | Sequence | Stream | StreamOfStreams | Weights):
-        return {name: _describe(getattr(value, name)) for name in value.__slots__}
+    if isinstance(
+        value, Balance | Evaluation | Gathered | Sequence | Stream | StreamOfStreams | Weights
+    ):
+        described = {name: _describe(getattr(value, name)) for name in value.__slots__}
+        if isinstance(value, Balance):
+            described["routers"] = value.routers and list(value.routers)
+        return described
     if isinstance(value, Mapping):
         return {str(key): _describe(item) for key, item in value.items()}
     name = getattr(value, "__qualname__", type(value).__qualname__)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.nested import map_tensors
 from lockstep.data.device import to_device
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
 from lockstep.keys import key
 from lockstep.logging.flops import Flops
+from lockstep.model.expert.routers import RoutingRecorder
 from lockstep.model.pipeline.boundary import PipelineLoss, PipelineMicrobatch
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.training.loss import Contribution
@@ -107,14 +109,32 @@ class SerialExecutor:
     flops: Flops
     streams: ModuleRandomStreams | None
     why_no_loop: str | None = None
+    recorder: RoutingRecorder | None = None
+    """Records the choices of routers in each microbatch's forward."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         for microbatch, batch in step.batches():
             self._check(inputs, loss, batch)
-            with self.autocast, self.flops.counting(microbatch.size):
+            with self.autocast, self.flops.counting(microbatch.size), self._recording():
                 # no name for the output: it would live through the next microbatch's forward
                 value = self._computed(inputs, loss, batch)[1]
             step.accumulate(value)
+
+    def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> Iterator[Microbatch]:
+        """Compute the forwards of a step without gradients. Yields each microbatch when `recorder`
+        has recorded its forward."""
+        for microbatch, batch in step.batches():
+            self._check(inputs, loss, batch)
+            # the model may change the batch in place
+            copied = map_tensors(batch, Tensor.clone)
+            with torch.no_grad(), self.autocast, self._recording():
+                output = self._output(inputs, copied)
+                if inputs is None:  # the loss calls the model
+                    loss(output, copied)
+            yield microbatch
+
+    def _recording(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.recorder is None else self.recorder.recording()
 
     def evaluate(
         self,
@@ -146,8 +166,11 @@ class SerialExecutor:
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
         """Return the model's output and its loss."""
-        output = call_model(inputs, self.model, batch)
+        output = self._output(inputs, batch)
         return output, loss(output, batch)
+
+    def _output(self, inputs: Inputs, batch: Any) -> Any:
+        return call_model(inputs, self.model, batch)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,9 +195,12 @@ class SequenceExecutor(SerialExecutor):
                 self.cut.check(model_arguments(inputs, batch), loss, batch)
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
-        assert inputs is not None, "checked"
-        output = self.cut.run(model_arguments(inputs, batch), batch)
+        output = self._output(inputs, batch)
         return output, self.cut.loss(loss, output, batch)
+
+    def _output(self, inputs: Inputs, batch: Any) -> Any:
+        assert inputs is not None, "checked"
+        return self.cut.run(model_arguments(inputs, batch), batch)
 
 
 class PipelineExecutor:

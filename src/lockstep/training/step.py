@@ -21,8 +21,9 @@ from lockstep.model.model_snapshot import remark_on_modes
 from lockstep.model.shard import reshard
 from lockstep.recipe.checks import check_clip_norm
 from lockstep.recipe.recipe import Gathered
+from lockstep.training.balance import ExpertBalance, Routed
 from lockstep.training.batch_loss import BatchLoss
-from lockstep.training.executor import call_model
+from lockstep.training.executor import SerialExecutor, call_model
 from lockstep.training.loss import SINGLE, Contribution, LossKind, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
@@ -70,6 +71,9 @@ class Step:
         """The gradients after the last backward of this step or the previous one. None: not
         compared."""
         self._current: Microbatch | None = None
+        self._held: list[tuple[Microbatch, Any, Routed]] | None = None
+        """Microbatches whose backward waits for the forwards of all others, with their losses.
+        None: no backward waits."""
         self._number = 0
         """The model whose gradient is accumulated, once `_has_begun`."""
         self._has_begun = False
@@ -103,7 +107,55 @@ class Step:
         if self._modules[number].parallel.pipeline is not None:
             loss = partial(self._without_backward, loss)
         self._begin(number)
+        balance = self._modules[number].balance
+        if balance is not None:
+            balance.begin()
+            if balance.needs_step and not self._hold_backwards():
+                self._count_first(balance, inputs, loss)
         executor.train(self, inputs, loss)
+        if balance is not None and self._held is not None:
+            self._release(balance)
+
+    def _hold_backwards(self) -> bool:
+        """Let backwards wait until all forwards of the step are done, if that takes no more memory
+        than a plan allows: with one microbatch on each rank, or if blocks keep only their
+        inputs. The same on every rank."""
+        assigned, plan = self.source.layout.assignment, self._training.context.plan
+        most = max(len(assigned.with_dummies(self.count, rank)) for rank in range(assigned.ranks))
+        keeps_inputs = (
+            plan.checkpointing == "full"
+            and not plan.divides("parameters")
+            and not any(statistics.updates for statistics in self._statistics)
+        )
+        if most > 1 and not keeps_inputs:
+            return False
+        self._held = []
+        return True
+
+    def _count_first(
+        self,
+        balance: ExpertBalance,
+        inputs: Callable[[Any], Any] | None,
+        loss: Callable[[Any, Any], Any],
+    ) -> None:
+        """Count the loads of the global batch by forwards without gradients."""
+        executor = self._module.executor
+        assert isinstance(executor, SerialExecutor), "pipelines are refused"
+        self.source.keep()
+        for microbatch in executor.forwards(self, inputs, loss):
+            if not microbatch.is_dummy:
+                balance.count(balance.routed(microbatch.batch))
+        reshard(self._module.model)
+        balance.know_loads()
+
+    def _release(self, balance: ExpertBalance) -> None:
+        """Compute the backwards that were held."""
+        held, self._held = self._held or [], None
+        balance.know_loads()
+        for current, loss, routed in held:
+            self._current = current
+            self._training.exchange.is_dummy = current.is_dummy
+            self._accumulate(balance.terms(loss, routed))
 
     def _without_backward(self, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
         """Call the loss of a microbatch, when `backward` is not allowed. Raises `LossError` if the
@@ -160,6 +212,18 @@ class Step:
                 f"after step {self.index}: step.accumulate without step.backward, which names the"
                 " model; call step.backward(loss)"
             )
+        balance = self._module.balance
+        if balance is not None:
+            routed = balance.routed(self.current.batch)
+            if not self.current.is_dummy:
+                balance.count(routed)
+            if self._held is not None:
+                self._held.append((self.current, loss, routed))
+                return
+            loss = balance.terms(loss, routed)
+        self._accumulate(loss)
+
+    def _accumulate(self, loss: Any) -> None:
         current, module = self.current, self._module
         if not current.is_dummy and self._seen and self._seen[-1] >= current.index:
             raise LossError(
@@ -262,6 +326,10 @@ class Step:
         with module.gradient_hooks:
             stats = module.reducer.reduce(self._values, self._weights_of_forward, flag=flag)
         module.gradient_hooks.check()
+        if module.balance is not None:
+            module.balance.reduce()
+            if self._polls or self._run.is_logging_step:
+                module.balance.check(self.index)
         self._phases.enter("update")
         for statistics in self._statistics:
             statistics.check(compare=self._compares)
@@ -295,6 +363,8 @@ class Step:
         )
         for statistics in self._statistics:
             statistics.commit(self.source.layout.assignment, self.count, apply=applied)
+        if module.balance is not None:
+            module.balance.commit(applied=applied)
         self._end_commit(number, result)
 
     def _again(

@@ -25,6 +25,7 @@ from lockstep.model.shard import unsharded
 from lockstep.model.tensor.apply import reduce_partial_gradients
 from lockstep.recipe.checks import keeps_rest
 from lockstep.training import precision
+from lockstep.training.balance import ExpertBalance
 from lockstep.training.context import Context
 from lockstep.training.executor import (
     Executor,
@@ -100,6 +101,8 @@ class TrainModule:
         self.held = held_by(model, optimizers)
         """The parameters that the optimizers hold, by name, including frozen ones."""
         self.modes = OptimizerModes(optimizers, self.held)
+        self.balance: ExpertBalance | None = None
+        """The balance of the recipe's experts, set after the model was built."""
         self.left_out: LeftOut | None = None
         """Tensors that are saved only if they change. None in a run that saves nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
@@ -449,6 +452,8 @@ class TrainModule:
             statistics.close()
         if self.parallel.streams is not None:
             self.parallel.streams.close()
+        if self.balance is not None:
+            self.balance.close()
         self._close_reducer()
         self.gradient_hooks.close()
         for parameter in self.parameters:

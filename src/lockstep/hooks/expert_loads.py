@@ -1,0 +1,81 @@
+"""The hook that records the loads of experts: `experts.jsonl`, a number for each layer in
+`metrics.jsonl`, and an event for experts that no token chooses any more."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TextIO
+
+from lockstep.logging.metrics import drop_rows_after
+from lockstep.model.expert.balance import relative_load
+from lockstep.training.balance import ExpertBalance
+from lockstep.training.hook import ControlHook
+from lockstep.training.run import Run
+
+DEAD_AFTER_STEPS = 100
+"""An expert is called dead if no token of so many global batches in a row chose it."""
+PREFIX = "load/"
+
+
+class ExpertLoads(ControlHook):
+    """Writes the loads of the experts in the latest step, at logging steps. Reading them is no
+    collective: every rank has those of the global batch."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+        self._dead: set[tuple[str, int]] = set()
+
+    def before_steps(self, run: Run) -> None:
+        balance = run.training.modules[0].balance
+        if balance is None:
+            return
+        pairs = {layer.name: layer.router for layer in balance.layers}
+        run.event("experts-watched", routers=pairs)
+        path = run.dir / "experts.jsonl"
+        if run.rank == 0 and self._file is None and path.exists():
+            drop_rows_after(run.step, path)
+
+    def between_steps(self, run: Run) -> None:
+        balance = run.training.modules[0].balance
+        if balance is None or not run.is_logging_step:
+            return
+        loads = balance.of_layers(balance.loads.cpu())
+        rows = {
+            layer.name: relative_load(load).tolist()
+            for layer, load in zip(balance.layers, loads, strict=True)
+        }
+        for name, row in rows.items():
+            run.training.measured[f"{PREFIX}{name}"] = max(row)
+        if run.rank == 0:
+            path = run.dir / "experts.jsonl"
+            self._file = self._file or path.open("a", encoding="utf-8", buffering=1)
+            rounded = {name: [round(each, 4) for each in row] for name, row in rows.items()}
+            line = {"step": run.step, "time": time.time(), "loads": rounded}
+            self._file.write(json.dumps(line) + "\n")
+        self._report_dead(run, balance)
+
+    def on_end(self, run: Run) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _report_dead(self, run: Run, balance: ExpertBalance) -> None:
+        """Record an event for experts that have died since the last one."""
+        dead = {
+            (layer.name, expert)
+            for layer, steps in zip(balance.layers, balance.idle_steps(), strict=True)
+            for expert, idle in enumerate(steps)
+            if idle >= DEAD_AFTER_STEPS
+        }
+        found = dead - self._dead
+        self._dead = dead
+        if found:
+            layers = {layer.name: [] for layer in balance.layers}  # type: dict[str, list[int]]
+            for name, expert in sorted(found):
+                layers[name].append(expert)
+            run.event(
+                "experts-dead",
+                steps=DEAD_AFTER_STEPS,
+                experts={name: each for name, each in layers.items() if each},
+                reason="no token chose them; a higher Balance.coefficient, or bias_rate, helps",
+            )

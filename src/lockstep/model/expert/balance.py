@@ -1,0 +1,102 @@
+"""The arithmetic of routers' loads and balance losses: functions of tensors.
+
+A load is a row of integers for one layer: the number of tokens that chose each of its E experts,
+then the number of tokens, of choices out of range, and of tokens whose logits are not finite.
+Integers are exact in any order, so the loads of microbatches and ranks are summed as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MORE = 3
+"""Columns of a load after those of the experts."""
+
+
+def load_of(index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int) -> Tensor:
+    """Return the load (experts + MORE,) of some tokens. `index`: (tokens, k), the chosen experts.
+    `is_finite`: (tokens,). `counted`: (tokens,), True for tokens that count; None: all."""
+    return loads_of_samples(index, is_finite, counted, experts, samples=1)[0]
+
+
+def loads_of_samples(
+    index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int, *, samples: int
+) -> Tensor:
+    """Return the load of each sample, (samples, experts + MORE). The tokens of a sample follow one
+    another. See `load_of`."""
+    counts = (
+        torch.ones(len(index), dtype=torch.int64, device=index.device)
+        if counted is None
+        else counted.to(torch.int64)
+    )
+    is_valid = (index >= 0) & (index < experts)
+    column = torch.where(is_valid, index, experts + 1).long()
+    found = torch.zeros((samples, experts + MORE), dtype=torch.int64, device=index.device)
+    of_each = counts.view(samples, -1)
+    chosen = of_each[..., None].expand(*of_each.shape, index.shape[1])
+    found.scatter_add_(1, column.view(samples, -1), chosen.reshape(samples, -1))
+    found[:, experts] = of_each.sum(1)
+    found[:, experts + 2] = ((~is_finite).to(torch.int64) * counts).view(samples, -1).sum(1)
+    return found
+
+
+def chosen_per_token(load: Tensor) -> Tensor:
+    """Return f: the number of tokens that chose each expert, per token, in float64. Its sum is the
+    number of experts that a token chooses. Without tokens: 0. `load`: (..., experts + MORE)."""
+    tokens = load[..., -MORE, None].clamp(min=1)
+    return load[..., :-MORE].double() / tokens.double()
+
+
+def probabilities(logits: Tensor, scores: Literal["softmax", "sigmoid"]) -> Tensor:
+    """Return the probabilities (tokens, experts) that a router gives, in float32 at least."""
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    if scores == "softmax":
+        return wide.softmax(-1)
+    given = wide.sigmoid()
+    return given / given.sum(-1, keepdim=True)
+
+
+def summed_probabilities(given: Tensor, counted: Tensor | None, *, samples: int) -> Tensor:
+    """Return the sum of the probabilities over the tokens of each sample, (samples, experts)."""
+    if counted is not None:
+        given = given * counted[:, None]
+    return given.view(samples, -1, given.shape[-1]).sum(1)
+
+
+def balance_loss(chosen: Tensor, summed: Tensor) -> Tensor:
+    """Return E Σ f Σ p of one layer: divided by the number of tokens, it is E Σ f P.
+
+    `chosen`: f of each expert. `summed`: each probability summed over tokens. Both have the shape
+    (samples, experts), or (experts,)."""
+    return chosen.shape[-1] * (chosen.to(summed.dtype) * summed).sum()
+
+
+def averaged_over_layers(loads: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the layers' loads, whose f is the mean of the layers' f if all have the
+    same tokens."""
+    return torch.stack(list(loads)).sum(0)
+
+
+def z_loss(logits: Tensor, counted: Tensor | None) -> Tensor:
+    """Return the sum over tokens of logsumexp(logits)**2."""
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    each = wide.logsumexp(-1).square()
+    return (each if counted is None else each * counted).sum()
+
+
+def bias_step(load: Tensor) -> Tensor:
+    """Return the direction in which a router's bias moves, for each expert: 1 if it has fewer
+    tokens than the mean, -1 if it has more, else 0. Integer arithmetic, so it is exact."""
+    counts = load[:-MORE]
+    return (counts.sum() - counts * len(counts)).sign()
+
+
+def relative_load(load: Tensor) -> Tensor:
+    """Return each expert's tokens, divided by the mean over the layer's experts; 0 without tokens.
+    1: balanced."""
+    counts = load[..., :-MORE].double()
+    return counts / counts.mean(-1, keepdim=True).clamp(min=1e-300)

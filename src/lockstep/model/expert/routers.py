@@ -1,0 +1,247 @@
+"""Finds the routers of a model's experts, and records what they choose in a forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.errors import RecipeError, first_few
+from lockstep.base.torch_private import own_buffers, own_parameters
+from lockstep.model.blocks import matching_names
+from lockstep.model.context.active import active
+from lockstep.model.expert.find import Experts, find_experts
+
+BIAS = "e_score_correction_bias"
+"""Name that transformers gives to a router's bias."""
+NAME_THE_ROUTERS = (
+    "name the modules that return the logits: ls.Balance(routers=['blocks.*.router'])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLayer:
+    """A layer of experts with its router."""
+
+    name: str
+    """Name of the module of experts."""
+    experts: Experts
+    router: str
+    """Name of the module that returns the logits."""
+
+
+@dataclass(slots=True)
+class Choices:
+    """The choices of one layer's router in a forward. Empty if the forward skipped the layer."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    """(tokens, experts), for each call of the router."""
+    index: list[Tensor] = field(default_factory=list)
+    """(tokens, k), for each call of the experts."""
+    places: Tensor | None = None
+    """The places of this rank's tokens in the sequence, if ranks share out the tokens."""
+
+
+def find_routers(
+    model: nn.Module, experts: Sequence[str] | None, routers: Sequence[str] | None
+) -> list[RoutedLayer]:
+    """Return the layers of experts with their routers, in the order of the model's modules.
+    `experts`, `routers`: as in `Recipe` and `Balance`. Raises `RecipeError`."""
+    found = find_experts(model, experts)
+    if not found:
+        raise RecipeError(
+            "Recipe.balance with a model without experts; they are modules whose parameters are"
+            " stacked, with the experts as dim 0, and whose forward takes (tokens, index, weights);"
+            " name them in Recipe.experts, or leave balance out"
+        )
+    if routers is None:
+        names = [_router_beside(model, name, each) for name, each in found.items()]
+    else:
+        names = _named(model, routers)
+        if len(names) != len(found):
+            raise RecipeError(
+                f"Balance.routers names {first_few(names)}, and the model's experts are"
+                f" {first_few(list(found))}; each layer of experts has one router; name as many"
+            )
+    pairs = zip(found.items(), names, strict=True)
+    return [RoutedLayer(name, each, router) for (name, each), router in pairs]
+
+
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    modules = [name for name, _ in model.named_modules() if name]
+    matches = {
+        name
+        for pattern in patterns
+        for name in matching_names(modules, pattern, "Balance.routers has", "blocks.*.router")
+    }
+    return [name for name in modules if name in matches]
+
+
+def _router_beside(model: nn.Module, name: str, experts: Experts) -> str:
+    """Return the name of the module beside the experts whose weight has a row for each expert.
+    Raises `RecipeError`."""
+    around = name.rpartition(".")[0]
+    parent = model.get_submodule(around)
+    inside = {id(each) for each in experts.module.modules()}
+    others = [
+        (each, module)
+        for each, module in parent.named_modules()
+        if each and id(module) not in inside and _scores(module, experts.count)
+    ]
+    # a module beside the experts comes before one that is deeper
+    nearest = min((each.count(".") for each, _ in others), default=0)
+    candidates = [
+        f"{around}.{each}" if around else each for each, _ in others if each.count(".") == nearest
+    ]
+    if len(candidates) != 1:
+        seen = first_few(candidates) if candidates else "no module"
+        raise RecipeError(
+            f"Recipe.balance: the router of {name!r} is not known: {seen} beside it has a weight"
+            f" with a row for each of its {experts.count} experts; {NAME_THE_ROUTERS}"
+        )
+    return candidates[0]
+
+
+def _scores(module: nn.Module, experts: int) -> bool:
+    weight = own_parameters(module).get("weight")
+    return weight is not None and weight.dim() == 2 and weight.shape[0] == experts
+
+
+def find_bias(model: nn.Module, layer: RoutedLayer) -> Tensor:
+    """Return the buffer that is added to the router's scores before experts are chosen. Raises
+    `RecipeError`."""
+    around = model.get_submodule(layer.name.rpartition(".")[0])
+    inside = {id(each) for each in layer.experts.module.modules()}
+    modules = [model.get_submodule(layer.router), *around.modules()]
+    found = {
+        id(buffer): (name, buffer)
+        for module in modules
+        if id(module) not in inside
+        for name, buffer in own_buffers(module).items()
+        if buffer is not None
+        and buffer.shape == (layer.experts.count,)
+        and buffer.is_floating_point()
+    }
+    named = [buffer for name, buffer in found.values() if name == BIAS]
+    several = named or [buffer for _, buffer in found.values()]
+    if len(several) != 1:
+        raise RecipeError(
+            f"Balance.bias_rate: {len(several)} buffers around the router {layer.router!r} have the"
+            f" shape ({layer.experts.count},); the bias is one such buffer, which the router adds"
+            f" to its scores before it chooses; register it as {BIAS!r} in the router, or leave"
+            " bias_rate out"
+        )
+    return several[0]
+
+
+class RoutingRecorder:
+    """Records the logits and choices of all routers in a forward, by hooks."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[RoutedLayer]) -> None:
+        self.layers = layers
+        self._choices: list[Choices] | None = None
+        """None outside of `recording`."""
+        self._taken = [Choices() for _ in layers]
+        self._hooks = []
+        for place, layer in enumerate(layers):
+            router = model.get_submodule(layer.router)
+            module = layer.experts.module
+            names = list(inspect.signature(module.forward).parameters)
+            self._hooks += [
+                router.register_forward_hook(self._router_hook(place)),
+                module.register_forward_pre_hook(
+                    self._experts_hook(place, names[1]), with_kwargs=True
+                ),
+            ]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context around a microbatch's forward. Other forwards, such as the recomputation of a
+        block, are not recorded."""
+        self._choices = [Choices() for _ in self.layers]
+        try:
+            yield
+            self._taken = self._choices
+        finally:
+            self._choices = None
+
+    def take(self) -> list[Choices]:
+        """Return the choices of the latest forward, of each layer, once."""
+        taken, self._taken = self._taken, [Choices() for _ in self.layers]
+        return taken
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _router_hook(self, place: int) -> Any:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            if self._choices is not None:
+                layer = self.layers[place]
+                logits = _logits_in(output, layer)
+                self._choices[place].logits.append(logits)
+
+        return note
+
+    def _experts_hook(self, place: int, argument: str) -> Any:
+        def note(_: nn.Module, args: Any, keywords: Any) -> None:
+            if self._choices is not None:
+                index = args[1] if len(args) > 1 else keywords[argument]
+                choices = self._choices[place]
+                choices.index.append(_checked_index(index, self.layers[place]))
+                sequence = active()
+                choices.places = None if sequence is None else sequence.places()
+
+        return note
+
+
+def _logits_in(output: Any, layer: RoutedLayer) -> Tensor:
+    """Return the router's logits (tokens, experts): the first tensor of its output with a column
+    for each expert. Raises `RecipeError`."""
+    several = output if isinstance(output, tuple | list) else [output]
+    for each in several:
+        if (
+            isinstance(each, Tensor)
+            and each.is_floating_point()
+            and each.dim() > 1
+            and each.shape[-1] == layer.experts.count
+        ):
+            return each.reshape(-1, layer.experts.count)
+    shapes = [str(tuple(each.shape)) for each in several if isinstance(each, Tensor)]
+    raise RecipeError(
+        f"the router {layer.router!r} returned tensors of shapes {', '.join(shapes) or None}; the"
+        " logits are a tensor with a column for"
+        f" each of the {layer.experts.count} experts; {NAME_THE_ROUTERS}"
+    )
+
+
+def _checked_index(index: Any, layer: RoutedLayer) -> Tensor:
+    if (
+        not isinstance(index, Tensor)
+        or index.is_floating_point()
+        or index.dtype is torch.bool
+        or index.dim() < 2
+    ):
+        kind = (
+            f"{index.dtype} of shape {tuple(index.shape)}"
+            if isinstance(index, Tensor)
+            else type(index).__name__
+        )
+        raise RecipeError(
+            f"the experts {layer.name!r} were called with {kind} as their second argument; it is"
+            " the index of the chosen experts, integers of shape (tokens, k)"
+        )
+    found = index.detach().reshape(-1, index.shape[-1])
+    if found.is_cpu and len(found):
+        low, high = int(found.min()), int(found.max())
+        if low < 0 or high >= layer.experts.count:
+            raise RecipeError(
+                f"the index of the chosen experts of {layer.name!r} has {low if low < 0 else high};"
+                f" it must be from 0 to {layer.experts.count - 1}; correct what the router returns"
+            )
+    return found

@@ -1,0 +1,83 @@
+"""The recipe's field for the routers of a mixture of experts."""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.field_docs import with_field_docs
+from lockstep.recipe.checks import check_callable, in_words
+
+Over = Literal["microbatch", "step", "previous", "sample"]
+Scores = Literal["softmax", "sigmoid"]
+
+
+@with_field_docs
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """Keeps the load of experts even, and measures it. Each term is added to the loss with its own
+    denominator. Raises `RecipeError`."""
+
+    coefficient: float = 0.0
+    """Factor of the balance loss of each layer, E Σ f P over its E experts: f is the number of
+    tokens that chose the expert, per token; P is the mean probability that the router gives it. 0:
+    no balance loss."""
+    over: Over = "microbatch"
+    """The tokens of f and P: `microbatch`, `step` (the global batch, exact at any microbatch), or
+    `sample` (each sample). `previous`: f of the step before, P of the global batch."""
+    bias_rate: float = 0.0
+    """Change of the router's bias after each step: up for experts with fewer tokens of the global
+    batch than the mean, down for others (DeepSeek-V3). 0: the bias is left alone."""
+    z: float = 0.0
+    """Factor of the router z-loss of each layer, the mean over tokens of logsumexp(logits)**2. 0:
+    no z-loss."""
+    per_layer: bool = True
+    """True: the sum of the layers' balance losses. False: one loss of f and P averaged over the
+    layers, which is `aux_loss` of transformers; one layer may then make up for another."""
+    routers: abc.Sequence[str] | None = None
+    """Names of the modules that return the routers' logits, in the order of the layers; `*` stands
+    for any text. None: the module beside each module of experts whose weight has a row for each
+    expert."""
+    scores: Scores = "softmax"
+    """Probabilities from logits: `softmax`, or `sigmoid` divided by its sum, as in DeepSeek-V3."""
+    tokens: Callable[[Any], Any] | None = None
+    """(collated batch) -> True for each token that counts, of shape (samples, tokens). None: the
+    `attention_mask` that `inputs` returns, or else every token, padding too."""
+
+    def __post_init__(self) -> None:
+        for name in ("coefficient", "bias_rate", "z"):
+            _check_factor(name, getattr(self, name))
+        for name, kind in (("over", Over), ("scores", Scores)):
+            if getattr(self, name) not in get_args(kind):
+                raise RecipeError(
+                    f"Balance.{name}={getattr(self, name)!r}; the known values are"
+                    f" {', '.join(get_args(kind))}"
+                )
+        if not isinstance(self.per_layer, bool):
+            raise RecipeError(f"Balance.per_layer={self.per_layer!r}; it must be True or False")
+        routers = self.routers
+        if routers is not None and (
+            isinstance(routers, str) or not all(isinstance(name, str) for name in routers)
+        ):
+            raise RecipeError(
+                f"Balance.routers={routers!r}; it must be a list of module names or patterns, such"
+                " as ['blocks.*.router'], or None"
+            )
+        check_callable("Balance.tokens", self.tokens, optional=True)
+
+    @property
+    def has_terms(self) -> bool:
+        """True if it adds a term to the loss."""
+        return self.coefficient > 0 or self.z > 0
+
+
+def _check_factor(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise RecipeError(
+            f"Balance.{name} is {in_words(value)}; it must be a finite number of at least 0"
+        )

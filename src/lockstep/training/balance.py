@@ -1,0 +1,410 @@
+"""The loads of a model's experts in each step, and the terms of the loss that even them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.errors import LossError, PlanError, RecipeError
+from lockstep.base.nested import tensors_in
+from lockstep.comm.mesh import Mesh
+from lockstep.model.expert.balance import (
+    MORE,
+    averaged_over_layers,
+    balance_loss,
+    bias_step,
+    chosen_per_token,
+    loads_of_samples,
+    probabilities,
+    summed_probabilities,
+    z_loss,
+)
+from lockstep.model.expert.routers import (
+    Choices,
+    RoutedLayer,
+    RoutingRecorder,
+    find_bias,
+    find_routers,
+)
+from lockstep.recipe.balance import Balance
+from lockstep.recipe.recipe import Loss, Recipe, Sum
+from lockstep.training.context import Context
+from lockstep.training.executor import Executor, SerialExecutor
+from lockstep.training.loss import SINGLE
+
+BALANCE, ROUTER_Z = "balance", "router_z"
+"""The names of the terms."""
+
+
+class Routed(NamedTuple):
+    """The choices of all routers for one microbatch, on this rank."""
+
+    choices: list[Choices]
+    samples: int
+    counted: Tensor | None
+    """(tokens,), True for tokens that count; None: all."""
+    loads: Tensor
+    """(samples, columns of all layers)."""
+
+
+class ExpertBalance:
+    """The loads of the experts of one model, and the terms that even them out. In each step, every
+    rank calls `begin`, then `count` and `terms` for each microbatch, `reduce`, and `commit`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        recorder: RoutingRecorder,
+        biases: Sequence[Tensor],
+        mesh: Mesh,
+    ) -> None:
+        assert recipe.balance is not None, "made for a recipe with a balance"
+        self.balance: Balance = recipe.balance
+        self.recorder = recorder
+        self.layers: Sequence[RoutedLayer] = recorder.layers
+        self._biases = biases
+        self._mesh = mesh
+        self._recipe = recipe
+        self._widths = [layer.experts.count + MORE for layer in self.layers]
+        self.loads = self._zeros()
+        """The loads of all layers in the latest step's global batch, one after another."""
+        self._mine = self._zeros()
+        """The loads of this rank's microbatches so far."""
+        self._previous = self._zeros()
+        """The loads of the step before."""
+        self._idle = self._zeros()
+        """Steps since a token chose the expert, in the columns of the experts."""
+        self._known: Tensor | None = None
+        """The loads of the global batch, if they are known before the backward."""
+        self._has_seen_logits = False
+
+    def of_layers(self, loads: Tensor) -> list[Tensor]:
+        """Return the load of each layer."""
+        return list(torch.split(loads, self._widths, dim=-1))
+
+    def weight(self, batch: Any) -> dict[str, Any]:
+        """Return the denominators of a batch: of the recipe's own terms, and of the balance."""
+        own = {} if self._recipe.weight is None else self._recipe.weight(batch)
+        named = dict(own) if isinstance(own, Mapping) else {SINGLE: own}
+        return joined(named, self._denominators(batch))
+
+    def _denominators(self, batch: Any) -> dict[str, float]:
+        samples, tokens, counted = self._shape(batch)
+        number = float(samples * tokens if counted is None else counted.sum())
+        found = {}
+        if self.balance.coefficient:
+            found[BALANCE] = float(samples) if self.balance.over == "sample" else number
+        if self.balance.z:
+            found[ROUTER_Z] = number
+        return found
+
+    def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
+        """Return the samples of a batch, the tokens of each, and (samples, tokens) True for the
+        tokens that count. Raises `RecipeError`."""
+        arguments = None if self._recipe.inputs is None else self._recipe.inputs(batch)
+        counted = None
+        if self.balance.tokens is not None:
+            counted = self.balance.tokens(batch)
+            if not isinstance(counted, Tensor) or counted.dim() != 2:
+                kind = (
+                    f"a tensor of shape {tuple(counted.shape)}"
+                    if isinstance(counted, Tensor)
+                    else f"a {type(counted).__name__}"
+                )
+                raise RecipeError(
+                    f"Balance.tokens returned {kind}; return a tensor of shape (samples, tokens),"
+                    " True for each token that counts"
+                )
+        elif isinstance(arguments, Mapping):
+            mask = arguments.get("attention_mask")
+            counted = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if counted is not None:
+            return len(counted), counted.shape[1], counted.bool()
+        first = next((each for each in tensors_in(arguments) if each.dim()), None)
+        if first is None:
+            raise RecipeError(
+                "Recipe.balance: Recipe.inputs returned no tensor, so the tokens of a batch are not"
+                " known; give ls.Balance(tokens=lambda batch: mask), of shape (samples, tokens)"
+            )
+        has_tokens = first.dim() > (2 if first.is_floating_point() else 1)
+        return len(first), first.shape[1] if has_tokens else 1, None
+
+    @property
+    def needs_step(self) -> bool:
+        """True if the loads of the global batch must be known before the first backward."""
+        return self.balance.over == "step" and self.balance.coefficient > 0
+
+    def begin(self) -> None:
+        """Begin the accumulation of a gradient."""
+        self._mine, self._known = self._zeros(), None
+
+    def routed(self, batch: Any) -> Routed:
+        """Return the choices of the latest recorded forward. `batch`: its batch. Raises
+        `RecipeError`."""
+        choices = self.recorder.take()
+        samples, counted = self._counted(batch, choices)
+        return Routed(choices, samples, counted, self._loads(choices, samples, counted))
+
+    def count(self, routed: Routed) -> None:
+        """Add the loads of a microbatch to those of the step."""
+        self._mine += routed.loads.sum(0)
+
+    def know_loads(self) -> None:
+        """Sum the loads of all microbatches before the first backward. Every rank calls it."""
+        self._known = self._summed()
+
+    def terms(self, loss: Any, routed: Routed) -> Any:
+        """Return the loss of a microbatch with the terms of the balance. Ranks that share out a
+        microbatch's tokens call it together. Raises `LossError` and `RecipeError`."""
+        if not self.balance.has_terms:
+            return loss
+        if isinstance(loss, Loss):
+            raise LossError(
+                "Recipe.balance with an ls.Loss, whose denominator is known only after the forward;"
+                " the terms of the balance have others; return ls.Sum(total) and give"
+                " Recipe.weight = batch -> its denominator"
+            )
+        named = dict(loss) if isinstance(loss, Mapping) else {SINGLE: loss}
+        return joined(named, self._terms(*routed))
+
+    def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
+        """Return the number of samples, and True for each of this rank's tokens that counts, or
+        None. Raises `RecipeError` if routers have seen other tokens."""
+        samples, tokens, counted = self._shape(batch)
+        places = next((each.places for each in choices if each.places is not None), None)
+        if places is not None:
+            tokens = places.shape[-1]
+            if counted is not None:
+                every = places.expand(samples, -1).to(counted.device)
+                counted = counted.gather(1, every)
+        for layer, each in zip(self.layers, choices, strict=True):
+            self._check_tokens(layer, each, samples, tokens)
+        device = self._mesh.world.device
+        return samples, None if counted is None else counted.reshape(-1).to(device)
+
+    def _check_tokens(
+        self, layer: RoutedLayer, choices: Choices, samples: int, tokens: int
+    ) -> None:
+        routed = [len(each) for each in choices.index]
+        scored = [len(each) for each in choices.logits]
+        if routed != scored:
+            raise RecipeError(
+                f"the router {layer.router!r} scored {scored} tokens in the calls of a forward, and"
+                f" the experts {layer.name!r} computed {routed}; the balance is between the two"
+                " of one layer; name the layers' routers in their order in Balance.routers"
+            )
+        for number in routed:
+            if number != samples * tokens:
+                raise RecipeError(
+                    f"the experts {layer.name!r} were called with {number} tokens in a microbatch"
+                    f" of {samples} x {tokens}, as Recipe.inputs shows; the balance loss is a mean"
+                    " over the tokens of the global batch, which must be known before the"
+                    " forward; give ls.Balance(tokens=lambda batch: mask), of shape (samples,"
+                    " tokens), for the tokens that the experts get"
+                )
+
+    def _loads(self, choices: Sequence[Choices], samples: int, counted: Tensor | None) -> Tensor:
+        """Return the loads of this rank's tokens of each sample: (samples, all columns)."""
+        device, columns = self._mesh.world.device, []
+        for layer, each in zip(self.layers, choices, strict=True):
+            experts = layer.experts.count
+            load = torch.zeros((samples, experts + MORE), dtype=torch.int64, device=device)
+            for index, logits in zip(each.index, each.logits, strict=True):
+                finite = torch.isfinite(logits.detach()).all(-1)
+                load += loads_of_samples(index, finite, counted, experts, samples=samples)
+            columns.append(load)
+        return torch.cat(columns, dim=1)
+
+    def _terms(
+        self, choices: Sequence[Choices], samples: int, counted: Tensor | None, loads: Tensor
+    ) -> dict[str, Sum]:
+        self._check_logits(choices)
+        found = {}
+        if self.balance.coefficient:
+            found[BALANCE] = Sum(self._balance_term(choices, loads, samples, counted))
+        if self.balance.z:
+            each = [z_loss(logits, counted) for layer in choices for logits in layer.logits]
+            found[ROUTER_Z] = Sum(self.balance.z * _sum(each))
+        return found
+
+    def _balance_term(
+        self, choices: Sequence[Choices], loads: Tensor, samples: int, counted: Tensor | None
+    ) -> Tensor:
+        """Return the part of the balance loss in this rank's tokens, times its denominator."""
+        by_sample = self.balance.over == "sample"
+        of_layers = self.of_layers(self._loads_of_f(loads))
+        if not self.balance.per_layer:
+            of_layers = [averaged_over_layers(of_layers)] * len(of_layers)
+        parts = []
+        for load, layer in zip(of_layers, choices, strict=True):
+            for logits in layer.logits:
+                given = probabilities(logits, self.balance.scores)
+                summed = summed_probabilities(given, counted, samples=samples)
+                if by_sample:  # each sample's P is a mean over its own tokens
+                    summed = summed / load[:, -MORE, None].clamp(min=1).to(summed.dtype)
+                else:
+                    summed = summed.sum(0)
+                parts.append(balance_loss(chosen_per_token(load), summed))
+        is_mean = self.balance.per_layer or by_sample  # by sample, the tokens are of all layers
+        share = 1.0 if is_mean else 1.0 / len(self.layers)
+        return self.balance.coefficient * share * _sum(parts)
+
+    def _loads_of_f(self, loads: Tensor) -> Tensor:
+        """Return the loads that f is taken of. `loads`: of this microbatch, on this rank."""
+        if self.balance.over == "previous":
+            return self._previous
+        if self.balance.over == "step":
+            assert self._known is not None, "counted before the first backward"
+            return self._known
+        found = (loads if self.balance.over == "sample" else loads.sum(0)).contiguous()
+        self._mesh.tokens.all_reduce(found)
+        return found
+
+    def _check_logits(self, choices: Sequence[Choices]) -> None:
+        """Raise `RecipeError` if the routers' outputs are not logits with a gradient."""
+        if self._has_seen_logits:
+            return
+        self._has_seen_logits = True
+        for layer, each in zip(self.layers, choices, strict=True):
+            for logits in each.logits:
+                if not logits.requires_grad:
+                    raise RecipeError(
+                        f"the logits of the router {layer.router!r} have no gradient, so no term"
+                        " can change what it chooses; leave no_grad() and reentrant checkpointing"
+                        " out, do not freeze it, or leave Balance.coefficient and Balance.z out"
+                    )
+                values = logits.detach().float()
+                if bool((values >= 0).all()) and bool(((values.sum(-1) - 1).abs() < 1e-2).all()):
+                    raise RecipeError(
+                        f"the router {layer.router!r} returned probabilities: each row adds up to"
+                        " 1; the balance takes the logits; return them, or name the module that"
+                        " computes them in Balance.routers"
+                    )
+
+    def reduce(self) -> None:
+        """Sum the loads of the step over ranks. Every rank calls it."""
+        self.loads = self._summed() if self._known is None else self._known
+
+    def _summed(self) -> Tensor:
+        summed = self._mine.clone()
+        self._mesh.data.all_reduce(summed)
+        self._mesh.tokens.all_reduce(summed)
+        return summed
+
+    def check(self, step: int) -> None:
+        """Raise `LossError`, on all ranks, if a router's choices of the global batch cannot be
+        right. Waits for the device."""
+        for layer, load in zip(self.layers, self.of_layers(self.loads.cpu()), strict=True):
+            _, out_of_range, not_finite = load[-MORE:].tolist()
+            if not_finite:
+                raise LossError(
+                    f"after step {step}: the router {layer.router!r} returned logits that are not"
+                    f" finite for {not_finite} tokens; its choices mean nothing; the model was not"
+                    " changed by this step: check the learning rate, and divisions and roots"
+                    " before this layer"
+                )
+            if out_of_range:
+                raise LossError(
+                    f"after step {step}: {out_of_range} choices of the experts {layer.name!r} are"
+                    f" not in 0 to {layer.experts.count - 1}; the model was not changed by this"
+                    " step; correct the index that the router returns"
+                )
+
+    def commit(self, *, applied: bool | Tensor) -> None:
+        """Update the routers' biases, and keep the loads for the next step, if the step was
+        applied."""
+        gate = torch.as_tensor(applied, device=self.loads.device)
+        self._idle = torch.where(self.loads > 0, 0, self._idle + 1)
+        self._previous = torch.where(gate, self.loads, self._previous)
+        for bias, load in zip(self._biases, self.of_layers(self.loads), strict=False):
+            change = self.balance.bias_rate * bias_step(load).to(bias.dtype) * gate
+            with torch.no_grad():
+                bias += change.to(bias.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"previous": self._previous, "idle": self._idle}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        device = self._mesh.world.device
+        self._previous, self._idle = state["previous"].to(device), state["idle"].to(device)
+
+    def idle_steps(self) -> list[list[int]]:
+        """Return the number of steps since a token chose each expert of each layer. Waits for the
+        device."""
+        return [each[:-MORE].tolist() for each in self.of_layers(self._idle.cpu())]
+
+    def close(self) -> None:
+        self.recorder.close()
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(sum(self._widths), dtype=torch.int64, device=self._mesh.world.device)
+
+
+def balance_experts(
+    recipe: Recipe, model: nn.Module, executor: Executor, context: Context
+) -> ExpertBalance:
+    """Watch the routers of a model that was prepared. Raises `RecipeError` and `PlanError`."""
+    balance = recipe.balance
+    assert balance is not None, "a recipe with a balance"
+    plan = context.plan
+    for name, why in (
+        ("pipeline", "the loss of a router on an earlier stage does not reach it"),
+        ("compile", "compiled blocks do not show what their routers return"),
+        ("data_parallel", "its threads call copies of the routers"),
+    ):
+        value = getattr(plan, name)
+        if value is True or value not in (1, False):
+            said = f"{name}={'yes' if value is True else value}"
+            raise PlanError(f"{said} with Recipe.balance; {why}; leave {said} or balance out")
+    refuse_own_balance(model)
+    layers = find_routers(model, recipe.experts, balance.routers)
+    counts = {layer.experts.count for layer in layers}
+    if not balance.per_layer and len(counts) > 1:
+        raise RecipeError(
+            f"Balance.per_layer=False, and layers have {sorted(counts)} experts; means over layers"
+            " need the same number in each; leave per_layer out"
+        )
+    biases = [find_bias(model, layer) for layer in layers] if balance.bias_rate else []
+    recorder = RoutingRecorder(model, layers)
+    assert isinstance(executor, SerialExecutor), "pipelines are refused"
+    executor.recorder = recorder
+    return ExpertBalance(recipe, recorder, biases, context.mesh)
+
+
+def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe's own terms, or their denominators, with those of the balance. Raises
+    `LossError`."""
+    for name in own.keys() & terms.keys():
+        raise LossError(
+            f"the loss has a term {name!r}, and Recipe.balance adds one of that name; rename the"
+            " recipe's, or leave it out if it is the balance"
+        )
+    return {**own, **terms}
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of scalars, which may be on several devices."""
+    if not parts:
+        raise LossError(
+            "Recipe.balance: a forward called no router, so the balance of its tokens has no"
+            " gradient; call one layer of experts at least in each forward"
+        )
+    first = parts[0]
+    return torch.stack([part.to(first.device) for part in parts]).sum()
+
+
+def refuse_own_balance(model: nn.Module) -> None:
+    """Raise `RecipeError` if the model, of transformers, adds a balance loss of its own."""
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False) and getattr(
+        config, "router_aux_loss_coef", 0
+    ):
+        raise RecipeError(
+            f"Recipe.balance with a {type(model).__name__} whose config has"
+            " output_router_logits=True; it adds a balance loss of its own, over one microbatch and"
+            " all layers together, so the two would be counted twice; give"
+            " output_router_logits=False, or leave balance out"
+        )
