@@ -169,6 +169,7 @@ class RecipeSession(Session):
             stages=recipe.stages,
             sequence=recipe.sequence,
             head=recipe.head,
+            experts=recipe.experts,
             weights=recipe.weights,
         )
         if recipe.balance is not None:

@@ -245,15 +245,21 @@ class Session:
         stages: Sequence[str] | None = None,
         sequence: RecipeSequence | None = None,
         head: str | None = None,
+        experts: Sequence[str] | None = None,
         weights: Weights | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns
         what the two functions returned; the model is on this rank's device. Its initial values
         depend on the session's seed only, not on the plan; `weights` replaces them. `blocks`,
-        `tensor`, `stages`, `sequence`, `head` and `weights`: as in `Recipe`. May be called again,
-        for another model, unless the plan has a pipeline. Raises `RecipeError`."""
+        `tensor`, `stages`, `sequence`, `head`, `experts` and `weights`: as in `Recipe`. May be
+        called again, for another model, unless the plan has a pipeline. Raises `RecipeError`."""
         how = ModelOptions(
-            blocks=blocks, tensor=tensor, stages=stages, sequence=sequence, head=head
+            blocks=blocks,
+            tensor=tensor,
+            stages=stages,
+            sequence=sequence,
+            head=head,
+            experts=experts,
         )
         module = prepare(
             self.training,

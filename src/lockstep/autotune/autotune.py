@@ -131,6 +131,7 @@ class _Autotuner:
             stages=self.recipe.stages,
             sequence=self.recipe.sequence,
             head=self.recipe.head,
+            experts=self.recipe.experts,
         )
         made = build_model(
             self.context,

@@ -23,6 +23,8 @@ from lockstep.model.device_split import (
     split_over_devices,
     wrap_data_parallel,
 )
+from lockstep.model.expert.divide import check_experts, divide_experts
+from lockstep.model.expert.find import find_experts
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.stages import (
     STAGES_PER_RANK,
@@ -33,6 +35,7 @@ from lockstep.model.pipeline.stages import (
 )
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.shard import shard, shard_parts
+from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.styles import check_stage_parts, tensor_styles
 from lockstep.model.weight_casts import AutocastWeights
@@ -69,16 +72,13 @@ def parallelize(
     stages: Sequence[str] | None,
     sequence: RecipeSequence | None,
     head: str | None,
+    experts: Sequence[str] | None,
+    exchange: SyncBatchNormExchange,
 ) -> Parallelized:
     """Change the model in place so that this rank holds and computes its part of the plan. Every
     rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
-    key. `blocks`, `tensor`, `stages`, `sequence`, `head`: as in `Recipe`. Raises
-    `RecipeError` and `PlanError`."""
-    if plan.expert != 1:
-        raise PlanError(
-            f"expert={plan.expert}; the layers of experts are not divided over ranks yet; leave"
-            " expert out, or use shard"
-        )
+    key. `blocks`, `tensor`, `stages`, `sequence`, `head`, `experts`: as in `Recipe`. `exchange`:
+    says if a forward is that of a dummy microbatch. Raises `RecipeError` and `PlanError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)
@@ -126,6 +126,14 @@ def parallelize(
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
+    divided: Sequence[str] = ()
+    if (ranks := mesh.axis("expert")).size > 1:
+        found = find_experts(model, experts)
+        check_experts(model, found, ranks.size)
+        assert mesh.expert_mesh is not None
+        along = mesh.expert_mesh["expert"]
+        divide_experts(found, along, ranks, exchange, materialize=materialize)
+        divided = list(found)
     wrapped = block_names or [layer.name for layer in layers] or roots
     if chunked is not None:
         if plan.compile:
@@ -143,6 +151,7 @@ def parallelize(
             "short": short,
             "keep_casts": autocast_dtype is None,  # with autocast off there are no casts
             "used_after_forward": used_by_loss,
+            "experts": divided,
         }
         if pipeline is None:
             shard(model, mesh, block_names, **options)

@@ -41,6 +41,7 @@ class ModelOptions:
     stages: Sequence[str] | None = None
     sequence: RecipeSequence | None = None
     head: str | None = None
+    experts: Sequence[str] | None = None
 
 
 class ParallelModel(NamedTuple):
@@ -94,6 +95,8 @@ def build_model(
             stages=options.stages,
             sequence=options.sequence,
             head=options.head,
+            experts=options.experts,
+            exchange=exchange,
         )
     built.check_values(context.world)
     return ParallelModel(built, parallel, pretrained)
