@@ -23,6 +23,7 @@ from lockstep.recipe.checks import Precision
 
 WIDTH, HIDDEN, WORDS, BLOCKS = 48, 192, 480, 4
 """Multiples of 12, so that 2, 3 and 4 ranks cut them evenly."""
+EXPERTS, CHOSEN = 4, 2
 SAMPLES, LENGTH, MICROBATCHES = 4, 128, 6
 STYLES = {"blocks.*.up": "colwise", "blocks.*.gate": "colwise", "blocks.*.down": "rowwise"}
 STAGES = ["words", "blocks.*", "head"]
@@ -63,6 +64,42 @@ class TiedModel(Model):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.words.weight
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        output = torch.zeros_like(tokens)
+        for expert in range(len(self.up)):
+            row, choice = (index == expert).nonzero(as_tuple=True)
+            rows = torch.tanh(tokens[row] @ self.up[expert]) @ self.down[expert]
+            output = output.index_add(0, row, weights[row, choice, None] * rows)
+        return output
+
+
+class Mixture(nn.Module):
+    """Chooses experts evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, CHOSEN)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        index = torch.arange(len(tokens) * CHOSEN).view(-1, CHOSEN) % EXPERTS
+        weights = self.router(tokens).softmax(-1)
+        return x + self.experts(tokens, index, weights).view_as(x)  # type: ignore[no-any-return]
+
+
+class MixedModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(BLOCKS))
 
 
 @dataclass(frozen=True, slots=True)

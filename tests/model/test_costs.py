@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from model.costs import (
     BLOCKS,
+    CHOSEN,
     LENGTH,
     MICROBATCHES,
     SAMPLES,
@@ -21,6 +22,7 @@ from model.costs import (
     WIDTH,
     WORDS,
     Costs,
+    MixedModel,
     Model,
     TiedModel,
     costs,
@@ -51,6 +53,9 @@ WHOLE = sum(
     if "blocks" not in name or "down.bias" in name
 )
 """Bytes of what the tensor axis leaves whole."""
+MIXED = {name: each.nbytes for name, each in MixedModel().named_parameters()}
+HELD_BY_EXPERTS = sum(size for name, size in MIXED.items() if "experts" in name)
+DENSE = sum(MIXED.values()) - HELD_BY_EXPERTS
 EXTRA_BYTES = 4096
 VOCABULARY = STYLES | {"words": "embedding", "head": "vocabulary"}
 
@@ -69,6 +74,11 @@ def sharded(parameters: float, unblocked: float, ranks: int, rounds: int) -> flo
 def layers(ranks: int, microbatches: int, blocks: int = BLOCKS) -> float:
     """Sent by cut layers: `down` sums its output, `up` and `gate` the gradient of their input."""
     return 3 * 2 * A * blocks * microbatches * ring(ranks)
+
+
+def experts(ranks: int, microbatches: int) -> float:
+    """Sent by layers of experts: rows and outputs, and their gradients."""
+    return 4 * CHOSEN * A * BLOCKS * microbatches * ring(ranks)
 
 
 def tensor_part(ranks: int) -> float:
@@ -103,7 +113,7 @@ def ends(end: float, middle: float, ranks: int) -> Callable[[int], float]:
 
 
 HALF = everywhere(P / 2)
-QUICK = (0, 1, 3, 5, 8, 9, 10, 12, 16, 17)
+QUICK = (0, 1, 3, 5, 8, 9, 10, 12, 16, 17, 24)
 """Of the cases; the others are in the slow tier."""
 CASES = [
     Case("replicate=2", 2, everywhere(2 * P * ring(2)), everywhere(P), lambda rank: BLOCKS),
@@ -204,6 +214,23 @@ CASES = [
         4,
         everywhere(A * M + layers(2, M, BLOCKS // 2)),
         everywhere(tensor_part(2) / 2),
+    ),
+    Case(
+        "expert=2",
+        2,
+        everywhere(experts(2, M // 2) + 2 * DENSE * ring(2)),
+        everywhere(DENSE + HELD_BY_EXPERTS / 2),
+        model=MixedModel,
+    ),
+    Case(
+        "replicate=2,expert=2",
+        4,
+        # ranks 2 and 3 compute one microbatch, and a dummy, which sends no rows
+        lambda rank: (
+            experts(2, 2 if rank < 2 else 1) + 2 * DENSE * ring(4) + HELD_BY_EXPERTS * ring(2)
+        ),
+        everywhere(DENSE + HELD_BY_EXPERTS / 2),
+        model=MixedModel,
     ),
 ]
 

@@ -3,6 +3,7 @@ model of one process, to rounding."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from model.expert.models import StackedExperts
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from training.subjects import each_of, state_of
 
 import lockstep as ls
+from lockstep.base.errors import DataError, LossError, PlanError, RecipeError, UserError
 from lockstep.testing.pool import WorkerPool
 
 WORDS, WIDTH, TOKENS, EXPERTS = 11, 6, 10, 8
@@ -100,7 +103,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "clip_norm": 0.5,
         "global_batch": 6,
         "microbatch": 2,
-        "steps": 3,
+        "steps": 4,
         "sequence": ls.Sequence(chunks=4),
         "evaluation": ls.Evaluation(data=texts(5, seed=9), every=2),
         **changes,
@@ -153,3 +156,175 @@ def test_ranks_that_share_out_experts_train_the_model_of_one_process(
         for plan, found in zip(plans, rank, strict=True):
             assert not isinstance(found, str), (plan, found)
             assert off(found, alone) < 1e-12, plan
+
+
+def begin(run_dir: str, plan: str) -> str:
+    """Train until it fails after a checkpoint."""
+    given = {"plan": plan, "run_dir": run_dir, "hooks": [Fails()], "log_every": 1}
+    try:
+        return ls.train(recipe(), saving=ls.Saving(every=2), **given).plan
+    except DataError as error:
+        return str(error)
+
+
+class Fails(ls.Hook):
+    def after_step(self, run: Any) -> None:
+        if run.step == 3:
+            raise DataError("a step too far")
+
+
+def test_a_run_goes_on_under_another_plan(pool: WorkerPool, tmp_path: Path, alone: Trained) -> None:
+    for number, (first_plan, second_plan) in enumerate(
+        [("expert=2", "replicate=1"), ("expert=2", "shard=2"), ("replicate=2", "expert=2")]
+    ):
+        folder = str(tmp_path / str(number))
+        said = pool.run(int(first_plan[-1]), begin, folder, first_plan)
+        assert set(said) == {"a step too far"}
+        for found in pool.run(int(second_plan[-1]), train, folder, second_plan):
+            assert off(found, alone) < 1e-12, (first_plan, second_plan)
+
+
+def train_pretrained(folder: str, plan: str) -> Trained:
+    return train(f"{folder}/{plan}", plan, weights=f"{folder}/weights.safetensors", steps=1)
+
+
+def test_pretrained_weights(pool: WorkerPool, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    save_file(Generator().state_dict(), tmp_path / "weights.safetensors")
+    (expected,) = pool.run(1, train_pretrained, str(tmp_path), "replicate=1")
+    for found in pool.run(2, train_pretrained, str(tmp_path), "expert=2"):
+        assert off(found, expected) < 1e-12
+
+
+class Listed(Block):
+    """Has its experts in a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return x + sum(weights[..., e, None] * each(x) for e, each in enumerate(self.experts))  # type: ignore[no-any-return]
+
+
+class Dropping(Block):
+    """Drops in the experts; the remedy drops after them."""
+
+    def __init__(self, *, outside: bool = False) -> None:
+        super().__init__()
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        if self.outside:
+            return F.dropout(self.experts(tokens, index, weights), 0.1, self.training).view_as(x)
+        return self.experts(tokens, index, weights).view_as(x)  # type: ignore[no-any-return]
+
+
+def listed() -> nn.Module:
+    return Generator(Listed)
+
+
+def poisoned() -> nn.Module:
+    """NaN in the router for one word, which one sample has."""
+    model = Generator()
+    with torch.no_grad():
+        model.words.weight[WORDS - 1] = torch.nan
+    return model
+
+
+def texts_with_one_word() -> TensorDataset:
+    text, labels = texts(14).tensors
+    text, labels = text.clamp(max=WORDS - 2), labels.clamp(max=WORDS - 2)
+    text[0, 3] = WORDS - 1
+    return TensorDataset(text, labels)
+
+
+class Astray(Block):
+    """Chooses an expert that does not exist, for one word."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        index = torch.where(tokens[:, :1].isnan(), EXPERTS, index)
+        tokens = tokens.nan_to_num()
+        return self.experts(tokens, index, weights.nan_to_num()).view_as(x)  # type: ignore[no-any-return]
+
+
+def astray() -> nn.Module:
+    model = Generator(Astray)
+    with torch.no_grad():
+        model.words.weight[WORDS - 1] = torch.nan
+    return model
+
+
+NAMED = ["blocks.*.experts"]
+REFUSED: list[tuple[str, dict[str, Any], type[UserError], str, tuple[str, dict[str, Any]]]] = [
+    (
+        "expert=3",
+        {},
+        PlanError,
+        "blocks.0.experts has 8 experts; each rank holds as many as the others; choose expert=2 or",
+        ("expert=2", {"experts": NAMED}),
+    ),
+    (
+        "expert=2",
+        {"model": listed},
+        RecipeError,
+        "blocks.0.experts is a list of 8 modules",
+        ("replicate=2", {"model": listed}),
+    ),
+    (
+        "expert=2",
+        {"model": listed, "experts": ["blocks.*.router"]},
+        RecipeError,
+        "name the modules of experts in Recipe.experts, or leave expert out",
+        ("replicate=2", {"model": listed}),
+    ),
+    (
+        "expert=2",
+        {"experts": ["blocks.*.norm"]},
+        RecipeError,
+        "was called with",
+        ("expert=2", {"experts": NAMED}),
+    ),
+    (
+        "expert=2",
+        {"model": poisoned, "data": texts_with_one_word()},
+        LossError,
+        "",
+        ("expert=2", {}),
+    ),
+    (
+        "expert=2",
+        {"model": astray, "data": texts_with_one_word()},
+        RecipeError,
+        "was called with experts from 0 to 8 on rank",
+        ("expert=2", {}),
+    ),
+]
+
+
+def refused(folder: str, plan: str, changes: dict[str, Any], remedy: Any) -> list[str]:
+    """The error, and what the remedy makes of it."""
+    small = {"evaluation": None, "sequence": None, "steps": 2}
+    try:
+        ls.train(recipe(**{**small, **changes}), plan=plan, run_dir=f"{folder}/wrong")
+    except UserError as error:
+        said = [type(error).__name__, str(error)]
+    plan, changes = remedy
+    if int(plan[-1]) == int(os.environ["WORLD_SIZE"]):
+        ls.train(recipe(**{**small, **changes}), plan=plan, run_dir=f"{folder}/right")
+    return said
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refused(pool: WorkerPool, tmp_path: Path, case: int) -> None:
+    plan, changes, kind, text, remedy = REFUSED[case]
+    said, *others = pool.run(int(plan[-1]), refused, str(tmp_path), plan, changes, remedy)
+    print(said)
+    assert said[0] == kind.__name__
+    assert text in said[1]
+    assert all(each == said for each in others)
