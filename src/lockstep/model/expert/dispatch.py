@@ -207,9 +207,10 @@ class Dispatch:
         problem = next((each for each in problems if each is not None), None)
         if problem is not None:
             raise RecipeError(
-                f"{self.name} is taken for the experts of a layer, and {problem}; experts are called"
-                " with tokens (S, D), the chosen experts of each (S, k), and their weights (S, k);"
-                " name the modules of experts in Recipe.experts, or leave expert out of the plan"
+                f"{self.name} is taken for the experts of a layer, and {problem}; experts are"
+                " called with tokens (S, D), the chosen experts of each (S, k), and their weights"
+                " (S, k); name the modules of experts in Recipe.experts, or leave expert out of the"
+                " plan"
             )
 
 
