@@ -138,14 +138,28 @@ class ChunkedAttention:
             self._sequence.chosen.why.setdefault("own", "")
             if not (self._is_causal or self._dropout):
                 return self._attend(query, key, value)
+        return self.of_own_chunks(query, key, value)
+
+    def of_own_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the attention of this rank's tokens, each chunk with a mask where it needs one."""
+        layout = self._layout
         parts = torch.split(query, layout.widths, 2)
         places: Iterable[int] = range(len(parts))
         if self._dropout:
             places = seeded_chunks(layout.own_chunks, query.device)
         spans = layout.own_spans
-        return torch.cat(
-            [self._chunk(spans[place], parts[place], key, value) for place in places], 2
+        return self._joined(
+            [self._chunk(spans[place], parts[place], key, value) for place in places]
         )
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the attention of consecutive tokens. It is kept as a whole, in the order in memory
+        in which models use it, instead of in parts."""
+        whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
+        copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
+        for part, copy in zip(parts, copies, strict=True):
+            self.remade.add_copy(part, copy)
+        return whole
 
     def _kernel(self, query: Tensor, value: Tensor, *, whole_rows: bool) -> Kernel:
         """Return the kernel that keeps tokens to their documents."""

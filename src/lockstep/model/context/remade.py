@@ -1,4 +1,4 @@
-"""Tensors that are made again in the backward, instead of being kept."""
+"""Tensors that are not kept for the backward, but made again, or are part of another one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ Make = Callable[[], Tensor]
 class Remade:
     """Inside the context, autograd does not keep tensors that were added, or views of them. A
     backward makes such a tensor again, and keeps it until all of its saved views have been used.
-    Other tensors are passed to the hooks of the surrounding context. Enter it once, for the forward
-    of one attention."""
+    Other tensors are passed to the hooks of the surrounding context when this one is left. Enter it
+    once, for the forward of one attention."""
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}
+        self._copies: dict[int, Tensor] = {}
+        self._others: list[_Other] = []
         self._hooks: saved_tensors_hooks | None = None
 
     def add(self, tensor: Tensor, make: Make) -> None:
@@ -30,6 +32,10 @@ class Remade:
         If `make` calls collectives, every rank must add the same tensors."""
         # this object keeps the tensor alive, so that no other tensor gets its address
         self._sources[storage_address(tensor.untyped_storage())] = _Source(make, tensor)
+
+    def add_copy(self, tensor: Tensor, copy: Tensor) -> None:
+        """Keep `copy`, which has the same shape and values, instead of a tensor."""
+        self._copies[storage_address(tensor.untyped_storage())] = copy
 
     def drop(self, tensor: Tensor) -> None:
         """Free an added tensor, if nothing else needs it in the forward."""
@@ -42,12 +48,11 @@ class Remade:
             source = self._sources.get(storage_address(tensor.untyped_storage()))
             if source is not None:
                 return _Saved(source, tensor)
-            return tensor if outer is None else outer[0](tensor)
+            self._others.append(_Other(tensor, outer))
+            return self._others[-1]
 
         def unpack(packed: Any) -> Any:
-            if isinstance(packed, _Saved):
-                return packed.tensor()
-            return packed if outer is None else outer[1](packed)
+            return packed.tensor()
 
         self._hooks = saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
@@ -60,6 +65,9 @@ class Remade:
     ) -> None:
         assert self._hooks is not None
         self._hooks.__exit__(kind, error, traceback)
+        for other in self._others:
+            other.pack(self._copies.get(storage_address(other.tensor().untyped_storage())))
+        self._others, self._copies = [], {}
         for source in self._sources.values():
             source.release()
         self._sources = {}
@@ -99,3 +107,23 @@ class _Saved:
 
     def tensor(self) -> Tensor:
         return self._source.use().as_strided(*self._place)
+
+
+class _Other:
+    """A saved tensor, until the forward shows whether there is a copy of it."""
+
+    def __init__(self, tensor: Tensor, hooks: tuple[Any, Any] | None) -> None:
+        self._packed: Any = tensor
+        self._hooks: tuple[Any, Any] | None = None
+        self._outer = hooks
+
+    def pack(self, copy: Tensor | None) -> None:
+        """Keep the copy, if there is one, by the surrounding hooks."""
+        if copy is not None and copy.shape == self._packed.shape:
+            self._packed = copy
+        if self._outer is not None:
+            self._packed = self._outer[0](self._packed)
+        self._hooks = self._outer
+
+    def tensor(self) -> Any:
+        return self._packed if self._hooks is None else self._hooks[1](self._packed)

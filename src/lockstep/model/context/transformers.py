@@ -9,6 +9,7 @@ computes the same as before."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence, active, handled
+from lockstep.model.context.attention import ChunkedAttention
 from lockstep.model.context.exchange import (
     attend_by_heads,
     attend_by_keys,
@@ -30,7 +33,6 @@ from lockstep.model.context.exchange import (
 )
 from lockstep.model.context.flex import Allowed, block_mask, flex_attention, places_of
 from lockstep.model.context.kernels import Kernel, computed_dtype, facts
-from lockstep.model.context.remade import Remade
 from lockstep.model.context.varlen import varlen_attention
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -194,13 +196,21 @@ class SequenceMask:
         self._made: dict[Any, Tensor] = {}
         self._block_masks: dict[tuple[range, ...], Any] = {}
 
+    def without_masks(self) -> SequenceMask:
+        """Return a mask that is made again."""
+        found = copy.copy(self)
+        found._made = {}
+        return found
+
     def of_rank(self, dtype: torch.dtype) -> Tensor:
         """Return the mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
         places = self.sequence.layout.places.to(self._device)
         return self._kept("rank", lambda: self._allowed(slice(None), places, self._every), dtype)
 
-    def of_all(self, dtype: torch.dtype) -> Tensor:
-        """Return the mask of all queries, for all keys."""
+    def of_all(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask of all queries, for all keys. None if sdpa needs none."""
+        if self._needs_none and self.sequence.documents is None:
+            return None
         every = self._every
         return self._kept("all", lambda: self._allowed(slice(None), every, every), dtype)
 
@@ -361,19 +371,31 @@ def _attention(
         "own_rule": not attention_mask.is_causal,
         "own_softmax": own != "sdpa" or any(given.get(name) is not None for name in OWN_SOFTMAX),
     }
+    is_plain = not options["own_rule"] and not options["own_softmax"]
     if ranks > 1 and exchange == "keys":
         kernel = sequence.chosen.add(facts(query, value, whole_rows=False, **options))
+
+        sdpa = partial(
+            F.scaled_dot_product_attention,
+            scale=given.get("scaling"),
+            enable_gqa=heads != key_heads,
+        )
+        chunked = ChunkedAttention(sdpa, sequence, None, 0.0, is_causal=True)
+        remade = chunked.remade
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             with handled():
                 if kernel in ("varlen", "flex"):
                     spans = layout.own_spans
                     return _by(kernel, attention_mask, spans, query, key, value, given)
+                if is_plain:
+                    return chunked.of_own_chunks(query, key, value)
                 mask = attention_mask.of_rank(query.dtype)
+                remade.add(mask, partial(attention_mask.without_masks().of_rank, query.dtype))
                 found: Tensor = compute(module, query, key, value, mask, **given)[0]
             return found.transpose(1, 2)
 
-        output = attend_by_keys(layout, query, key, value, attend, Remade())
+        output = attend_by_keys(layout, query, key, value, attend, remade)
     else:
         whole_rows = sequence.documents is not None
         kernel = sequence.chosen.add(facts(query, value, whole_rows=whole_rows, **options))
