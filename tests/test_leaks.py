@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -142,6 +144,29 @@ def test_a_leak_is_named_while_it_lasts(leak: Callable[[], AbstractContextManage
         found = leaks.remaining(before, timeout_seconds=0)
     assert any(text in line for line in found), (text, found)
     assert leaks.remaining(before) == []
+
+
+def test_processes_are_found_where_the_kernel_lists_no_children_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, end = [], threading.Event()
+
+    def start() -> None:
+        script = "import subprocess; subprocess.run(['sleep', '3600'])"
+        started.append(subprocess.Popen([sys.executable, "-c", script], process_group=0))
+        end.wait()
+
+    before = set(leaks.take(["process"]).found["process"])
+    thread = threading.Thread(target=start)  # the kernel lists the children of each thread
+    thread.start()
+    while len(listed := set(leaks.take(["process"]).found["process"]) - before) < 2:
+        time.sleep(0.01)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert set(leaks.take(["process"]).found["process"]) - before == listed
+    os.killpg(started[0].pid, signal.SIGKILL)
+    started[0].wait()
+    end.set()
+    thread.join()
 
 
 @pytest.mark.command

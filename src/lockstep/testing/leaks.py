@@ -163,24 +163,44 @@ def _has_children() -> bool:
 def _family(exempt: Exempt) -> dict[int, _Process]:
     """Return the descendants of this process by id, without exempt processes, processes of the
     interpreter, and the descendants of both."""
-    everyone = {
-        int(name): process
-        for name in os.listdir("/proc")
-        if name.isdecimal() and (process := _process(int(name))) is not None
-    }
-    children: dict[int, list[int]] = {}
-    for number, process in everyone.items():
-        children.setdefault(process.parent, []).append(number)
+    children = _children()
     family: dict[int, _Process] = {}
-    waiting = children.get(os.getpid(), [])
+    waiting = children(os.getpid())
     while waiting:
         number = waiting.pop()
-        if number not in exempt.processes and not any(
+        if number in exempt.processes or any(
             name in _command(number) for name in INTERPRETER_PROCESSES
         ):
-            family[number] = everyone[number]
-            waiting += children.get(number, [])
+            continue
+        if (process := _process(number)) is not None:
+            family[number] = process
+            waiting += children(number)
     return family
+
+
+def _children() -> Callable[[int], list[int]]:
+    """Return a function that lists the children of a process. The kernel lists them; one that does
+    not is asked for the parent of every process, which takes 15 microseconds a process."""
+    if os.path.exists(f"/proc/self/task/{threading.get_native_id()}/children"):
+        return _listed_children
+    children: dict[int, list[int]] = {}
+    for number in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        if (process := _process(number)) is not None:
+            children.setdefault(process.parent, []).append(number)
+    return lambda number: children.get(number, [])
+
+
+def _listed_children(number: int) -> list[int]:
+    children: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{number}/task")
+    except OSError:
+        return children  # the process has ended
+    # the main thread last: it gets the children of a thread that ends
+    for thread in reversed(threads):
+        with contextlib.suppress(OSError), open(f"/proc/{number}/task/{thread}/children") as file:
+            children += map(int, file.read().split())
+    return children
 
 
 def _process(number: int) -> _Process | None:
