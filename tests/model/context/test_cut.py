@@ -12,6 +12,7 @@ import torch.distributed as dist
 from model.context.models import GPT, WORDS, alone, axis, shifted_before, shifting, text
 from model.tensor.models import mesh_of
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,6 +201,35 @@ def test_no_check_and_no_loss_of_chunks_makes_logits_of_all_tokens(
     for found in pool.run(ranks, most_logits, ranks):
         assert found["whole"] <= 2 * 32 * 2, "of some tokens for each chunk"
         assert found["chunked"] <= 2 * 1024 / ranks / 2, "at most half of the tokens"
+
+
+def kept(world: World, exchange: str) -> int:
+    """The bytes that a forward keeps for the backward."""
+    torch.manual_seed(0)
+    model, batch = GPT("none", dropout=0.0), text(1, 256)
+    sizes = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
+    tensors = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)  # its address is not used again
+        sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    cut = SequenceCut(model, world, Sequence(chunks=8), exchange)  # type: ignore[arg-type]
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        cut.run((batch["words"],), batch)
+    return sum(sizes.values())
+
+
+def shares_kept() -> list[float]:
+    alone_too = kept(alone(), "auto")
+    return [kept(axis(), exchange) / alone_too for exchange in ("keys", "heads")]
+
+
+def test_ranks_keep_their_share_of_the_activations(pool: WorkerPool) -> None:
+    """The keys and values of a rank, which lockstep keeps, are in one tensor with its queries."""
+    for shares in pool.run(2, shares_kept):
+        assert max(shares) <= 1.01 / 2
 
 
 class Captions(GPT):

@@ -48,7 +48,7 @@ def gradients(layout: TokenLayout, how: str, key_heads: int) -> list[Tensor]:
 
     def forward(*mine: Tensor) -> Tensor:
         if how == "heads":
-            return attend_by_heads(layout, *mine, attend)
+            return attend_by_heads(layout, *mine, attend, Remade())
         return attend_by_keys(layout, *mine, attend, Remade())
 
     output = (

@@ -65,7 +65,7 @@ def attention(
     chunked = ChunkedAttention(attend, sequence, attn_mask, dropout_p, is_causal)
     exchange = _exchange(sequence, query.shape[1], key.shape[1], dropout_p)
     if exchange == "heads":
-        return attend_by_heads(layout, query, key, value, chunked.of_all_tokens)
+        return attend_by_heads(layout, query, key, value, chunked.of_all_tokens, chunked.remade)
     return attend_by_keys(layout, query, key, value, chunked.of_own_tokens, chunked.remade)
 
 

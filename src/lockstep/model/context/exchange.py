@@ -9,6 +9,7 @@ least as many heads as ranks. In both exchanges, gradients are summed in the ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +25,7 @@ from lockstep.assignment import contiguous_range
 from lockstep.base.torch_private import checkpoints_saved_tensors
 from lockstep.comm.world import World
 from lockstep.model.context.remade import Remade
+from lockstep.model.context.stand_in import StandIn, sums_of
 from lockstep.sequence import chunks_of, spans
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -138,28 +140,38 @@ def attend_by_keys(
 
 
 def attend_by_heads(
-    layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend
+    layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
     """Return the attention of this rank's tokens. On each rank, `attend` computes all tokens in
     some of the heads. Every rank calls it. The number of ranks must divide the numbers of key heads
-    and of query heads."""
+    and of query heads. The output for all tokens is not kept (`StandIn`), except under activation
+    checkpointing, where the recomputation makes it anyway."""
     world = layout.world
     if world.size == 1:
         return attend(query, key, value)
     given = [each.chunk(world.size, 1) for each in (query, key, value)]
     shapes = [[(*_with_tokens(part[0], count),) for part in given] for count in layout.counts]
     received = _exchanged(world, list(zip(*given, strict=True)), shapes)
+    # an attention's output has the query's order in memory; in this one, models use it as it is
     whole = [
-        torch.cat(parts, 2).index_select(2, layout.true_order)
+        torch.cat([part.transpose(1, 2) for part in parts], 1)
+        .index_select(1, layout.true_order)
+        .transpose(1, 2)
         for parts in zip(*received, strict=True)
     ]
-    output = attend(*whole).index_select(2, layout.gathered_places)
-    back = _exchanged(
-        world,
-        [[part] for part in torch.split(output, layout.counts, 2)],
-        [[_with_tokens(output, layout.local)]] * world.size,
-    )
-    return torch.cat([part for (part,) in back], 1)
+    if not torch.is_grad_enabled() or checkpoints_saved_tensors():
+        return _to_tokens(layout, attend(*whole), None)
+    with remade:
+        output = attend(*whole)
+        stand_in = StandIn(output)
+        source = remade.add(output, stand_in.make)
+    return _to_tokens(layout, output, stand_in if source.saved else None)
+
+
+def _to_tokens(layout: TokenLayout, output: Tensor, stand_in: StandIn | None) -> Tensor:
+    """Return this rank's tokens of all heads. `output`: all tokens of this rank's heads."""
+    tokens: Tensor = _ToTokens.apply(output, layout, stand_in)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 def gather_tokens(layout: TokenLayout, tensor: Tensor, dim: int) -> Tensor:
@@ -200,23 +212,69 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, world: World, shapes: list[torch.Size], several: int, *parts: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.world, ctx.several, ctx.shapes = world, several, [part.shape for part in parts]
-        given = torch.cat([part.reshape(-1) for part in parts])
-        sizes = [shape.numel() for shape in shapes]
-        received = given.new_empty(sum(sizes))
-        dist.all_to_all_single(
-            received,
-            given,
-            _sums(sizes, several),
-            _sums([part.numel() for part in parts], several),
-            group=world.group,
-        )
-        pieces = zip(torch.split(received, sizes), shapes, strict=True)
-        return tuple(piece.view(shape) for piece, shape in pieces)
+        return _all_to_all(world, shapes, several, parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         back = _AllToAll.apply(ctx.world, ctx.shapes, ctx.several, *gradients)  # type: ignore[no-untyped-call]
         return None, None, None, *back
+
+
+class _ToTokens(torch.autograd.Function):
+    """Sends each rank the output of this rank's heads for its tokens. The backward sends the
+    gradient back, and what the stand-in needs."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:
+        ctx.layout, ctx.stand_in = layout, stand_in
+        ordered = output.index_select(2, layout.gathered_places)
+        shapes = [_with_tokens(output, layout.local)] * layout.world.size
+        parts = torch.split(ordered, layout.counts, 2)
+        received = _all_to_all(layout.world, shapes, 1, parts)
+        # in the order in memory in which models use it, so that they keep the same tensor
+        own = torch.cat([part.transpose(1, 2) for part in received], 2)
+        if stand_in is not None:
+            ctx.save_for_backward(own)
+        return own.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        layout, stand_in, (gradient,) = ctx.layout, ctx.stand_in, gradients
+        sent = [gradient]
+        if stand_in is not None:
+            (own,) = ctx.saved_tensors
+            sent.append(sums_of(own.transpose(1, 2), gradient))
+        pieces = [each.chunk(layout.world.size, 1) for each in sent]
+        shapes = [
+            torch.Size(_with_tokens(each[0], count)) for count in layout.counts for each in pieces
+        ]
+        parts = list(chain.from_iterable(zip(*pieces, strict=True)))
+        received = _all_to_all(layout.world, shapes, len(sent), parts)
+        whole, *sums = (
+            torch.cat(received[first :: len(sent)], 2).index_select(2, layout.true_order)
+            for first in range(len(sent))
+        )
+        if stand_in is not None:
+            stand_in.receive(whole, *sums)
+        return whole, None, None
+
+
+def _all_to_all(
+    world: World, shapes: Sequence[Sequence[int]], several: int, parts: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Send each rank `several` tensors. Return as many of each rank, in the given shapes."""
+    given = torch.cat([part.reshape(-1) for part in parts])
+    sizes = [math.prod(shape) for shape in shapes]
+    received = given.new_empty(sum(sizes))
+    dist.all_to_all_single(
+        received,
+        given,
+        _sums(sizes, several),
+        _sums([part.numel() for part in parts], several),
+        group=world.group,
+    )
+    pieces = zip(torch.split(received, sizes), shapes, strict=True)
+    return tuple(piece.view(*shape) for piece, shape in pieces)
 
 
 def _sums(sizes: Sequence[int], several: int) -> list[int]:

@@ -22,16 +22,18 @@ class Remade:
     once, for the forward of one attention."""
 
     def __init__(self) -> None:
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, Source] = {}
         self._copies: dict[int, Tensor] = {}
         self._others: list[_Other] = []
         self._hooks: saved_tensors_hooks | None = None
 
-    def add(self, tensor: Tensor, make: Make) -> None:
+    def add(self, tensor: Tensor, make: Make) -> Source:
         """Add a tensor. `make` returns it (or a view of it) again, with the same order in memory.
         If `make` calls collectives, every rank must add the same tensors."""
         # this object keeps the tensor alive, so that no other tensor gets its address
-        self._sources[storage_address(tensor.untyped_storage())] = _Source(make, tensor)
+        source = Source(make, tensor)
+        self._sources[storage_address(tensor.untyped_storage())] = source
+        return source
 
     def add_copy(self, tensor: Tensor, copy: Tensor) -> None:
         """Keep `copy`, which has the same shape and values, instead of a tensor."""
@@ -66,14 +68,14 @@ class Remade:
         assert self._hooks is not None
         self._hooks.__exit__(kind, error, traceback)
         for other in self._others:
-            other.pack(self._copies.get(storage_address(other.tensor().untyped_storage())))
+            other.pack(self._copies, self._sources)
         self._others, self._copies = [], {}
         for source in self._sources.values():
             source.release()
         self._sources = {}
 
 
-class _Source:
+class Source:
     """A tensor that can be made again, and the number of saved views that still need it."""
 
     def __init__(self, make: Make, tensor: Tensor) -> None:
@@ -100,7 +102,7 @@ class _Source:
 class _Saved:
     """A saved view of a tensor that is made again."""
 
-    def __init__(self, source: _Source, view: Tensor) -> None:
+    def __init__(self, source: Source, view: Tensor) -> None:
         source.saved += 1
         self._source = source
         self._place = view.size(), view.stride(), view.storage_offset()
@@ -114,16 +116,23 @@ class _Other:
 
     def __init__(self, tensor: Tensor, hooks: tuple[Any, Any] | None) -> None:
         self._packed: Any = tensor
-        self._hooks: tuple[Any, Any] | None = None
+        self._unpack: Callable[[Any], Any] = lambda tensor: tensor
         self._outer = hooks
 
-    def pack(self, copy: Tensor | None) -> None:
-        """Keep the copy, if there is one, by the surrounding hooks."""
-        if copy is not None and copy.shape == self._packed.shape:
-            self._packed = copy
-        if self._outer is not None:
-            self._packed = self._outer[0](self._packed)
-        self._hooks = self._outer
+    def pack(self, copies: dict[int, Tensor], sources: dict[int, Source]) -> None:
+        """Keep a copy, or nothing of a tensor that is made again; other tensors by the surrounding
+        hooks."""
+        tensor: Tensor = self._packed
+        copy = copies.get(storage_address(tensor.untyped_storage()), tensor)
+        if copy.shape == tensor.shape:
+            tensor = copy
+        source = sources.get(storage_address(tensor.untyped_storage()))
+        if source is not None:
+            self._packed, self._unpack = _Saved(source, tensor), _Saved.tensor
+        elif self._outer is not None:
+            self._packed, self._unpack = self._outer[0](tensor), self._outer[1]
+        else:
+            self._packed = tensor
 
     def tensor(self) -> Any:
-        return self._packed if self._hooks is None else self._hooks[1](self._packed)
+        return self._unpack(self._packed)

@@ -33,6 +33,7 @@ from lockstep.model.context.exchange import (
 )
 from lockstep.model.context.flex import Allowed, block_mask, flex_attention, places_of
 from lockstep.model.context.kernels import Kernel, computed_dtype, facts
+from lockstep.model.context.remade import Remade
 from lockstep.model.context.varlen import varlen_attention
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -414,7 +415,7 @@ def _attention(
                 found: Tensor = compute_part(query, key, value, mask, **given)[0]
                 return found.transpose(1, 2)
 
-        output = attend_by_heads(layout, query, key, value, attend_whole)
+        output = attend_by_heads(layout, query, key, value, attend_whole, Remade())
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -1,0 +1,59 @@
+"""A tensor that the backward of an attention reads instead of the attention's output.
+
+Under `heads`, the output is needed twice: the projection after it keeps a rank's tokens of all
+heads, and the attention's backward reads all tokens of some heads. That backward needs only one
+number of the output for each token and head: the sum of output times gradient. The rank that has a
+token's output computes the sum, and sends it with the gradient. The stand-in is zero but for one or
+two numbers for each token and head, which give the same sum. It exists only in the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NEAR = 2.0**-8
+"""The second largest number of a gradient takes what rounding leaves of the sum, unless it is
+smaller than this part of the largest."""
+
+
+class StandIn:
+    """Stands for one attention's output, of shape (samples, heads, tokens, features)."""
+
+    def __init__(self, output: Tensor) -> None:
+        self._place = output.size(), output.stride(), output.storage_offset()
+        self._numbers = output.untyped_storage().nbytes() // output.element_size()
+        self._gradient: Tensor
+        self._sums: Tensor
+
+    def receive(self, gradient: Tensor, sums: Tensor) -> None:
+        """Take the gradient of the output, and the result of `sums_of` for all its tokens."""
+        self._gradient, self._sums = gradient, sums
+
+    def make(self) -> Tensor:
+        """Return the stand-in, with the output's order in memory."""
+        gradient, sums = self._gradient, self._sums.view(wide(self._gradient.dtype))
+        del self._gradient, self._sums
+        found = gradient.new_zeros(self._numbers)
+        places = gradient.abs().topk(min(2, gradient.shape[-1]), -1).indices
+        largest = gradient.gather(-1, places).to(sums.dtype)
+        first, second = largest[..., :1], largest[..., 1:]
+        main = torch.where(first == 0, 0, sums / first).to(gradient.dtype)
+        rest = sums - main * first
+        is_near = second.abs() > NEAR * first.abs()
+        minor = torch.where(is_near, rest / second, 0).to(gradient.dtype)
+        found.as_strided(*self._place).scatter_(-1, places, torch.cat([main, minor], -1))
+        return found
+
+
+def sums_of(output: Tensor, gradient: Tensor) -> Tensor:
+    """Return the sum over features of output times gradient, in at least float32, as a view of the
+    gradient's dtype: (samples, heads, tokens, 1 or 2)."""
+    dtype = wide(gradient.dtype)
+    sums = (output.to(dtype) * gradient.to(dtype)).sum(-1, keepdim=True)
+    return sums.view(gradient.dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums."""
+    return torch.promote_types(dtype, torch.float32)
