@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lockstep.pages.chart import axis_labels, figure
 from lockstep.pages.markup import Html, element
-from lockstep.pages.scale import format_number, step_scale
+from lockstep.pages.scale import Unit, format_number, step_scale
 
 SHADES = 63
 MOST_NAMES = 16
@@ -31,8 +31,9 @@ def render_heatmap(
     index: int,
     last_step: int,
     spoken: str,
+    unit: Unit = "seconds",
 ) -> Html:
-    """Return a heat map of seconds with its colour scale. NaN: no value. `index`: index of its data
+    """Return a heat map with its colour scale. NaN: no value. `index`: index of its data
     on the page."""
     low, high = color_limits(rows)
     shades = [[shade(value, low, high) for value in row] for row in rows]
@@ -48,9 +49,9 @@ def render_heatmap(
     below = "≤ " if any(value < low for value in values) else ""
     above = "≥ " if any(value > high for value in values) else ""
     ends = [
-        element("span", below + format_number(low, "seconds")),
+        element("span", below + format_number(low, unit)),
         element("b"),
-        element("span", above + format_number(high, "seconds")),
+        element("span", above + format_number(high, unit)),
     ]
     every = -(-len(names) // MOST_NAMES)
     labels = [

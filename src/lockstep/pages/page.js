@@ -123,8 +123,8 @@
     for (const [part, rows] of Object.entries(heat.mean)) {
       const line = element(table, "tr");
       element(line, "td", "", part);
-      element(line, "td", "number", words(rows[row][column], "seconds"));
-      const most = heat.most[row][column];
+      element(line, "td", "number", words(rows[row][column], heat.unit));
+      const most = heat.most ? heat.most[row][column] : null;
       const longer = part === "step" && most !== null && most > rows[row][column] * 1.005;
       element(element(line, "td"), "small", "", longer ? `at most ${words(most, "seconds")}` : "");
     }

@@ -62,6 +62,15 @@ class RankTimes:
     hosts: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class LoadHistory:
+    """Contents of `experts.jsonl`: the load of each expert at logging steps."""
+
+    steps: list[int] = field(default_factory=list)
+    layers: dict[str, list[array[float]]] = field(default_factory=dict)
+    """For each layer and logging step: the loads of its experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """A rank's memory in the profiled steps, from `profile/memory.json`."""
@@ -135,6 +144,7 @@ class RunHistory:
     ranks: RankTimes
     events: list[RunEvent]
     holder: LockHolder | None
+    loads: LoadHistory = field(default_factory=LoadHistory)
     memory: MemoryProfile | None = None
     """The memory profile; None if no steps were profiled."""
     unreadable: Mapping[str, int] = field(default_factory=dict)
@@ -239,6 +249,24 @@ def _clamp(number: float) -> float:
     if abs(number) > LARGEST:
         return math.copysign(math.inf, number)
     return 0.0 if abs(number) < 1 / LARGEST else number
+
+
+def load_history(rows: Iterable[Mapping[str, Any]]) -> LoadHistory:
+    """Join the rows of `experts.jsonl`, in the same way as `metric_curves`."""
+    found = LoadHistory()
+    for row in rows:
+        while found.steps and found.steps[-1] >= row["step"]:
+            found.steps.pop()
+            for loads in found.layers.values():
+                loads.pop()
+        for name, loads in row["loads"].items():
+            known = found.layers.setdefault(name, [array("d")] * len(found.steps))
+            known.append(array("d", (math.nan if x is None else x for x in loads)))
+        found.steps.append(row["step"])
+        for known in found.layers.values():
+            if len(known) < len(found.steps):
+                known.append(array("d"))
+    return found
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from lockstep.pages.chart import Chart, Curve, EventMark, RenderedFigure, Series, render_charts
 from lockstep.pages.document import document, generator_tag
@@ -21,6 +22,7 @@ from lockstep.pages.markup import (
 from lockstep.pages.scale import format_number
 from lockstep.report import tables
 from lockstep.report.events import curve_marks, event_table, event_timeline
+from lockstep.report.experts import expert_heatmaps
 from lockstep.report.history import MOST_SERIES, PHASES, MemoryProfile, RankMemory, RunHistory
 from lockstep.report.losses import loss_list, loss_summary
 from lockstep.report.ranks import mean_over_ranks, rank_bars, rank_heatmaps
@@ -49,7 +51,8 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
     """Return the HTML document. `made`: time of creation, in seconds since 1970."""
     title = "lockstep report: " + ", ".join(run.name for run in runs)
     curves = [run.curves.last_step for run in runs]
-    last_step = max([1, *curves, *(step for run in runs for step in run.ranks.steps[-1:])])
+    logged = [steps for run in runs for steps in (run.ranks.steps, run.loads.steps)]
+    last_step = max([1, *curves, *(step for steps in logged for step in steps[-1:])])
     learning, speed = run_charts(runs)
     shown = [*learning, *speed, *memory_charts(runs)]
     lines = sum(len(each.lines) for each in shown)
@@ -60,6 +63,13 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
         rank_heatmaps(run.ranks, index=place, last_step=last_step, title=run.name)
         for place, (run, _) in enumerate(timed)
     ]
+    routed = [(run, place) for place, run in enumerate(runs) if run.loads.steps]
+    of_experts: list[list[RenderedFigure]] = []
+    for run, _ in routed:
+        place = len(heatmaps) + sum(map(len, of_experts))
+        of_experts.append(
+            expert_heatmaps(run.loads, index=place, last_step=last_step, title=run.name)
+        )
     several = len(runs) > 1
     first, second = len(learning), len(learning) + len(speed)
     empty = remark("The run has not reached a logging step.")
@@ -72,6 +82,7 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
         section("speed", "Throughput", _grid(figures[first:second])),
         section("memory", "Memory of the profiled steps", _memory(runs, figures[second:])),
         section("ranks", "Ranks", _ranks(timed, heatmaps, several=several)),
+        section("experts", "Experts", _experts(routed, of_experts, several=several)),
         section("losses", "Losses and recoveries", _losses(runs)),
         section("events", "Events", event_timeline(runs), _event_tables(runs)),
         section(
@@ -85,7 +96,7 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
         data={
             "last": last_step,
             "charts": [each.data for each in figures],
-            "heatmaps": [each.data for each in heatmaps],
+            "heatmaps": [each.data for each in chain(heatmaps, *of_experts)],
             "runs": [run.name for run in runs],
         },
     )
@@ -231,6 +242,28 @@ def _ranks(
                 rank_bars(run.ranks),
             ]
             for (run, index), figure in zip(timed, heatmaps, strict=True)
+        ),
+    )
+
+
+def _experts(
+    routed: Sequence[tuple[RunHistory, int]],
+    heatmaps: Sequence[Sequence[RenderedFigure]],
+    *,
+    several: bool,
+) -> Html | None:
+    if not routed:
+        return None
+    explanation = remark(
+        "A load is the number of tokens that chose an expert, divided by the mean of its layer: 1 "
+        "is balanced, 0 is an expert that nothing trains. A cell is the mean of its logging steps; "
+        "each heatmap has its own colour scale."
+    )
+    return joined(
+        explanation,
+        (
+            [element("h3", tables.run_key(run, index)) if several else None, _grid(figures)]
+            for (run, index), figures in zip(routed, heatmaps, strict=True)
         ),
     )
 

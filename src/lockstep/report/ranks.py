@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
@@ -43,29 +43,53 @@ class HeatmapGrid:
 
 def make_grid(times: RankTimes, last_step: int) -> HeatmapGrid:
     """Arrange the times on an axis from step 0 to `last_step`, in at most `CELLS` cells."""
-    world = max((len(row) for rows in times.phases.values() for row in rows), default=0)
-    ranks_per_row = -(-world // MOST_ROWS) or 1
-    ranks = [
-        (first, min(first + ranks_per_row, world) - 1) for first in range(0, world, ranks_per_row)
-    ]
-    gaps = [after - before for before, after in zip([0, *times.steps], times.steps, strict=False)]
-    interval = max(1, round(median(gaps))) if gaps else 1
-    columns = max(1, min(MOST_COLUMNS, CELLS // max(1, len(ranks)), round(last_step / interval)))
-    rows_by_column = _rows_by_column(times.steps, last_step, columns)
+    axes = Axes.of(times.steps, times.phases.values(), last_step)
     phases = [phase for phase in PHASES if any(times.phases[phase])]
-
-    def grid(phase: str, combine: Callable[[Sequence[float]], float]) -> list[list[float]]:
-        by_rank = (_by_rank([times.phases[phase][row] for row in rows]) for rows in rows_by_column)
-        cells = [_slowest([combine(values) for values in each], ranks_per_row) for each in by_rank]
-        return [[_at(each, row) for each in cells] for row in range(len(ranks))]
-
     return HeatmapGrid(
-        ranks,
+        axes.rows,
         last_step,
-        columns,
-        {phase: grid(phase, _mean) for phase in phases},
-        grid("step", _longest),
+        len(axes.columns),
+        {phase: axes.cells(times.phases[phase], mean_of) for phase in phases},
+        axes.cells(times.phases["step"], _longest),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The rows and columns of a heat map."""
+
+    rows: list[tuple[int, int]]
+    """The first and the last number of each row: of a rank, or of an expert."""
+    columns: list[list[int]]
+    """The places of the logging steps in each column."""
+
+    @classmethod
+    def of(
+        cls,
+        steps: Sequence[int],
+        kinds: Iterable[Sequence[array[float]]],
+        last_step: int,
+        *,
+        most_cells: int = CELLS,
+    ) -> Axes:
+        """Return axes for these kinds of values, each with an array for each of the `steps`."""
+        size = max((len(row) for rows in kinds for row in rows), default=0)
+        per_row = -(-size // MOST_ROWS) or 1
+        rows = [(first, min(first + per_row, size) - 1) for first in range(0, size, per_row)]
+        gaps = [after - before for before, after in zip([0, *steps], steps, strict=False)]
+        interval = max(1, round(median(gaps))) if gaps else 1
+        columns = min(MOST_COLUMNS, most_cells // max(1, len(rows)), round(last_step / interval))
+        return cls(rows, _rows_by_column(steps, last_step, max(1, columns)))
+
+    def cells(
+        self, values: Sequence[array[float]], combine: Callable[[Sequence[float]], float]
+    ) -> list[list[float]]:
+        """Return the value of each cell, by row and column."""
+        by_number = (_by_rank([values[place] for place in places]) for places in self.columns)
+        first, last = self.rows[0] if self.rows else (0, 0)
+        per_row = last - first + 1
+        cells = [_slowest([combine(each) for each in column], per_row) for column in by_number]
+        return [[_at(each, row) for each in cells] for row in range(len(self.rows))]
 
 
 def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
@@ -89,7 +113,7 @@ def _by_rank(rows: Sequence[array[float]]) -> list[list[float]]:
     ]
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
@@ -123,8 +147,9 @@ def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -
             f"rank {name}" if first == last else f"ranks {name}, the slowest"
             for (first, last), name in zip(cells.ranks, names, strict=True)
         ],
-        "mean": {phase: list(map(_rounded, rows)) for phase, rows in cells.mean.items()},
-        "most": list(map(_rounded, cells.most)),
+        "mean": {phase: list(map(rounded, rows)) for phase, rows in cells.mean.items()},
+        "most": list(map(rounded, cells.most)),
+        "unit": "seconds",
     }
     pictures = []
     for phase, rows in cells.mean.items():
@@ -149,7 +174,7 @@ def mean_times(times: RankTimes) -> list[dict[str, float]]:
         for rank, values in enumerate(_by_rank(times.phases[phase])):
             found += [{} for _ in range(rank + 1 - len(found))]
             if values:
-                found[rank][phase] = _mean(values)
+                found[rank][phase] = mean_of(values)
     return found
 
 
@@ -159,7 +184,7 @@ def mean_over_ranks(times: RankTimes, phase: str) -> Series:
     for step, row in zip(times.steps, times.phases[phase], strict=True):
         values = [value for value in row if value == value]
         if values:
-            found.add(step, _mean(values))
+            found.add(step, mean_of(values))
     return found
 
 
@@ -206,7 +231,7 @@ def _name(rank: int, times: RankTimes) -> str:
 def _extremes(cells: HeatmapGrid, rows: Sequence[Sequence[float]]) -> str:
     finite = [[value for value in row if math.isfinite(value)] for row in rows]
     pairs = zip(finite, cells.ranks, strict=True)
-    ranked = [(_mean(row), first) for row, (first, _) in pairs if row]
+    ranked = [(mean_of(row), first) for row, (first, _) in pairs if row]
     if not ranked:
         return "Nothing was measured."
     (highest, slowest), (lowest, fastest) = max(ranked), min(ranked)
@@ -214,5 +239,6 @@ def _extremes(cells: HeatmapGrid, rows: Sequence[Sequence[float]]) -> str:
     return f"Slowest is rank {slowest}, mean {high}; fastest is rank {fastest}, mean {low}."
 
 
-def _rounded(row: Sequence[float]) -> list[float | None]:
+def rounded(row: Sequence[float]) -> list[float | None]:
+    """Return the values of a row for the page's data; None for NaN."""
     return [float(f"{value:.4g}") if math.isfinite(value) else None for value in row]

@@ -13,6 +13,7 @@ from lockstep.base.errors import RunDirectoryError
 from lockstep.base.files import MOST_BITS, read_object
 from lockstep.logging.run_files import (
     EVENTS,
+    EXPERTS,
     METRICS,
     RANKS,
     RUN,
@@ -26,6 +27,7 @@ from lockstep.report.history import (
     LockHolder,
     MemoryProfile,
     RunHistory,
+    load_history,
     memory_profile,
     metric_curves,
     rank_times,
@@ -70,6 +72,7 @@ def read_run(folder: Path, name: str) -> RunHistory:
         result=read_result(folder),
         curves=metric_curves(rows(METRICS, _is_metrics_row)),
         ranks=rank_times(rows(RANKS, _is_ranks_row)),
+        loads=load_history(rows(EXPERTS, _is_experts_row)),
         events=run_events(rows(EVENTS, _is_event_row)),
         holder=_holder(folder),
         memory=_memory(folder, unreadable),
@@ -94,6 +97,10 @@ def _is_ranks_row(row: Mapping[str, Any]) -> bool:
         and all(isinstance(host, str) for host in hosts)
         and all(isinstance(each, list) and _are_numbers(each) for each in row["ranks"].values())
     )
+
+
+def _is_experts_row(row: Mapping[str, Any]) -> bool:
+    return all(isinstance(each, list) and _are_numbers(each) for each in row["loads"].values())
 
 
 def _is_event_row(row: Mapping[str, Any]) -> bool:

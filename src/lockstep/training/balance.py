@@ -119,6 +119,8 @@ class ExpertBalance:
                     " True for each token that counts"
                 )
         elif isinstance(arguments, Mapping):
+            if arguments.get("output_router_logits"):
+                raise _own_balance("a model that Recipe.inputs calls with")
             mask = arguments.get("attention_mask")
             counted = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if counted is not None:
@@ -396,15 +398,18 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.to(first.device) for part in parts]).sum()
 
 
+def _own_balance(what: str) -> RecipeError:
+    return RecipeError(
+        f"Recipe.balance with {what} output_router_logits=True; it adds a balance loss of its own,"
+        " over one microbatch and all layers together, so the balance would be counted twice; give"
+        " output_router_logits=False, or leave balance out"
+    )
+
+
 def refuse_own_balance(model: nn.Module) -> None:
     """Raise `RecipeError` if the model, of transformers, adds a balance loss of its own."""
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(
         config, "router_aux_loss_coef", 0
     ):
-        raise RecipeError(
-            f"Recipe.balance with a {type(model).__name__} whose config has"
-            " output_router_logits=True; it adds a balance loss of its own, over one microbatch and"
-            " all layers together, so the two would be counted twice; give"
-            " output_router_logits=False, or leave balance out"
-        )
+        raise _own_balance(f"a {type(model).__name__} whose config has")
