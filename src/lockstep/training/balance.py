@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +40,16 @@ BALANCE, ROUTER_Z = "balance", "router_z"
 """The names of the terms."""
 
 
-class Routed(NamedTuple):
+@dataclass(slots=True)
+class Routed:
     """The choices of all routers for one microbatch, on this rank."""
 
     choices: list[Choices]
     samples: int
     counted: Tensor | None
     """(tokens,), True for tokens that count; None: all."""
-    loads: Tensor
-    """(samples, columns of all layers)."""
+    loads: Tensor | None = None
+    """(samples, columns of all layers), once they were needed."""
 
 
 class ExpertBalance:
@@ -148,11 +150,12 @@ class ExpertBalance:
         `RecipeError`."""
         choices = self.recorder.take()
         samples, counted = self._counted(batch, choices)
-        return Routed(choices, samples, counted, self._loads(choices, samples, counted))
+        return Routed(choices, samples, counted)
 
     def count(self, routed: Routed) -> None:
-        """Add the loads of a microbatch to those of the step."""
-        self._mine += routed.loads.sum(0)
+        """Add the loads of a microbatch to those of the step, unless they are known."""
+        if self._known is None:
+            self._mine += self._loads_of(routed).sum(0)
 
     def know_loads(self) -> None:
         """Sum the loads of all microbatches before the first backward. Every rank calls it."""
@@ -170,7 +173,7 @@ class ExpertBalance:
                 " Recipe.weight = batch -> its denominator"
             )
         named = dict(loss) if isinstance(loss, Mapping) else {SINGLE: loss}
-        return joined(named, self._terms(*routed))
+        return joined(named, self._terms(routed))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
         """Return the number of samples, and True for each of this rank's tokens that counts, or
@@ -208,43 +211,45 @@ class ExpertBalance:
                     " tokens), for the tokens that the experts get"
                 )
 
-    def _loads(self, choices: Sequence[Choices], samples: int, counted: Tensor | None) -> Tensor:
+    def _loads_of(self, routed: Routed) -> Tensor:
         """Return the loads of this rank's tokens of each sample: (samples, all columns)."""
+        if routed.loads is not None:
+            return routed.loads
         device, columns = self._mesh.world.device, []
-        for layer, each in zip(self.layers, choices, strict=True):
-            experts = layer.experts.count
-            load = torch.zeros((samples, experts + MORE), dtype=torch.int64, device=device)
+        for layer, each in zip(self.layers, routed.choices, strict=True):
+            shape = routed.samples, layer.experts.count + MORE
+            load = torch.zeros(shape, dtype=torch.int64, device=device)
             for index, logits in zip(each.index, each.logits, strict=True):
                 finite = torch.isfinite(logits.detach()).all(-1)
-                load += loads_of_samples(index, finite, counted, experts, samples=samples)
+                load += loads_of_samples(
+                    index, finite, routed.counted, layer.experts.count, samples=routed.samples
+                )
             columns.append(load)
-        return torch.cat(columns, dim=1)
+        routed.loads = torch.cat(columns, dim=1)
+        return routed.loads
 
-    def _terms(
-        self, choices: Sequence[Choices], samples: int, counted: Tensor | None, loads: Tensor
-    ) -> dict[str, Sum]:
-        self._check_logits(choices)
+    def _terms(self, routed: Routed) -> dict[str, Sum]:
+        self._check_logits(routed.choices)
         found = {}
         if self.balance.coefficient:
-            found[BALANCE] = Sum(self._balance_term(choices, loads, samples, counted))
+            found[BALANCE] = Sum(self._balance_term(routed))
         if self.balance.z:
-            each = [z_loss(logits, counted) for layer in choices for logits in layer.logits]
-            found[ROUTER_Z] = Sum(self.balance.z * _sum(each))
+            logits = [each for layer in routed.choices for each in layer.logits]
+            of_each = [z_loss(each, routed.counted) for each in logits]
+            found[ROUTER_Z] = Sum(self.balance.z * _sum(of_each))
         return found
 
-    def _balance_term(
-        self, choices: Sequence[Choices], loads: Tensor, samples: int, counted: Tensor | None
-    ) -> Tensor:
+    def _balance_term(self, routed: Routed) -> Tensor:
         """Return the part of the balance loss in this rank's tokens, times its denominator."""
         by_sample = self.balance.over == "sample"
-        of_layers = self.of_layers(self._loads_of_f(loads))
+        loads = self.of_layers(self._loads_of_f(routed))
         if not self.balance.per_layer:
-            of_layers = [averaged_over_layers(of_layers)] * len(of_layers)
+            loads = [averaged_over_layers(loads)] * len(loads)
         parts = []
-        for load, layer in zip(of_layers, choices, strict=True):
+        for load, layer in zip(loads, routed.choices, strict=True):
             for logits in layer.logits:
                 given = probabilities(logits, self.balance.scores)
-                summed = summed_probabilities(given, counted, samples=samples)
+                summed = summed_probabilities(given, routed.counted, samples=routed.samples)
                 if by_sample:  # each sample's P is a mean over its own tokens
                     summed = summed / load[:, -MORE, None].clamp(min=1).to(summed.dtype)
                 else:
@@ -254,14 +259,15 @@ class ExpertBalance:
         share = 1.0 if is_mean else 1.0 / len(self.layers)
         return self.balance.coefficient * share * _sum(parts)
 
-    def _loads_of_f(self, loads: Tensor) -> Tensor:
-        """Return the loads that f is taken of. `loads`: of this microbatch, on this rank."""
+    def _loads_of_f(self, routed: Routed) -> Tensor:
+        """Return the loads that f is taken of."""
         if self.balance.over == "previous":
             return self._previous
         if self.balance.over == "step":
             assert self._known is not None, "counted before the first backward"
             return self._known
-        found = (loads if self.balance.over == "sample" else loads.sum(0)).contiguous()
+        loads = self._loads_of(routed)
+        found = loads.clone() if self.balance.over == "sample" else loads.sum(0)
         self._mesh.tokens.all_reduce(found)
         return found
 
