@@ -94,10 +94,11 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
-    return max(
-        float((found[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-30))
+    each = [
+        (found[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-30)
         for name in expected
-    )
+    ]
+    return float(torch.stack(each).max())  # NaN if any is
 
 
 def gradients_of_families() -> dict[str, float]:
@@ -170,7 +171,7 @@ def gradients_of_layers() -> dict[str, float]:
     for name, model, change in (
         ("layers", Layers(), None),
         ("to one expert", Layers(to_one=True), None),
-        ("attribute", Layers(Counted), None),
+        ("attribute", Layers(Counted, to_one=True), None),
         ("checkpointed", Layers(), checkpointed),
         ("selective", Layers(), lambda cut: [*map(selective, cut.children())]),
     ):
