@@ -255,10 +255,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "context=2 with pipeline=2; stages do not pass on parts of a sequence yet",
         ),
         (
-            "expert=2,numerics=bitwise",
+            "expert=2,shard=2,numerics=bitwise",
             (
-                "expert=2 with numerics=bitwise; the tokens of several microbatches are summed in"
-                " the experts, not in the canonical order yet; leave numerics=bitwise out, or expert"
+                "expert=2 with shard=2; with numerics=bitwise, experts are not summed over it in"
+                " the canonical order yet; leave shard=2 out, or expert"
             ),
         ),
         ("expert=2,compile=yes", "expert=2 with compile=yes; the number of tokens of each expert"),

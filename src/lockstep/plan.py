@@ -353,13 +353,6 @@ class Plan:
         self._refuse_with(
             "expert",
             (
-                "numerics",
-                self.numerics,
-                "fast",
-                "the tokens of several microbatches are summed in the experts, not in the canonical"
-                " order yet",
-            ),
-            (
                 "compile",
                 self.compile,
                 False,
@@ -374,6 +367,10 @@ class Plan:
                 "the ranks of a stage do not exchange tokens yet",
             ),
         )
+        if self.numerics == "bitwise":
+            why = "with numerics=bitwise, experts are not summed over it in the canonical order yet"
+            several = ("shard", "context")
+            self._refuse_with("expert", *((name, given.get(name, 1), 1, why) for name in several))
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
         """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: its

@@ -119,6 +119,7 @@ def step(text: str, count: int) -> dict[str, Any]:
         max_microbatches=count,
         compression=None,
         complete=None,
+        leaves=[],
     )
     assignment, tokens = assignment_of(plan), mesh.tokens
     reducer.begin_step(count, assignment)

@@ -19,7 +19,7 @@ def mesh(*, shard: int = 1, divides_features: bool = False, on_one_host: bool = 
     memory = object() if on_one_host else None
     return SimpleNamespace(
         axis=lambda name: SimpleNamespace(size=sizes[name]),
-        larger=[SimpleNamespace(same_state=not divides_features)],
+        larger=[SimpleNamespace(same_state=not divides_features, divides=())],
         summed=lambda: SimpleNamespace(shared_memory=memory, hierarchy=None, size=2 * shard),
     )
 

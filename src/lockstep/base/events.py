@@ -78,6 +78,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "model-built-whole": "the model could not be built in parts",
         "experts-watched": "the router of each layer of experts",
         "weights-loaded": "pretrained weights were loaded",
+        "experts-eager": "transformers' experts compute one after another, for the same bits",
         "optimizer-not-fused": "a fused kernel would round differently on a shard",
         "optimizer-on-whole-tensors": "an optimizer updates gathered tensors",
         "data-not-compared": "samples could not be compared between ranks",

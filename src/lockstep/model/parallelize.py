@@ -23,8 +23,14 @@ from lockstep.model.device_split import (
     split_over_devices,
     wrap_data_parallel,
 )
-from lockstep.model.expert.divide import check_experts, divide_experts
-from lockstep.model.expert.find import find_experts
+from lockstep.model.expert.divide import (
+    check_experts,
+    compute_by_rows,
+    divide_experts,
+    use_eager,
+)
+from lockstep.model.expert.find import find_experts, stacked_experts
+from lockstep.model.expert.leaves import Leaves
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.stages import (
     STAGES_PER_RANK,
@@ -58,6 +64,10 @@ class Parallelized:
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
     """None if the model is called with whole sequences, as it is."""
+    expert_leaves: Sequence[Leaves]
+    """With bitwise numerics: of each module of experts on several ranks."""
+    eager_experts: Sequence[str]
+    """Modules of transformers that compute one expert after another, for the same bits."""
 
 
 def parallelize(
@@ -126,14 +136,9 @@ def parallelize(
     if styles:
         assert mesh.torch_mesh is not None
         tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
-    divided: Sequence[str] = ()
-    if (ranks := mesh.axis("expert")).size > 1:
-        found = find_experts(model, experts)
-        check_experts(model, found, ranks.size)
-        assert mesh.expert_mesh is not None
-        along = mesh.expert_mesh["expert"]
-        divide_experts(found, along, ranks, exchange, materialize=materialize)
-        divided = list(found)
+    divided, leaves, eager = _place_experts(
+        model, mesh, plan, experts, exchange, materialize=materialize
+    )
     wrapped = block_names or [layer.name for layer in layers] or roots
     if chunked is not None:
         if plan.compile:
@@ -170,7 +175,39 @@ def parallelize(
         from lockstep.model.context.cut import SequenceCut
 
         cut = SequenceCut(model, mesh.tokens, sequence, plan.exchange)
-    return Parallelized(streams, pipeline, shared, cut)
+    return Parallelized(streams, pipeline, shared, cut, leaves, eager)
+
+
+def _place_experts(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    names: Sequence[str] | None,
+    exchange: SyncBatchNormExchange,
+    *,
+    materialize: Callable[[nn.Module], None],
+) -> tuple[list[str], list[Leaves], list[str]]:
+    """Divide the experts over ranks. Return the names of their modules, their leaves, and the
+    modules that compute one expert after another now. With bitwise numerics, experts that are not
+    divided compute with the same bits as divided ones."""
+    ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
+    if ranks.size == 1:
+        found = stacked_experts(model, names) if bitwise else {}
+        compute_by_rows(found, ranks, exchange)
+        return [], [], use_eager(found)
+    found = find_experts(model, names)
+    check_experts(model, found, ranks.size)
+    eager = use_eager(found) if bitwise else []
+    assert mesh.expert_mesh is not None
+    leaves = divide_experts(
+        found,
+        mesh.expert_mesh["expert"],
+        ranks,
+        exchange,
+        materialize=materialize,
+        bitwise=bitwise,
+    )
+    return list(found), leaves, eager
 
 
 def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:

@@ -137,6 +137,12 @@ def prepare(
     model, parallel = made.built.module, made.parallel
     if made.built.reason is not None:
         training.run.event("model-built-whole", reason=made.built.reason)
+    if parallel.eager_experts:
+        training.run.event(
+            "experts-eager",
+            modules=list(parallel.eager_experts),
+            reason="in a faster implementation, the bits of a row depend on the other rows",
+        )
     if made.pretrained is not None:
         training.run.event("weights-loaded", **made.pretrained.fill(model, context.world))
         if context.overrides.change_loaded is not None:

@@ -228,6 +228,7 @@ class TrainModule:
                 max_microbatches=max_microbatches,
                 compression=self._compression,
                 complete=reduce_partial_gradients if self._sums_partial else None,
+                leaves=self.parallel.expert_leaves,
             )
 
     @property

@@ -78,7 +78,9 @@ class Counted(StackedExperts):
         self.num_experts = EXPERTS
 
     def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        hit = F.one_hot(index, self.num_experts).sum((0, 1)).nonzero().flatten().tolist()
+        counts = F.one_hot(index, self.num_experts).sum((0, 1))
+        assert len(counts) == len(self.up)
+        hit = counts.nonzero().flatten().tolist()
         output = torch.zeros_like(tokens)
         for expert in hit:
             row, choice = torch.where(index == expert)

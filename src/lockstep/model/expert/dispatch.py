@@ -9,15 +9,16 @@ router stays on its rank. No row is dropped or padded. The host waits once, for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.base.errors import RecipeError
@@ -27,12 +28,13 @@ from lockstep.comm.world import World
 from lockstep.model.context.active import handled
 from lockstep.model.context.trial import SMALL
 from lockstep.model.expert.find import ARGUMENTS, Experts
-from lockstep.model.expert.proof import Compute, prove, raise_on_all_ranks
+from lockstep.model.expert.leaves import Key, Leaves, Parameters, divided_parameters
+from lockstep.model.expert.proof import prove, raise_on_all_ranks
 from lockstep.model.expert.routing import Routing, local_experts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
-Parameters = Mapping[tuple[nn.Module, str], Tensor]
-"""(module, name of its parameter) -> the tensor with which to compute."""
+ComputeRows = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
+"""(rows, their local experts, ones, number of rows from each rank) -> the output of the experts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +49,14 @@ class Dispatch:
     """Says if the microbatch is a dummy."""
     proved: set[tuple[Any, ...]]
     """The kinds of modules that are proved. Modules of a model share it."""
+    leaves: Leaves | None
+    """With bitwise numerics: the gradients of the rows of each rank. They are computed by
+    themselves, as on one process."""
     _own: Callable[..., Any] = field(init=False)
     _signature: inspect.Signature = field(init=False)
     _is_checked: bool = False
+    _is_left: bool = False
+    """True for a module that is left as it is."""
 
     def install(self) -> None:
         """Replace the module's forward."""
@@ -62,32 +69,41 @@ class Dispatch:
         """Compute the experts of this rank's tokens. Every rank of the axis calls it at the same
         time. Raises `RecipeError`, the same on all ranks."""
         given = [*self._signature.bind(*args, **kwargs).arguments.values()]
-        if not self._is_checked:
-            self._check(given)
-        tokens, index, weights = given
         with handled():
-            kind = self._kind()
-            if kind not in self.proved:
-                self._prove(tokens, index, weights)
-                self.proved.add(kind)
-            compute = partial(self._computed, parameters=self._local())
-            return self._dispatched(compute, tokens, index, weights, self.exchange.is_dummy is True)
+            self._check(given)
+            if self._is_left:
+                return self._own(*args, **kwargs)  # type: ignore[no-any-return]
+            tokens, index, weights = given
+            compute = (
+                partial(self._computed, self._local())
+                if self.leaves is None
+                else partial(self._computed_by_rank, self.leaves.parameters_of)
+            )
+            is_dummy = self.exchange.is_dummy is True
+            return self._dispatched(self.world, compute, tokens, index, weights, is_dummy=is_dummy)
 
     def _dispatched(
-        self, compute: Compute, tokens: Tensor, index: Tensor, weights: Tensor, is_dummy: bool
+        self,
+        world: World,
+        compute: ComputeRows,
+        tokens: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        *,
+        is_dummy: bool = False,
     ) -> Tensor:
-        """Return the output for this rank's tokens, computed on all ranks. `compute`: computes this
-        rank's experts. Every rank of the axis calls it."""
-        world, (samples, choices) = self.world, index.shape
+        """Return the output for this rank's tokens, computed on all ranks of `world`. `compute`:
+        computes this rank's experts. Every rank calls it."""
+        samples, choices = index.shape
         routing = (
             Routing.empty(self.experts.count, index.device)
             if is_dummy
             else Routing.of(index, self.experts.count)
         )
-        sent, received, counts = self._exchange_counts(routing, index)
+        sent, received, counts = self._exchange_counts(world, routing, index)
         came = _send(_Rows.apply(tokens, routing.order, choices), received, sent, world)  # type: ignore[no-untyped-call]
         local = local_experts(counts, len(came))[:, None].to(index.dtype)
-        went = compute(came, local, weights.new_ones(len(came), 1))
+        went = compute(came, local, weights.new_ones(len(came), 1), received)
         back = _send(went, sent, received, world)
         pairs = _unsorted(back, routing.order, samples * choices)
         pairs = pairs.view(samples, choices, *back.shape[1:])
@@ -100,19 +116,26 @@ class Dispatch:
         whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
         local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
 
-        def divided(*given: Tensor) -> Tensor:
-            return raise_on_all_ranks(
-                world, self.name, partial(self._computed, *given, parameters=local)
+        def divided(*given: Any) -> Tensor:
+            compute = (
+                partial(self._computed, local)
+                if self.leaves is None
+                else partial(self._computed_by_rank, lambda _: local)
             )
+            return raise_on_all_ranks(world, self.name, partial(compute, *given))
 
         def undivided(*given: Tensor) -> Tensor:
             with _with_parameters(whole):
                 return self._own(*given)  # type: ignore[no-any-return]
 
+        alone = replace(world, rank=0, size=1, group=None)
         prove(
             self.name,
-            partial(self._dispatched, divided, is_dummy=False),
+            partial(self._dispatched, world, divided),
             undivided,
+            None
+            if self.leaves is None
+            else partial(self._dispatched, alone, partial(self._computed, whole)),
             experts=self.experts.count,
             tokens=tokens,
             index=index,
@@ -121,18 +144,18 @@ class Dispatch:
         )
 
     def _exchange_counts(
-        self, routing: Routing, index: Tensor
+        self, world: World, routing: Routing, index: Tensor
     ) -> tuple[list[int], list[int], Tensor]:
         """Return the number of rows to send to each rank and to receive from each, and the counts
         of the latter: (ranks, local experts). Raises `RecipeError` if a rank has chosen an expert
         that does not exist."""
-        ranks, count = self.world.size, self.experts.count
+        ranks, count = world.size, self.experts.count
         each = count // ranks
         mine = torch.cat(
             [routing.counts.view(ranks, each), routing.outside.expand(ranks, 1)], 1
         ).contiguous()
         theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=self.world.group)
+        _all_to_all(theirs, mine, world)
         # the host waits here
         sent, received, outside = torch.stack(
             [mine[:, :each].sum(1), theirs[:, :each].sum(1), theirs[:, each]]
@@ -141,7 +164,7 @@ class Dispatch:
             own = [int(index.min()), int(index.max())] if int(routing.outside) else None
             rank, (least, most) = next(
                 (rank, found)
-                for rank, found in enumerate(self.world.gather_values(own))
+                for rank, found in enumerate(world.gather_values(own))
                 if found is not None
             )
             raise RecipeError(
@@ -152,9 +175,10 @@ class Dispatch:
         return sent, received, theirs[:, :each]
 
     def _computed(
-        self, rows: Tensor, local: Tensor, ones: Tensor, *, parameters: Parameters
+        self, parameters: Parameters, rows: Tensor, local: Tensor, ones: Tensor, _: list[int]
     ) -> Tensor:
-        """Return the output of the module's own forward for rows of the experts on this rank."""
+        """Return the output of the module's own forward for rows of these experts. `parameters`: of
+        the experts."""
         is_empty = not len(rows)
         if is_empty:
             # one row, so that gradients of parameters are zeros, as on a rank that has rows
@@ -162,37 +186,55 @@ class Dispatch:
                 torch.cat([each, each.new_zeros(1, *each.shape[1:])])
                 for each in (rows, local, ones)
             )
-        with _with_parameters(parameters), self._as_local():
+        counts = {len(tensor) for tensor in parameters.values()} or {self.experts.count}
+        with _with_parameters(parameters), self._with_count(*counts):
             output: Tensor = self._own(rows, local, ones)
         return output[:0] if is_empty else output
+
+    def _computed_by_rank(
+        self,
+        parameters_of: Callable[[int], Parameters],
+        rows: Tensor,
+        local: Tensor,
+        ones: Tensor,
+        received: list[int],
+    ) -> Tensor:
+        """Compute the rows of each rank by themselves. `parameters_of`: (rank) -> the parameters
+        with which its rows are computed."""
+        ends = list(accumulate(received, initial=0))
+        parts = [
+            self._computed(parameters_of(rank), rows[a:b], local[a:b], ones[a:b], [])
+            for rank, (a, b) in enumerate(pairwise(ends))
+            if a < b
+        ]
+        return (
+            torch.cat(parts) if parts else self._computed(parameters_of(0), rows, local, ones, [])
+        )
 
     def _local(self) -> Parameters:
         """Return this rank's part of each parameter, with a gradient."""
         return {key: parameter.to_local() for key, parameter in self._parameters()}
 
-    def _parameters(self) -> Iterator[tuple[tuple[nn.Module, str], DTensor]]:
-        for each in self.experts.module.modules():
-            for name, parameter in own_parameters(each).items():
-                if isinstance(parameter, DTensor):
-                    yield (each, name), parameter
+    def _parameters(self) -> Iterator[tuple[Key, DTensor]]:
+        return divided_parameters(self.experts.module)
 
     @contextmanager
-    def _as_local(self) -> Iterator[None]:
+    def _with_count(self, held: int) -> Iterator[None]:
         """A context in which attributes that hold the number of experts, such as `num_experts`,
-        hold that of this rank."""
+        hold the number of those that a rank has."""
         count = self.experts.count
-        held = [
+        named = [
             (each, name)
             for each in self.experts.module.modules()
             for name, value in vars(each).items()
             if type(value) is int and value == count and "expert" in name
         ]
         try:
-            for each, name in held:
-                setattr(each, name, count // self.world.size)
+            for each, name in named:
+                setattr(each, name, held)
             yield
         finally:
-            for each, name in held:
+            for each, name in named:
                 setattr(each, name, count)
 
     def _kind(self) -> tuple[Any, ...]:
@@ -201,8 +243,21 @@ class Dispatch:
         return type(module), module.training, shapes
 
     def _check(self, given: list[Any]) -> None:
-        """Check the arguments of the first call. Raises `RecipeError` on all ranks."""
-        self._is_checked = True
+        """Check the arguments of the first call, and prove the module's kind. A module that each
+        rank has whole is left as it is if that fails. Raises `RecipeError` on all ranks."""
+        if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
+            try:
+                self._check_arguments(given)
+                self._is_checked = True
+                if self._kind() not in self.proved:
+                    self._prove(*given)
+                    self.proved.add(self._kind())
+            except RecipeError:
+                if self.world.size > 1:
+                    raise
+                self._is_checked = self._is_left = True
+
+    def _check_arguments(self, given: list[Any]) -> None:
         problems = self.world.gather_values(_problem(given))
         problem = next((each for each in problems if each is not None), None)
         if problem is not None:
@@ -297,10 +352,23 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.received, ctx.sent, ctx.world = received, sent, world
         output = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=world.group)
+        _all_to_all(output, rows.contiguous(), world, received, sent)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         return _send(gradient, ctx.sent, ctx.received, ctx.world), None, None, None
+
+
+def _all_to_all(
+    output: Tensor,
+    given: Tensor,
+    world: World,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> None:
+    if world.size == 1:
+        output.copy_(given)
+    else:
+        dist.all_to_all_single(output, given, received, sent, group=world.group)

@@ -14,6 +14,7 @@ from lockstep.comm.world import World
 from lockstep.model.blocks import blocks_with_shared_parameters
 from lockstep.model.expert.dispatch import Dispatch
 from lockstep.model.expert.find import Experts
+from lockstep.model.expert.leaves import Leaves
 from lockstep.model.placement import place_parameters
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
@@ -47,13 +48,42 @@ def divide_experts(
     exchange: SyncBatchNormExchange,
     *,
     materialize: Callable[[nn.Module], None],
-) -> None:
+    bitwise: bool,
+) -> list[Leaves]:
     """Give each rank its experts, in place, and let the modules' forwards send tokens. Every rank
     calls it, before FSDP2 shards the model. `mesh`, `world`: the axis `expert`. `exchange`: says if
-    the microbatch is a dummy. `materialize`: called with a module just before it is divided."""
+    the microbatch is a dummy. `materialize`: called with a module just before it is divided.
+    Returns, with bitwise numerics, the leaves of each module."""
     proved: set[tuple[object, ...]] = set()
+    leaves: list[Leaves] = []
     for name, each in experts.items():
         materialize(each.module)
         for module in each.module.modules():
             place_parameters(module, mesh, lambda _: Shard(0))
-        Dispatch(name, each, world, exchange, proved).install()
+        own = Leaves(each.module, world.size) if bitwise else None
+        Dispatch(name, each, world, exchange, proved, own).install()
+        leaves += [] if own is None else [own]
+    return leaves
+
+
+def compute_by_rows(
+    experts: Mapping[str, Experts], world: World, exchange: SyncBatchNormExchange
+) -> None:
+    """Let modules of experts that each rank has whole compute as divided ones do, with the same
+    bits. Modules that cannot are left as they are. `world`: this rank alone."""
+    proved: set[tuple[object, ...]] = set()
+    for name, each in experts.items():
+        Dispatch(name, each, world, exchange, proved, None).install()
+
+
+def use_eager(experts: Mapping[str, Experts]) -> list[str]:
+    """Let transformers' experts compute one after another, because in its faster implementations
+    the bits of a row depend on the other rows. Returns the modules that are changed."""
+    changed = []
+    for name, each in experts.items():
+        config = getattr(each.module, "config", None)
+        if getattr(config, "_experts_implementation", "eager") not in ("eager", None):
+            changed.append(name)
+    for name in changed:
+        experts[name].module.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    return changed

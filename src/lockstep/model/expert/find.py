@@ -54,11 +54,18 @@ def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Exp
     """Return the modules of experts by name, in the order of the model's modules. `names`:
     `Recipe.experts`; None: the modules that look like it. Raises `RecipeError` for names of other
     modules, and for experts in a list of modules."""
+    found = stacked_experts(model, names)
+    if names is None and not found and (lists := _lists_of_experts(model)):
+        raise RecipeError(_refused_list(*next(iter(lists.items()))))
+    return found
+
+
+def stacked_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
+    """Return what `find_experts` does, and nothing for a model with experts in a list. Raises
+    `RecipeError` for names of other modules."""
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
         found = outermost([name for name, module in modules.items() if _looks_like(module)])
-        if not found and (lists := _lists_of_experts(model)):
-            raise RecipeError(_refused_list(*next(iter(lists.items()))))
     else:
         matches = [
             outermost(matching_names(list(modules), pattern, "Recipe.experts has", "*.experts"))

@@ -38,6 +38,7 @@ def prove(
     name: str,
     divided: Compute,
     whole: Compute,
+    alone: Compute | None,
     *,
     experts: int,
     tokens: Tensor,
@@ -46,7 +47,8 @@ def prove(
     world: World,
 ) -> None:
     """Compare the two. Every rank of the axis calls it. `divided`: has collectives, and raises the
-    same on all ranks. `tokens`, `index`, `weights`: of a forward, for their shapes. Raises
+    same on all ranks. `alone`: computes what `divided` does on one rank, with the same bits; None
+    if bits may differ. `tokens`, `index`, `weights`: of a forward, for their shapes. Raises
     `RecipeError`, the same on all ranks."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = 2 * ROWS
@@ -71,6 +73,7 @@ def prove(
             for one, other in zip(before, _states(tokens.device), strict=True)
         )
         expected = raise_on_all_ranks(world, name, lambda: _with_gradients(whole, *given))
+        same = found if alone is None else _with_gradients(alone, *given)
     if world.any(draws):
         raise RecipeError(
             f"{name} draws random numbers, as dropout does, and its rows are computed on the ranks"
@@ -78,6 +81,17 @@ def prove(
             " one process; draw them around the experts: F.dropout(self.experts(...), p,"
             " self.training)"
         )
+    _check_close(name, found, expected, world)
+    if world.any(not all(map(torch.equal, found, same))):
+        raise RecipeError(
+            f"{name} computes other bits for a row when it has only some of the experts"
+            f" (expert={world.size}, numerics=bitwise), as torch.nn.functional.grouped_mm does;"
+            " compute one expert after another, with a product of its rows and its parameters, or"
+            " choose numerics=fast"
+        )
+
+
+def _check_close(name: str, found: list[Tensor], expected: list[Tensor], world: World) -> None:
     parts = ["its output", "the gradient of its tokens", "the gradient of its weights"]
     for part, one, other in zip(parts, found, expected, strict=True):
         allowed = tolerance(other)

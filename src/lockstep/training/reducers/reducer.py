@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
+from lockstep.model.expert.leaves import Leaves
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
+from lockstep.training.reducers.rounds import RoundsReducer
 from lockstep.training.reducers.step_stats import Number, StepStats
 from lockstep.training.reducers.tied import TiedGradients
 
@@ -53,7 +55,7 @@ class GradientReducer(Protocol):
 
 
 class ReducerChoice(NamedTuple):
-    reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer]
+    reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer | RoundsReducer]
     reason: str
 
 
@@ -62,6 +64,11 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
     compression."""
     if mesh.axis("shard").size > 1:
         return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
+    divides_experts = any("experts" in axis.divides for axis in mesh.larger)
+    if bitwise and divides_experts:
+        return ReducerChoice(
+            RoundsReducer, "numerics=bitwise: rows of several microbatches meet in the experts"
+        )
     if not all(axis.same_state for axis in mesh.larger):
         return ReducerChoice(
             PostBackwardReducer,
@@ -89,9 +96,12 @@ def build_reducer(
     max_microbatches: int,
     compression: Compression | None,
     complete: Callable[[Sequence[nn.Parameter]], None] | None,
+    leaves: Sequence[Leaves],
 ) -> GradientReducer:
     """Build the reducer of a model. Every rank calls it. `tied`: parameters that stages share, with
-    a pipeline only. `complete`: see `PostBackwardReducer`."""
+    a pipeline only. `complete`: see `PostBackwardReducer`. `leaves`: see `RoundsReducer`."""
+    if choice.reducer is RoundsReducer:
+        return RoundsReducer(parameters, mesh, leaves, max_microbatches=max_microbatches)
     if choice.reducer is DdpReducer:
         return DdpReducer(
             parameters,
