@@ -129,6 +129,13 @@ class HidesWeights(StackedExperts):
         return super().forward(tokens, index, weights.detach())
 
 
+class OtherBits(StackedExperts):
+    """Rounds differently when it has fewer experts."""
+
+    def computed(self, rows: Tensor, expert: int) -> Tensor:
+        return super().computed(rows, expert) * (1 + 1e-14 * len(self.up))
+
+
 class Dropped(StackedExperts):
     def computed(self, rows: Tensor, expert: int) -> Tensor:
         return F.dropout(super().computed(rows, expert), 0.1, self.training)

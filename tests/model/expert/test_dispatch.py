@@ -22,6 +22,7 @@ from model.expert.models import (
     MixesRows,
     Mixture,
     NumbersExperts,
+    OtherBits,
     StackedExperts,
     WeighsBefore,
 )
@@ -61,7 +62,7 @@ def test_local_experts(counts: list[list[int]]) -> None:
     assert found == [e for row in counts for e, count in enumerate(row) for _ in range(count)]
 
 
-def divided(model: nn.Module, *, is_dummy: bool | None = None) -> nn.Module:
+def divided(model: nn.Module, *, is_dummy: bool | None = None, bitwise: bool = False) -> nn.Module:
     """A copy of the model, with its experts divided over all ranks."""
     model = copy.deepcopy(model)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -72,8 +73,14 @@ def divided(model: nn.Module, *, is_dummy: bool | None = None) -> nn.Module:
     exchange.is_dummy = is_dummy
     experts = find_experts(model, None)
     check_experts(model, experts, ranks)
-    axis = mesh.axis("expert")
-    divide_experts(experts, mesh.torch_mesh["expert"], axis, exchange, materialize=lambda _: None)
+    divide_experts(
+        experts,
+        mesh.torch_mesh["expert"],
+        mesh.axis("expert"),
+        exchange,
+        materialize=lambda _: None,
+        bitwise=bitwise,
+    )
     return model
 
 
@@ -254,6 +261,7 @@ def refusals() -> dict[str, str]:
     for name, (kind, _) in WRONG.items():
         note(name, divided(Layers(kind)), batch)
     note("heads", divided(nn.Sequential(Heads3())), batch)
+    note("other bits", divided(Layers(OtherBits), bitwise=True), batch)
     outside = divided(Layers())
     outside(batch)
     if rank == 1:
@@ -275,10 +283,11 @@ def test_wrong_models_are_refused_on_all_ranks(pool: WorkerPool) -> None:
     for name, (_, said) in WRONG.items():
         assert first[name].startswith("0.experts "), name
         assert said in first[name], (name, first[name])
+    assert "0.experts computes other bits for a row when it has only some" in first["other bits"]
     assert "was called with (5, 3, 6) float64; experts are called with" in first["heads"]
     assert "1.experts was called with experts from 7 to 1" in first["outside"]
     assert "on rank 1 of the axis expert; it has the experts 0 to 7" in first["outside"]
-    assert len(first) == len(WRONG) + 2
+    assert len(first) == len(WRONG) + 3
 
 
 def test_experts_that_cannot_be_divided() -> None:
