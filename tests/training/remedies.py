@@ -1917,7 +1917,9 @@ PLACES = (
     "data/streams.py",
     "hooks/loss_check.py",
     "model/*.py",
+    "model/context/*.py",
     "recipe/data.py",
+    "recipe/sequence.py",
     "training/evaluate.py",
     "training/hook.py",
     "training/loop.py",
@@ -1947,6 +1949,7 @@ ELSEWHERE = {
     "leave {said} out, or context": CONTEXT,
     "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context": CONTEXT,
     "leave {said} or sequence out": CONTEXT,
+    "sum in float32: output.float()": CONTEXT,
     "choose colwise and rowwise in": "training/test_context_axis.py::test_ranks_that_share_out_tokens_train_the_model_of_one_process",
     "use machines of one kind, or numerics=fast": (
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
@@ -2028,6 +2031,7 @@ ELSEWHERE = {
     "name the nn.Linear that computes the logits": CHUNKED,
     "name such a layer in Recipe.head": CHUNKED,
     "choose bf16 or fp32 as the precision": CHUNKED,
+    "leave logits=chunked out for a soft cap (torch.tanh)": CHUNKED,
     "compute each loss before the backward": CHUNKED,
     'give reduction="mean", "sum" or "none"': CHUNKED,
     "give it the index of a class for each token": CHUNKED,
@@ -2078,6 +2082,8 @@ RIGHT_VALUES = (
     "register them on every rank",
     "check the path or the filter that made it",
     "correct the counts, or give fewer shards",
+    "only the proportions count; divide each by the largest",
+    "it must be the name of a keyword argument of the model's forward",
     "give an iterable dataset",
     "give one, or a batch_sampler",
     "each shard has equally many; give a divisor of",
@@ -2091,10 +2097,14 @@ HANDED_ON = (
     "{no_weight(name, value)}",
     "with shard={self._world.size}: {failure}",
     "{what} with {why}; {remedy}",
+    "{_explanation(compute, layout, whole, off, allowed)}",
 )
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
+    "without Recipe.sequence and context",
+    "so its attention of the kind {own} is not known",
+    "return tensor[:, None], and let the model take its [:, 0]",
     "name blocks without the head in Recipe.blocks",
     "put both into one module, or choose another schedule or size of the pipeline",
     "besides 'state'; their shards are saved by parameter",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,23 @@ from training.remedies import (
     HANDED_ON,
     PLACES,
     RIGHT_VALUES,
-    SECTIONS,
+    SECTIONS as OTHERS,
     UNTRIED,
     Remedy,
     Training,
 )
+from training.sequence_remedies import DOCUMENTS, HUGGING_FACE, SEQUENCES
 
 import lockstep
 from lockstep.base.errors import UserError
 from lockstep.testing.pool import WorkerPool
 
+SECTIONS = {
+    **OTHERS,
+    "sequences": SEQUENCES,
+    "documents": DOCUMENTS,
+    "sequences of transformers": HUGGING_FACE,
+}
 Outcome = tuple[str, str, float]
 """What is said about the mistake; the fingerprint and the loss of the training with the remedy."""
 KINDS = {"RecipeError", "PlanError", "LossError", "CheckpointError", "DataError"}
@@ -108,15 +116,15 @@ def user_errors() -> Iterator[tuple[str, str]]:
         path.relative_to(package): ast.parse(path.read_text())
         for path in sorted(package.rglob("*.py"))
     }
-    assigned = [
-        node for tree in trees.values() for node in tree.body if isinstance(node, ast.Assign)
-    ]
-    constants = {
-        target.id: node.value
-        for node in assigned
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+
+    def assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+        for node in tree.body:
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Name):
+                    yield target.id, node.value
+
+    everywhere = dict(chain.from_iterable(map(assigned, trees.values())))
+    constants = everywhere
 
     def text(node: ast.AST) -> str:
         match node:
@@ -134,6 +142,7 @@ def user_errors() -> Iterator[tuple[str, str]]:
 
     for path, tree in trees.items():
         if any(path.match(place) and len(path.parts) == place.count("/") + 1 for place in PLACES):
+            constants = {**everywhere, **dict(assigned(tree))}
             for node in ast.walk(tree):
                 match node:
                     case ast.Call(func=ast.Name(id=kind), args=[said, *_]) if kind in KINDS:
