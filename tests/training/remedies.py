@@ -1946,7 +1946,7 @@ CHUNKED_PLANS = "training/test_chunked_logits.py::test_every_plan_trains_the_mod
 PLANS = "device/test_plan_remedies.py::test_the_plans_that_an_error_recommends_train_the_model_of_one_process"
 CONTEXT = "training/test_context_axis.py::test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process"
 ELSEWHERE = {
-    "leave {said} out, or context": CONTEXT,
+    "leave {said} out, or {axis}": CONTEXT,
     "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context": CONTEXT,
     "leave {said} or sequence out": CONTEXT,
     "sum in float32: output.float()": CONTEXT,

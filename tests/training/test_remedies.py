@@ -35,7 +35,14 @@ SECTIONS = {
 Outcome = tuple[str, str, float]
 """What is said about the mistake; the fingerprint and the loss of the training with the remedy."""
 KINDS = {"RecipeError", "PlanError", "LossError", "CheckpointError", "DataError"}
-GROUPS = sorted({(section, case.plan) for section, cases in SECTIONS.items() for case in cases})
+SLOW = ("sequences of transformers",)
+"""Sections that import transformers in each worker."""
+GROUPS = [
+    pytest.param(section, plan, marks=[pytest.mark.slow] if section in SLOW else [])
+    for section, plan in sorted(
+        {(section, case.plan) for section, cases in SECTIONS.items() for case in cases}
+    )
+]
 
 
 def cases_of(section: str, plan: str) -> list[Remedy]:

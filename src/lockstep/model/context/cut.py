@@ -35,7 +35,7 @@ from lockstep.model.context.label_shift import (
 )
 from lockstep.model.context.mode import SequenceMode
 from lockstep.model.context.proof import check_modules, prove
-from lockstep.model.context.transformers import open_transformers
+from lockstep.model.context.transformers import check_call, open_transformers
 from lockstep.model.context.trial import all_in_use, nothing_dropped, unchanged
 from lockstep.recipe.sequence import Sequence
 
@@ -366,6 +366,7 @@ class SequenceCut:
 
     def _know_dims(self, arguments: Any) -> None:
         if self._model.training not in self._dims:
+            check_call(self._model, *self.call_of(arguments))
             self._dims[self._model.training] = self._find_dims(arguments)
 
     def _find_dims(self, arguments: Any) -> Dims:

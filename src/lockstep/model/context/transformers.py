@@ -122,18 +122,16 @@ def _register(own: str) -> None:
     library.AttentionMaskInterface.register(PREFIX + own, partial(_mask, own))
 
 
-def _complete_call(
-    signature: inspect.Signature,
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    given: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Complete a call of the model with positions, a mask of the whole row, and no cache. Raises
-    `RecipeError`."""
-    if (sequence := active()) is None:
-        return None
-    name = type(model).__name__
-    bound = signature.bind(*arguments, **given)
+def check_call(model: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise `RecipeError` if `model` is a model of transformers and is called with what cannot be
+    cut."""
+    if any(not name for name, _ in pretrained_models(model)):
+        bound = inspect.signature(model.forward).bind(*arguments, **given)
+        _checked_call(type(model).__name__, bound)
+
+
+def _checked_call(name: str, bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the arguments of a call of a model, by name. Raises `RecipeError`."""
     call = {**bound.arguments, **bound.arguments.get("kwargs", {})}
     if call.get("labels") is not None:
         raise RecipeError(
@@ -153,6 +151,22 @@ def _complete_call(
             f"{name} is called with an attention_mask {shape}; lockstep makes the mask of a"
             " sequence; give one of shape (samples, tokens), 0 at padding, or none"
         )
+    return call
+
+
+def _complete_call(
+    signature: inspect.Signature,
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    given: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Complete a call of the model with positions, a mask of the whole row, and no cache. Raises
+    `RecipeError`."""
+    if (sequence := active()) is None:
+        return None
+    bound = signature.bind(*arguments, **given)
+    call = _checked_call(type(model).__name__, bound)
+    mask = call.get("attention_mask")
     layout, documents = sequence.layout, sequence.documents
     first = next(value for value in call.values() if isinstance(value, Tensor))
     samples, device = len(first), first.device
