@@ -201,9 +201,17 @@ CASES: list[dict[str, Any]] = [
 ]
 PLANS = {
     1: ("checkpointing=full", "checkpointing=selective"),
-    2: ("replicate=2", "shard=2", "context=2", "replicate=2,checkpointing=full", "tensor=2"),
+    2: (
+        "replicate=2",
+        "shard=2",
+        "expert=2",
+        "context=2",
+        "replicate=2,checkpointing=full",
+        "expert=2,checkpointing=full",
+        "tensor=2",
+    ),
     3: ("replicate=3",),
-    4: ("replicate=2,shard=2", "shard=2,context=2", "replicate=4,checkpointing=full"),
+    4: ("shard=2,expert=2", "expert=2,context=2", "replicate=4,checkpointing=full"),
 }
 
 
