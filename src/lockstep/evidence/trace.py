@@ -38,6 +38,9 @@ class MicrobatchTrace:
     together: tuple[int, ...] = ()
     """The ranks that computed the microbatch together, each some of its tokens. Empty: this rank
     alone."""
+    loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each layer of experts, the tokens of each expert that the balance loss took f of. Empty
+    without a balance loss."""
 
     @property
     def drew_random_numbers(self) -> bool:
@@ -203,6 +206,7 @@ def _microbatch(rank: int, row: Mapping[str, Any]) -> MicrobatchTrace:
     return MicrobatchTrace(
         rank=rank,
         together=tuple(row.get("together", ())),
+        loads={name: tuple(counts) for name, counts in row.get("loads", {}).items()},
         samples=tuple(row["samples"]),
         gradients=_summaries(row["gradients"]) if "gradients" in row else None,
         **{name: row[name] for name in names},

@@ -123,12 +123,15 @@ class Tracer:
         gradients: NamedTensors | None,
         *,
         together: Sequence[int] = (),
+        loads: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Write a microbatch after its forward. `batch`: digests of its parts, by their paths;
         empty for a slice. `gradients`: the microbatch's terms of the sum; None: no rank has full
-        gradients. `together`: the ranks that compute it together, each some of its tokens."""
+        gradients. `together`: the ranks that compute it together, each some of its tokens.
+        `loads`: for each layer of experts, the tokens of each expert in the balance loss."""
         row: dict[str, Any] = {} if gradients is None else {"gradients": self._summaries(gradients)}
         row |= {"together": list(together)} if together else {}
+        row |= {"loads": dict(loads)} if loads else {}
         rng = {"rng_before": self._rng_before, "rng_after": self._rng_state()}
         self._rows.write(
             "microbatch",

@@ -82,6 +82,17 @@ class ExpertBalance:
         self._known: Tensor | None = None
         """The loads of the global batch, if they are known before the backward."""
         self._has_seen_logits = False
+        self._of_f: Tensor | None = None
+        """The loads that the latest balance loss took f of."""
+
+    def counts_of_f(self) -> dict[str, list[int]]:
+        """Return, for each layer, the tokens of each expert that the latest balance loss took f of.
+        Empty without a balance loss. Waits for the device."""
+        if self._of_f is None:
+            return {}
+        loads = self.of_layers(self._of_f.reshape(-1, sum(self._widths)).sum(0))
+        pairs = zip(self.layers, loads, strict=True)
+        return {layer.name: load[:-MORE].tolist() for layer, load in pairs}
 
     def of_layers(self, loads: Tensor) -> list[Tensor]:
         """Return the load of each layer."""
@@ -242,7 +253,8 @@ class ExpertBalance:
     def _balance_term(self, routed: Routed) -> Tensor:
         """Return the part of the balance loss in this rank's tokens, times its denominator."""
         by_sample = self.balance.over == "sample"
-        loads = self.of_layers(self._loads_of_f(routed))
+        self._of_f = self._loads_of_f(routed)
+        loads = self.of_layers(self._of_f)
         if not self.balance.per_layer:
             loads = [averaged_over_layers(loads)] * len(loads)
         parts = []

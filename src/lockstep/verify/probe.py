@@ -196,6 +196,7 @@ class TraceHook(ControlHook):
         self, module: int, microbatch: int, gradients: NamedTensors | None
     ) -> None:
         index, samples = self._full_microbatch(microbatch)
+        balance = self.run.training.modules[module].balance
         batch = {} if self._slices else self._batches[microbatch]
         self.tracer.microbatch(
             module,
@@ -205,6 +206,7 @@ class TraceHook(ControlHook):
             batch,
             gradients,
             together=self._together,
+            loads=None if balance is None else balance.counts_of_f(),
         )
 
     def _full_microbatch(self, microbatch: int) -> tuple[int, Sequence[int | str]]:

@@ -15,7 +15,7 @@ from lockstep.evidence.trace import Trace
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify import jobs
-from lockstep.verify.causes import gradients, microbatches, tokens, updates
+from lockstep.verify.causes import balance, gradients, microbatches, tokens, updates
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.compare import (
     DESCRIPTIONS,
@@ -46,6 +46,7 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "microbatch": (
         updates.earlier_update,
         microbatches.random_state,
+        balance.own_tokens,
         microbatches.scaled_microbatches,
         tokens.lost_tokens,
         tokens.pairs_at_cuts,
@@ -59,6 +60,7 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
     "missing": (gradients.missing_gradient,),
     "gradients": (
         updates.earlier_update,
+        balance.own_tokens,
         gradients.wrong_sum,
         microbatches.random_state,
         tokens.lost_tokens,
