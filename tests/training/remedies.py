@@ -2095,7 +2095,7 @@ RIGHT_VALUES = (
 
 HANDED_ON = (
     "{no_weight(name, value)}",
-    "with shard={self._world.size}: {failure}",
+    "{self._world.size} ranks: {failure}",
     "{what} with {why}; {remedy}",
     "{_explanation(compute, layout, whole, off, allowed)}",
 )

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes, has_step_hooks
+from lockstep.comm.mesh import divided_over
 from lockstep.plan import Plan
 
-ROWS, COLUMNS, STEPS = 8, 12, 3
+EXPERTS, ROWS, COLUMNS, STEPS = 4, 8, 12, 3
 MIXING_STEPS = 10
 TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves that counts as
@@ -41,7 +42,7 @@ _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
-    """The optimizers that a `WholeTensorOptimizer` must step, because the plan shards tensors that
+    """The optimizers that a `WholeTensorOptimizer` must step, because the plan divides tensors that
     they need whole. Raises `RecipeError` if the plan splits tensors in a way that it does not
     support."""
     optimizers = [optimizer for optimizer in optimizers if not _is_known(optimizer)]
@@ -54,7 +55,9 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
             " updates each tensor by itself, such as AdamW"
         )
     if not plan.divides("parameters") and not plan.divides("features"):
-        return []
+        if not plan.divides("experts"):
+            return []
+        return [optimizer for optimizer in optimizers if mixes_experts(optimizer)]
     found = [optimizer for optimizer in optimizers if not is_element_wise(optimizer)]
     if found and (plan.offload or plan.divides("features") or plan.divides("layers")):
         raise RecipeError(
@@ -76,6 +79,17 @@ def is_element_wise(optimizer: Optimizer) -> bool:
         if dims and _differs(optimizer, group, _shape(dims)):
             return False
     return True
+
+
+def mixes_experts(optimizer: Optimizer) -> bool:
+    """True if the optimizer's update of an expert depends on other experts. This is tried on a copy
+    of each of its groups, with small tensors of as many dims as the divided ones. Raises
+    `RecipeError` if it cannot be tried."""
+    return any(
+        _differs(optimizer, group, (EXPERTS, ROWS, COLUMNS)[:dims])
+        for group in optimizer.param_groups
+        for dims in {min(each.dim(), 3) for each in group["params"] if divided_over(each)}
+    )
 
 
 def _is_known(optimizer: Optimizer) -> bool:

@@ -1,7 +1,7 @@
-"""Steps an optimizer that needs whole tensors (Muon) on sharded parameters: each tensor is updated
+"""Steps an optimizer that needs whole tensors (Muon) on divided parameters: each tensor is updated
 by one rank.
 
-At rest, parameters and optimizer state are sharded as for any optimizer, and so are saved as such.
+At rest, parameters and optimizer state are divided as for any optimizer, and so are saved as such.
 In a step, every rank all-gathers each parameter, its gradient and its state. The owner of the
 tensor updates it and broadcasts the result, and each rank keeps its shard of that.
 """
@@ -21,12 +21,14 @@ from lockstep.comm.world import World
 
 _STATE = "state"
 _REMEDY = (
-    "under shard one rank updates each tensor, and sends its state to the others; use replicate"
+    "under shard and expert one rank updates each tensor, and sends its state to the others; use"
+    " replicate"
 )
 
 
 class WholeTensorOptimizer:
-    """Replaces `optimizer.step()` for parameters that are sharded over the ranks of `world`."""
+    """Replaces `optimizer.step()` for parameters that are divided over the ranks of `world`. Each
+    rank has the others whole."""
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer = optimizer
@@ -114,7 +116,8 @@ class WholeTensorOptimizer:
         encoded, kinds, failure = self._world.value_of(owner, [encoded, kinds, failure])
         if failure is not None:
             raise CheckpointError(
-                f"{type(self._optimizer).__name__} with shard={self._world.size}: {failure}"
+                f"{type(self._optimizer).__name__} with tensors divided over"
+                f" {self._world.size} ranks: {failure}"
             )
         state = self._optimizer.state[parameter]
         received: dict[str, Tensor] = {}
