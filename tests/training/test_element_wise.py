@@ -323,3 +323,22 @@ def test_it_is_refused_where_no_rank_can_have_whole_tensors(plan: Plan, said: st
 def test_it_is_refused_in_a_run(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Muon with tensor=2; its update of an element"):
         pool.run(2, train, "muon", str(tmp_path / "run"), "tensor=2")
+
+
+def test_each_number_of_dims_is_tried() -> None:
+    """An optimizer may treat stacks of matrices in another way than matrices."""
+
+    class NormalizesStacks(Normalized):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.dim() == 3:
+                        parameter.grad /= parameter.grad.norm()
+            return torch.optim.SGD.step(self, closure)
+
+    stack = nn.Parameter(torch.ones(4, 3, 2))
+    assert is_element_wise(NormalizesStacks(matrix(), lr=0.1))
+    assert not is_element_wise(NormalizesStacks([*matrix(), stack], lr=0.1))
+    assert is_element_wise(
+        NormalizesStacks([*matrix(), stack], lr=0.1), lambda each: each.dim() < 3
+    )

@@ -4,7 +4,7 @@ Muon, Adafactor, LAMB."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lockstep.base.torch_private import disable_current_modes, has_step_hooks
 from lockstep.comm.mesh import divided_over
 from lockstep.plan import Plan
 
-EXPERTS, ROWS, COLUMNS, STEPS = 4, 8, 12, 3
+ROWS, COLUMNS, DEPTH, STEPS = 8, 12, 3, 3
 MIXING_STEPS = 10
 TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves that counts as
@@ -54,11 +54,10 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
             " numbers, and ranks hold parts of the model; use replicate, or an optimizer that"
             " updates each tensor by itself, such as AdamW"
         )
-    if not plan.divides("parameters") and not plan.divides("features"):
-        if not plan.divides("experts"):
-            return []
-        return [optimizer for optimizer in optimizers if mixes_experts(optimizer)]
-    found = [optimizer for optimizer in optimizers if not is_element_wise(optimizer)]
+    if plan.divides("parameters") or plan.divides("features"):
+        found = [each for each in optimizers if not is_element_wise(each)]
+    else:
+        found = [each for each in optimizers if not is_element_wise(each, divided_over)]
     if found and (plan.offload or plan.divides("features") or plan.divides("layers")):
         raise RecipeError(
             f"{type(found[0]).__name__} with"
@@ -70,26 +69,17 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
     return found
 
 
-def is_element_wise(optimizer: Optimizer) -> bool:
+def is_element_wise(
+    optimizer: Optimizer, divided: Callable[[Tensor], object] = lambda parameter: True
+) -> bool:
     """True if the optimizer updates the two halves of a tensor in the same way as the whole tensor.
-    This is tried on a copy of each of its groups, with a small tensor. Raises `RecipeError` if it
-    cannot be tried."""
+    This is tried on a copy of each of its groups, with small tensors of as many dims as the
+    parameters that are `divided`. Raises `RecipeError` if it cannot be tried."""
     for group in optimizer.param_groups:
-        dims = max((parameter.dim() for parameter in group["params"]), default=0)
-        if dims and _differs(optimizer, group, _shape(dims)):
+        dims = {parameter.dim() for parameter in group["params"] if divided(parameter)}
+        if any(_differs(optimizer, group, _shape(each)) for each in sorted(dims - {0})):
             return False
     return True
-
-
-def mixes_experts(optimizer: Optimizer) -> bool:
-    """True if the optimizer's update of an expert depends on other experts. This is tried on a copy
-    of each of its groups, with small tensors of as many dims as the divided ones. Raises
-    `RecipeError` if it cannot be tried."""
-    return any(
-        _differs(optimizer, group, (EXPERTS, ROWS, COLUMNS)[:dims])
-        for group in optimizer.param_groups
-        for dims in {min(each.dim(), 3) for each in group["params"] if divided_over(each)}
-    )
 
 
 def _is_known(optimizer: Optimizer) -> bool:
@@ -154,7 +144,7 @@ def _first_moved(optimizer: Optimizer, trial: _Trial, factor: float) -> Tensor:
 
 
 def _shape(dims: int) -> tuple[int, ...]:
-    return (ROWS, COLUMNS) if dims > 1 else (ROWS,)
+    return (ROWS, COLUMNS, *[DEPTH] * (dims - 2))[:dims]
 
 
 def _device(group: dict[str, Any]) -> torch.device | str:
