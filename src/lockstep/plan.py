@@ -329,12 +329,6 @@ class Plan:
         self._refuse_with(
             "context",
             (
-                "numerics",
-                self.numerics,
-                "fast",
-                "the sum over a sequence's tokens is not in the canonical order yet",
-            ),
-            (
                 "compile",
                 self.compile,
                 False,

@@ -81,6 +81,36 @@ class Counter(Generic[T]):
         )
 
 
+class LeavesInAnyOrder(Generic[T]):
+    """Adds leaves of the tree over [0, count) as they arrive, in any order. Once all leaves of a
+    range have arrived, `values` are the values of its `cover`. `combine` must not write into its
+    arguments."""
+
+    def __init__(self, combine: Callable[[T, T], T], *, count: int) -> None:
+        self.values: dict[Node, T] = {}
+        """The sums of the nodes whose leaves have arrived and whose siblings' have not."""
+        self._combine = combine
+        self._count = count
+        self._arrived: set[int] = set()
+
+    def add(self, leaf: int, value: T) -> None:
+        self._arrived.add(leaf)
+        node = leaf, leaf + 1
+        while (family := _family(node, self._count)) is not None:
+            left, right = family
+            sibling = right if node == left else left
+            if sibling not in self.values:
+                break
+            other = self.values.pop(sibling)
+            value = self._combine(*((value, other) if node == left else (other, value)))
+            node = left[0], right[1]
+        self.values[node] = value
+
+    def missing(self, leaves: range) -> list[int]:
+        """Return those of the leaves that have not arrived."""
+        return [leaf for leaf in leaves if leaf not in self._arrived]
+
+
 def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callable[[T, T], T]) -> T:
     """Return the sum over the whole tree from nodes that together cover [0, count), in order: the
     covers of all ranks."""
@@ -90,6 +120,17 @@ def fold(nodes: Sequence[Node], values: Sequence[T], count: int, combine: Callab
     if counter.nodes != [(0, count)]:
         raise ValueError(f"nodes {list(nodes)} do not make up the tree over [0, {count})")
     return counter.values[0]
+
+
+def _family(node: Node, count: int) -> tuple[Node, Node] | None:
+    """Return the node and its sibling, the left one first. None for the root."""
+    start, stop = 0, count
+    while (start, stop) != node:
+        middle = _middle(start, stop)
+        if node in ((start, middle), (middle, stop)):
+            return (start, middle), (middle, stop)
+        start, stop = (start, middle) if node[1] <= middle else (middle, stop)
+    return None
 
 
 def _middle(start: int, stop: int) -> int:

@@ -45,6 +45,8 @@ class Mesh:
     """The processes along one axis, or along several axes together, by the names of the axes."""
     without_shared_memory: Mapping[str, str]
     """Axis over which gradients are summed -> why some or all of its ranks do not share memory."""
+    bitwise: bool = False
+    """True if the ranks of `tokens` sum losses and gradients in each microbatch's backward."""
     data: World = field(init=False)
     """The data ranks. Together they compute all microbatches of a step; on the other axes they have
     the same position as this rank."""
@@ -53,7 +55,10 @@ class Mesh:
     stages: World = field(init=False)
     """The ranks that together hold the model's layers."""
     tokens: World = field(init=False)
-    """The ranks that share out the tokens of each microbatch. Each has a part of its loss."""
+    """The ranks that share out the tokens of each microbatch."""
+    loss_parts: World = field(init=False)
+    """The ranks that each have a part of a microbatch's loss. Each has the whole loss if there is
+    one."""
     parts: World = field(init=False)
     """The ranks that together hold each parameter of a stage, except for the parts that `tensor`
     makes of it."""
@@ -70,6 +75,8 @@ class Mesh:
         object.__setattr__(
             self, "parts", self._together(sharded or _names(self.larger, _divides_experts))
         )
+        alone_or_tokens = _alone(self.world) if self.bitwise else self.tokens
+        object.__setattr__(self, "loss_parts", alone_or_tokens)
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
@@ -97,7 +104,8 @@ class Mesh:
         groups, reasons = _with_shared_memory(
             world, plan, groups, data=_names(larger, _deals), summed=_names(larger, _sums)
         )
-        return cls(world, larger, torch_mesh, expert_mesh, groups, reasons)
+        bitwise = plan.numerics == "bitwise"
+        return cls(world, larger, torch_mesh, expert_mesh, groups, reasons, bitwise)
 
     def close(self) -> None:
         """Release the shared memory."""
@@ -121,7 +129,13 @@ class Mesh:
         """Return the processes over which the gradient of a parameter is summed after the backward.
         `parameter=None`: a parameter that no axis divides."""
         is_expert = parameter is not None and self.is_expert(parameter)
-        return self.along(_sums_of_expert if is_expert else _sums)
+        sums = _sums_of_expert if is_expert else _sums
+        return self.along(lambda axis: sums(axis) and self.sums_over(axis))
+
+    def sums_over(self, axis: Axis) -> bool:
+        """True if gradients and the numbers of a step are summed over the axis after the
+        backward."""
+        return _sums(axis) and not (self.bitwise and _cuts(axis))
 
     def is_expert(self, parameter: Tensor) -> bool:
         """True for a parameter of experts that are divided over ranks."""

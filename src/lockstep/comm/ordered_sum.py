@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import tree
-from lockstep.comm.shared_memory import SharedMemoryGroup
+from lockstep.comm.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,13 @@ class OrderedSum:
         self,
         nodes: Sequence[Tensor],
         tree_nodes: TreeNodes,
-        rank: int,
-        shared_memory: SharedMemoryGroup | None = None,
+        world: World,
     ) -> None:
-        """`nodes`: this rank's nodes, in order, each of shape (length,). `shared_memory`: used
-        instead of torch's collectives."""
-        self._shared_memory = shared_memory
+        """`nodes`: this rank's nodes, in order, each of shape (length,). `world`: the ranks."""
+        self._shared_memory = world.shared_memory
+        self._group = world.group
+        self._rank = world.rank
         self._tree_nodes = tree_nodes
-        self._rank = rank
         self._nodes = nodes
 
     def start(self, length: int, like: Tensor) -> None:
@@ -75,7 +74,7 @@ class OrderedSum:
             self._shared_memory.all_to_all(self._incoming, self._outgoing, into, outof)
         else:
             self._work = dist.all_to_all_single(
-                self._incoming, self._outgoing, into, outof, async_op=True
+                self._incoming, self._outgoing, into, outof, self._group, async_op=True
             )
 
     def fold(self) -> None:
@@ -90,7 +89,9 @@ class OrderedSum:
         if self._shared_memory is not None:
             self._shared_memory.all_gather(self._gathered, mine)
         else:
-            self._work = dist.all_gather_single(self._gathered, mine, async_op=True)
+            self._work = dist.all_gather_single(
+                self._gathered, mine, self._group, async_op=True
+            )
 
     def finish(self) -> Tensor:
         """Return the sum, shape (length,)."""

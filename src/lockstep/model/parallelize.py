@@ -170,11 +170,7 @@ def parallelize(
         )
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
-    cut = None
-    if mesh.tokens.size > 1 or sequence is not None:
-        from lockstep.model.context.cut import SequenceCut
-
-        cut = SequenceCut(model, mesh.tokens, sequence, plan.exchange)
+    cut = _sequence_cut(model, mesh, plan, sequence)
     return Parallelized(streams, pipeline, shared, cut, leaves, eager)
 
 
@@ -208,6 +204,21 @@ def _place_experts(
         bitwise=bitwise,
     )
     return list(found), leaves, eager
+
+
+def _sequence_cut(
+    model: nn.Module, mesh: Mesh, plan: Plan, sequence: RecipeSequence | None
+) -> SequenceCut | None:
+    if mesh.tokens.size == 1 and sequence is None:
+        return None
+    if plan.numerics == "bitwise":
+        from lockstep.model.context.chunked_sequence import ChunkedSequenceCut
+
+        assert sequence is not None, "refused without"
+        return ChunkedSequenceCut(model, mesh.tokens, sequence)
+    from lockstep.model.context.cut import SequenceCut
+
+    return SequenceCut(model, mesh.tokens, sequence, plan.exchange)
 
 
 def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ seeds."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,7 +58,7 @@ class ModuleRandomStreams:
         # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}
-        self._calls: dict[int, int] = {}
+        self._calls = _Calls()
         self._followers: dict[int, int] = {}
         for place, module in enumerate(modules):
             self._places.setdefault(id(module), []).append(place)
@@ -74,7 +75,7 @@ class ModuleRandomStreams:
     def set_position(self, position: tuple[int, ...]) -> None:
         """Set a microbatch's position, if the stream of its first part has been started already."""
         self._position = position
-        self._calls.clear()
+        self._calls.made.clear()
 
     def stop(self) -> None:
         """Stop seeding generators until the next `start`; for forwards that belong to no
@@ -103,8 +104,8 @@ class ModuleRandomStreams:
         if self._position is None:
             return
         places = self._places[id(module)]
-        calls = self._calls.get(id(module), 0)
-        self._calls[id(module)] = calls + 1
+        calls = self._calls.made.get(id(module), 0)
+        self._calls.made[id(module)] = calls + 1
         following = places[calls % len(places)] + 1
         if self._needed[following]:
             after = key(*self._position, following, calls // len(places))
@@ -113,6 +114,14 @@ class ModuleRandomStreams:
             if len(self._followers) > REMEMBERED:
                 del self._followers[next(iter(self._followers))]
             self._begin(after)
+
+
+class _Calls(threading.local):
+    """The number of forwards of each part in this microbatch, in each thread: threads compute
+    chunks of it."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, int] = {}
 
 
 def _may_draw(part: nn.Module) -> bool:

@@ -105,7 +105,7 @@ class Consensus:
             )
         raised_by = torch.stack(on_gpu)
         for axis in self.mesh.larger:
-            if axis.sums != "all":  # over the other axes the flag is summed with the gradients
+            if not self.mesh.sums_over(axis):  # over others it is summed with the gradients
                 self.mesh.axis(axis.name).all_reduce(raised_by)
         before, self._before = self._before, None
         if wait:

@@ -158,7 +158,7 @@ class Evaluator:
             sums[name] = _sum_and_number(
                 name, self._called(name, metric.values, output, batch), item.size
             )
-            if self.mesh.tokens.rank:
+            if self.mesh.loss_parts.rank:
                 sums[name] = 0.0, 0.0  # the first rank has counted all tokens
         for name, metric in self._metrics(Gathered).items():
             columns[name] = checked_columns(
@@ -174,7 +174,7 @@ class Evaluator:
         weighs = self.recipe.weight if self.evaluation.loss is None else None
         weights = None if weighs is None else weights_of(weighs(item.batch))
         sums = measured(loss, samples=item.size, batch=item.batch, weights=weights)
-        if self.mesh.tokens.rank and not isinstance(loss, Loss):
+        if self.mesh.loss_parts.rank and not isinstance(loss, Loss):
             return {name: (total, 0.0) for name, (total, _) in sums.items()}
         return sums
 
@@ -210,7 +210,7 @@ class Evaluator:
         mine = torch.tensor(numbers_on_host(numbers), dtype=torch.float64).reshape(
             len(rows), 2 * len(names)
         )
-        self.mesh.tokens.all_reduce(mine)
+        self.mesh.loss_parts.all_reduce(mine)
         columns = in_order(mine, microbatches, self.assignment, self.mesh.data).T.tolist()
         totals = [exact_sum(column) for column in columns]
         means = {

@@ -195,8 +195,8 @@ class SequenceExecutor(SerialExecutor):
                 self.cut.check(model_arguments(inputs, batch), loss, batch)
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
-        output = self._output(inputs, batch)
-        return output, self.cut.loss(loss, output, batch)
+        assert inputs is not None, "checked"
+        return self.cut.output_and_loss(model_arguments(inputs, batch), loss, batch)
 
     def _output(self, inputs: Inputs, batch: Any) -> Any:
         assert inputs is not None, "checked"

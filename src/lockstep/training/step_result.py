@@ -67,7 +67,7 @@ class StepResult:
             [[float(terms[name]) for name in self.module.terms] for terms in self.terms],
             dtype=torch.float64,
         )
-        self.module.mesh.tokens.all_reduce(parts)
+        self.module.mesh.loss_parts.all_reduce(parts)
         rows = parts.tolist()
         on_output_rank = self.module.executor.on_output_rank
         everyone = [

@@ -93,7 +93,7 @@ class TraceHook(ControlHook):
                 writes=writes,
             )
             self._finds_short_dtypes &= world.size == 1
-            if (tokens := mesh.tokens).size > 1:
+            if (tokens := mesh.loss_parts).size > 1:
                 group = tokens.group or dist.group.WORLD
                 self._together = dist.get_process_group_ranks(group)
         self.tracer.metadata(

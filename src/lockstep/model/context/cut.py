@@ -18,6 +18,7 @@ from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence
+from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.calls import Dims, find_dims
 from lockstep.model.context.document_check import check_labels, check_model
 from lockstep.model.context.documents import Documents
@@ -108,21 +109,40 @@ class SequenceCut:
         self.kernels = Chosen()
         """The kernels of attention in `run`."""
 
+    def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
+        """Return the results of `run` and of `loss`."""
+        output = self.run(arguments, batch)
+        return output, self.loss(loss, output, batch)
+
     def run(self, arguments: Any, batch: Any) -> Any:
         """Return the model's output for this rank's tokens. `arguments`: the result of
         `Recipe.inputs` for `batch`, with all tokens. Raises `RecipeError`, `DataError` and
         `PlanError`."""
+        self._begin(arguments, batch)
+        return self.computed(arguments, self._layout, self._documents, chosen=self.kernels)
+
+    def _begin(self, arguments: Any, batch: Any) -> None:
+        """Note the sizes and documents of a batch, before its forward."""
         size = self._samples, tokens = self._size_of(arguments)
         self._know_sequences(arguments, tokens)
         self._know_dims(arguments)
         self._documents = self._documents_of(batch, size)
         self._layout = self._layout_of(tokens)
-        return self.computed(arguments, self._layout, self._documents, chosen=self.kernels)
 
     @property
     def hides_tokens(self) -> bool:
         """True if a token may not attend to all tokens that this rank has."""
         return self._world.size > 1 or self._sequence.documents is not None
+
+    @property
+    def _is_cut(self) -> bool:
+        """True if the model is called with a part of each sequence."""
+        return self._world.size > 1
+
+    @property
+    def _axis_of_trials(self) -> World | ChunkAxis:
+        """An axis of two ranks or more, for trials of a loss on parts of a sequence."""
+        return self._world
 
     @property
     def is_checked(self) -> bool:
@@ -136,7 +156,7 @@ class SequenceCut:
         self._checked.add(self._model.training)
         self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
-        if self._world.size > 1:
+        if self._is_cut:
             self._prove(arguments, loss, batch)
         self._check_documents(arguments, batch)
 
@@ -144,14 +164,17 @@ class SequenceCut:
         """Return the loss of this rank's tokens, in the form in which `loss` returns it. Summed
         over the axis, these give the loss of all tokens. `output`: the result of `run` for this
         batch. Raises `LossError`."""
-        self._check_labels(loss, output, batch)
-        if self._world.size == 1:
+        return self._loss_of(loss, output, batch, self._layout)
+
+    def _loss_of(self, loss: LossFunction, output: Any, batch: Any, layout: TokenLayout) -> Any:
+        """Return the loss of the tokens of a layout. `output`: for these tokens."""
+        self._check_labels(loss, output, batch, layout)
+        if layout.world.size == 1:
             return loss(output, batch)
-        layout = self._layout
         if (shift := self._shifts.get(loss)) is None:
             shift = self._find_shift(loss, output, layout, batch, layout.tokens)
         cut = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
-        return loss_of_part(loss, output, batch, cut, self._world.rank, shift)
+        return loss_of_part(loss, output, batch, cut, layout.world.rank, shift)
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
@@ -217,14 +240,17 @@ class SequenceCut:
         with unchanged(self._model, self._world.device):
             self._call_first(arguments, layout.local)
         with unchanged(self._model, self._world.device), all_in_use(self._model):
-            output = prove(
-                lambda each, observer: self.computed(sample, each, observer=observer),
-                layout,
-                whole,
-                self.dim,
-            )
+            output = self._proved(sample, layout, whole)
             if self._shifts.get(loss) is None:
                 self._find_shift(loss, output, layout, batch, tokens)
+
+    def _proved(self, sample: Any, layout: TokenLayout, whole: TokenLayout) -> Any:
+        """Return the output for the tokens of the layout, after comparing it with that for all."""
+
+        def compute(each: TokenLayout, observer: AbstractContextManager[Any]) -> Any:
+            return self.computed(sample, each, observer=observer)
+
+        return prove(compute, layout, whole, self.dim)
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
         """Return the numbers of samples and of tokens in a batch. Raises `RecipeError`."""
@@ -349,14 +375,16 @@ class SequenceCut:
             self._know_dims(arguments)
             check_model(call, arguments, documents)
 
-    def _check_labels(self, loss: LossFunction, output: Any, batch: Any) -> None:
+    def _check_labels(
+        self, loss: LossFunction, output: Any, batch: Any, layout: TokenLayout
+    ) -> None:
         """Compare the labels at the cuts between documents, in the first batch that has one. Raises
         `LossError`."""
         if self._documents is None or self._compared.get(loss):
             return
-        tokens = self._layout.tokens
+        tokens = layout.tokens
         most, known = self._most_of(tokens), self._know_labels(batch, tokens)
-        zeros = self._zeros(output, self._layout, most)
+        zeros = self._zeros(output, layout, most)
 
         def part(batch: Any, row: int, start: int) -> tuple[Any, Any]:
             return zeros, self._sample(batch, known, self._samples, row, start, most)
@@ -402,7 +430,7 @@ class SequenceCut:
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # then no two neighbours are adjacent on a rank
         zeros = self._zeros(output, layout, most)
-        cut = BatchCut(TokenLayout(most, most, self._world), self.dim, known)
+        cut = BatchCut(TokenLayout(most, most, self._axis_of_trials), self.dim, known)
         # a few windows far apart nearly always show it
         few = [(0, start) for start in windows(tokens, most)[:: -(-tokens // (most * WINDOWS))]]
         every = product(range(self._samples), windows(tokens, most))

@@ -20,10 +20,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lockstep.assignment import contiguous_range
 from lockstep.base.torch_private import checkpoints_saved_tensors
 from lockstep.comm.world import World
+from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.remade import Remade
 from lockstep.model.context.stand_in import StandIn, sums_of
 from lockstep.sequence import chunks_of, spans
@@ -40,8 +42,8 @@ class TokenLayout:
     tokens: int
     """Number of tokens in the whole sequence."""
     chunks: int
-    world: World
-    """The ranks of the axis."""
+    world: World | ChunkAxis
+    """The ranks of the axis, or the chunks, if each is computed by itself."""
 
     def spans_of(self, rank: int) -> tuple[range, ...]:
         """Return the span of indices in the sequence of each of a rank's chunks, in the rank's
@@ -131,12 +133,19 @@ def attend_by_keys(
     if layout.world.size > 1:
         whole = gather_tokens(layout, torch.cat([key, value], -1), 2)
         keys, values = torch.split(whole, [key.shape[-1], value.shape[-1]], -1)
-        key, value = key.detach(), value.detach()
-        remade.add(whole, lambda: gather_tokens(layout, torch.cat([key, value], -1), 2))
+        if _is_sent(layout):
+            key, value = key.detach(), value.detach()
+            remade.add(whole, lambda: gather_tokens(layout, torch.cat([key, value], -1), 2))
     if not torch.is_grad_enabled() or checkpoints_saved_tensors():
         return attend(query, keys, values)
     with remade:
         return attend(query, keys, values)
+
+
+def _is_sent(layout: TokenLayout) -> bool:
+    """True if processes exchange keys; the chunks of one process share them."""
+    world = layout.world
+    return not isinstance(world, ChunkAxis) or world.processes.size > 1
 
 
 def attend_by_heads(
@@ -180,8 +189,12 @@ def gather_tokens(layout: TokenLayout, tensor: Tensor, dim: int) -> Tensor:
     if layout.world.size == 1:
         return tensor
     rows = tensor.movedim(dim, 0).contiguous()
-    gathered: Tensor = _GatherRows.apply(rows, layout)  # type: ignore[no-untyped-call]
-    return gathered.index_select(0, layout.true_order).movedim(0, dim)
+    if isinstance(layout.world, ChunkAxis):
+        gathered: Tensor = _GatherChunks.apply(rows, layout)  # type: ignore[no-untyped-call]
+    else:
+        in_rank_order: Tensor = _GatherRows.apply(rows, layout)  # type: ignore[no-untyped-call]
+        gathered = in_rank_order.index_select(0, layout.true_order)
+    return gathered.movedim(0, dim)
 
 
 def _with_tokens(tensor: Tensor, tokens: int) -> tuple[int, ...]:
@@ -316,3 +329,21 @@ class _GatherRows(torch.autograd.Function):
         for part in others:
             total += part
         return total, None
+
+
+class _GatherChunks(torch.autograd.Function):
+    """Gathers the rows of all chunks, in the sequence's order; the chunks of a process share them.
+    The backward sums the gradients of a row in the tree over the order of chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
+        ctx.layout = layout
+        assert isinstance(layout.world, ChunkAxis)
+        return layout.world.gather_rows(rows, layout.counts, layout.true_order).detach()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        layout = ctx.layout
+        order = layout.gathered_places
+        return layout.world.sum_rows(gradients[0], layout.counts, order), None

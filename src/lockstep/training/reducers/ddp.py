@@ -100,7 +100,6 @@ class DdpReducer:
     ) -> None:
         """Build the reducer. `compression`: None if `bitwise`."""
         world = mesh.summed()
-        self._memory = world.shared_memory
         self._waits_in_torch = world.hierarchy is None and compression is None
         self._parameters = list(parameters)
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -115,7 +114,10 @@ class DdpReducer:
         if world.size > 1:
             self._wrapped = _LossModule(self._parameters, self._vector.length, self._vector.dtype)
             self._ddp = DistributedDataParallel(
-                self._wrapped, gradient_as_bucket_view=True, init_sync=False
+                self._wrapped,
+                process_group=world.group,
+                gradient_as_bucket_view=True,
+                init_sync=False,
             )
             if bitwise:
                 self._ddp.register_comm_hook(None, self._ordered_bucket)
@@ -265,7 +267,7 @@ class DdpReducer:
             buffer if value is last_leaf else _flatten(value, like=bucket)
             for value in counter.values
         ]
-        ordered = OrderedSum(nodes, self._nodes, self._world.rank, self._memory)
+        ordered = OrderedSum(nodes, self._nodes, self._world)
         ordered.start(buffer.numel(), buffer)
         future = accelerator.future(buffer)
         self._sums.append((ordered, buffer, future))

@@ -1,0 +1,123 @@
+"""The chunks of a sequence as the ranks of an axis: each process has several of them, and computes
+each in a thread (`chunk_threads.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.assignment import contiguous_range
+from lockstep.comm.world import World
+from lockstep.model.context.chunk_threads import ChunkThreads
+from lockstep.tree import Counter, cover, fold
+
+
+@dataclass(frozen=True)
+class ChunkAxis:
+    """An axis whose ranks are the chunks of a sequence, in paired order. It has the part of
+    `World` that a cut sequence uses. Its methods are called in the threads of all chunks."""
+
+    rank: int
+    """The place of the thread's chunk in paired order."""
+    size: int
+    """Number of chunks."""
+    processes: World
+    """The processes that share out the chunks: contiguous shares."""
+    threads: ChunkThreads
+
+    @property
+    def device(self) -> torch.device:
+        return self.processes.device
+
+    @cached_property
+    def shares(self) -> list[range]:
+        """The places of each process's chunks."""
+        processes = self.processes.size
+        return [contiguous_range(self.size, rank, processes) for rank in range(processes)]
+
+    @property
+    def own_share(self) -> range:
+        return self.shares[self.processes.rank]
+
+    def any(self, flag: bool) -> bool:
+        """Return True for all chunks if `flag` is true for any."""
+
+        def answer(flags: list[bool]) -> list[bool]:
+            return [self.processes.any(any(flags))] * len(flags)
+
+        return bool(self.threads.meet("a comparison", flag, answer))
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """All-gather a JSON value, in the order of chunks."""
+
+        def answer(values: list[Any]) -> list[list[Any]]:
+            everyone = self.processes.gather_values(values)
+            return [[each for theirs in everyone for each in theirs]] * len(values)
+
+        found: list[Any] = self.threads.meet("values", value, answer)
+        return found
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
+        """Return the rows of all chunks. `counts`: number of rows of each chunk. `order`: the
+        indices of the rows in the result, among those of all chunks in the order of chunks."""
+
+        def answer(parts: list[Tensor]) -> list[Tensor]:
+            each = [sum(counts[share.start : share.stop]) for share in self.shares]
+            everything = self.processes.gather_rows(torch.cat(parts), each)
+            return [everything.index_select(0, order)] * len(parts)
+
+        gathered: Tensor = self.threads.meet("keys of all chunks", rows, answer)
+        return gathered
+
+    def sum_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
+        """Return this chunk's part of the sum over all chunks of `rows`, added in the tree over the
+        order of chunks. Each chunk gives the rows of all. `counts`: number of rows of each chunk.
+        `order`: the indices in `rows` of the rows of each chunk, in the order of chunks."""
+        own = self.own_share
+
+        def answer(total: _Total) -> Sequence[Tensor]:
+            each = [sum(counts[share.start : share.stop]) for share in self.shares]
+            nodes = [node.index_select(0, order) for node in total.counter.values]
+            summed = _over_processes(nodes, self.shares, each, self.processes)
+            return torch.split(summed, list(counts[own.start : own.stop]))
+
+        collect = partial(_Total, own.start, self.size)
+        summed: Tensor = self.threads.meet("gradients of keys", rows, answer, collect)
+        return summed
+
+
+class _Total:
+    """Adds the rows of a process's chunks as they arrive."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self.counter: Counter[Tensor] = Counter(torch.add, start=start, count=count)
+
+    def append(self, rows: Tensor) -> None:
+        self.counter.push(rows)
+
+
+def _over_processes(
+    nodes: Sequence[Tensor], shares: Sequence[range], counts: Sequence[int], processes: World
+) -> Tensor:
+    """Return this process's rows of the sum over all chunks. Every process calls it. `nodes`: the
+    sums of its own chunks. `counts`: number of rows of each process."""
+    if processes.size == 1:
+        return nodes[0]
+    covers = [cover(share.start, share.stop, shares[-1].stop) for share in shares]
+    mine = torch.stack(list(nodes))
+    shape, own = mine.shape[2:], counts[processes.rank]
+    outgoing = [part.reshape(-1) for part in torch.split(mine, list(counts), 1)]
+    sizes = [len(nodes) * own * shape.numel() for nodes in covers]
+    incoming = mine.new_empty(sum(sizes))
+    dist.all_to_all_single(
+        incoming, torch.cat(outgoing), sizes, list(map(len, outgoing)), group=processes.group
+    )
+    all_nodes = [node for theirs in covers for node in theirs]
+    values = list(incoming.view(len(all_nodes), own, *shape))
+    return fold(all_nodes, values, shares[-1].stop, Tensor.add_)

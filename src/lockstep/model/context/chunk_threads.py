@@ -1,0 +1,237 @@
+"""Threads that compute the chunks of a sequence, one chunk each. One thread runs at a time.
+
+A thread runs until its chunk needs something of the other chunks (`meet`): the keys of an
+attention, in the forward, or their gradients, in the backward. It then passes the turn to the next
+thread. The last thread to arrive answers for all. So the model's own code computes each chunk, and
+each computation has the shapes of one chunk, on any number of processes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from lockstep.base import accelerator
+from lockstep.base.errors import RecipeError
+
+T = TypeVar("T")
+
+
+class Ended(BaseException):
+    """Ends a thread because another one has failed. Not an `Exception`: models must not catch
+    it."""
+
+
+class ChunkThreads:
+    """Runs functions in threads, and the meetings between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._turns: _Turns | None = None
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Return the results of the functions. Each runs in a thread with the settings of this
+        thread (autocast, gradients), and with random generators in the state that they have now.
+        Afterwards the generators are in this state again. Raises the first error of a function,
+        after all threads have ended."""
+        assert self._turns is None, "the threads of a forward have ended before its backward"
+        self._turns = _Turns(functions, self._device)
+        try:
+            with _Generators(self._device).preserved():
+                return self._turns.results()
+        finally:
+            self._turns = None
+
+    @property
+    def turn(self) -> int:
+        """The place of the function that runs, among those given to `run`."""
+        assert self._turns is not None, "inside of run"
+        return self._turns.turn
+
+    def meet(
+        self,
+        what: str,
+        value: Any,
+        answer: Callable[[Any], Sequence[Any]],
+        collect: Callable[[], Any] = list,
+    ) -> Any:
+        """Wait until every function has given a value. Then `answer` is called once, with the
+        values of all, and each function gets its part of the result. `what`: the same for all.
+        `collect`: makes the container to which values are appended as they arrive, in order. Raises
+        `RecipeError` if the functions differ in what they meet for."""
+        assert self._turns is not None, "inside of run"
+        return self._turns.meet(what, value, answer, collect)
+
+
+class _Turns:
+    """The threads of one `run`."""
+
+    def __init__(self, functions: Sequence[Callable[[], Any]], device: torch.device) -> None:
+        self.turn = 0
+        self._functions = functions
+        self._locks = [threading.Lock() for _ in functions]
+        """A thread holds its turn once it has acquired its lock."""
+        for lock in self._locks:
+            lock.acquire()
+        self._generators = [_Generators(device) for _ in functions]
+        self._settings = _thread_settings(device)
+        self._error: BaseException | None = None
+        self._ended = [False] * len(functions)
+        self._results: list[Any] = [None] * len(functions)
+        self._what = ""
+        self._values: Any = None
+        self._answers: list[Any] = []
+
+    def results(self) -> list[Any]:
+        threads = [
+            threading.Thread(target=self._run, args=(place,), name=f"chunk-{place}", daemon=True)
+            for place in range(len(self._functions))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._locks[0].release()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # KeyboardInterrupt, or a thread that could not start
+            self._fail(error)
+            started = [thread for thread in threads if thread.ident is not None]
+            if len(started) < len(threads):
+                self._locks[0].release()
+            for thread in started:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def meet(
+        self,
+        what: str,
+        value: Any,
+        answer: Callable[[Any], Sequence[Any]],
+        collect: Callable[[], Any],
+    ) -> Any:
+        self._end_after_error()
+        place, count = self.turn, len(self._functions)
+        if any(self._ended) or (place and what != self._what):
+            raise _differ(what)
+        if place == 0:
+            self._what, self._values = what, collect()
+        self._values.append(value)
+        if place == count - 1:
+            values, self._values = self._values, None
+            self._answers = list(answer(values))
+        if count > 1:
+            self._pass(place, (place + 1) % count)
+            self._await(place)
+            self._end_after_error()
+        given, self._answers[place] = self._answers[place], None
+        return given
+
+    def _run(self, place: int) -> None:
+        with ExitStack() as settings:
+            self._await(place)
+            try:
+                if self._error is None:
+                    settings.enter_context(self._settings())
+                    self._results[place] = self._functions[place]()
+            except BaseException as error:
+                self._fail(error)
+            self._ended[place] = True
+            if not all(self._ended):
+                following = [*range(place + 1, len(self._ended)), *range(place)]
+                if place + 1 == len(self._ended) and self._error is None:
+                    self._fail(_differ(self._what))
+                self._pass(place, next(each for each in following if not self._ended[each]))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None and not isinstance(error, Ended):
+            self._error = error
+
+    def _end_after_error(self) -> None:
+        if self._error is not None:
+            raise Ended
+
+    def _await(self, place: int) -> None:
+        self._locks[place].acquire()
+        self.turn = place
+        self._generators[place].restore()
+
+    def _pass(self, place: int, following: int) -> None:
+        self._generators[place].save()
+        self._locks[following].release()
+
+
+class _Generators:
+    """The states of the default generators of Python, numpy and torch. Numpy's generator itself is
+    replaced, because saving its state takes long."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = accelerator.generators_of([device])
+        self._numpy: Any = np.random.MT19937(0)
+        self._numpy.state = np.random.get_bit_generator().state  # type: ignore[attr-defined]
+        self.save_others()
+
+    def save(self) -> None:
+        self._numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self.save_others()
+
+    def save_others(self) -> None:
+        """Save the states of all but numpy's generator."""
+        self._python = random.getstate()
+        self._states = [each.get_state() for each in self._torch]
+
+    def restore(self) -> None:
+        np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        random.setstate(self._python)
+        for generator, state in zip(self._torch, self._states, strict=True):
+            generator.set_state(state)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        self.save()
+        try:
+            yield
+        finally:
+            self.restore()
+
+
+def _thread_settings(device: torch.device) -> Callable[[], Any]:
+    """Return a context that gives a new thread the settings of this thread. Backwards in it do not
+    use threads of torch's own, so that one may wait for another."""
+    threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
+    kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
+    dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]
+    keeps_casts = torch.is_autocast_cache_enabled()
+    default_device = torch.get_default_device()
+
+    @contextmanager
+    def settings() -> Iterator[None]:
+        with ExitStack() as stack:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            if accelerator.is_accelerator(device):
+                stack.enter_context(accelerator.current(device))
+            if default_device != torch.get_default_device():
+                stack.enter_context(default_device)
+            stack.enter_context(torch.set_grad_enabled(has_gradients))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for kind, dtype in zip(kinds, dtypes, strict=True):
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=keeps_casts))
+            yield
+
+    return settings
+
+
+def _differ(what: str) -> RecipeError:
+    return RecipeError(
+        "numerics=bitwise computes each chunk of a sequence by itself, and the chunks of one"
+        f" forward do not make the same calls ({what}); attention must be called for every token,"
+        " in the same order: leave out branches that depend on the tokens, or leave"
+        " numerics=bitwise out"
+    )
