@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.tree import Counter, cover, fold
+from lockstep.tree import Counter, LeavesInAnyOrder, cover, fold
 
 
 def whole(a, b, combine, leaves):
@@ -115,3 +115,24 @@ def test_a_leaf_beyond_the_last_is_refused():
     counter.push(1)
     with pytest.raises(ValueError, match=r"node \(4, 5\) after leaf 3 of 4"):
         counter.push(1)
+
+
+@given(splits(), st.randoms(use_true_random=False))
+def test_leaves_that_arrive_in_any_order_give_the_expressions_of_the_cover(split, random):
+    count, shares = split
+    leaves = [f"{leaf} " for leaf in range(count)]
+    bracket = "({}{})".format
+    for start, stop in shares:
+        order = list(range(start, stop))
+        random.shuffle(order)
+        late = order[: len(order) // 2]
+        sums = LeavesInAnyOrder(bracket, count=count)
+        for leaf in order[len(late) :]:
+            sums.add(leaf, leaves[leaf])
+        assert sums.missing(range(start, stop)) == sorted(late)
+        for leaf in late:
+            sums.add(leaf, leaves[leaf])
+        counter = Counter(bracket, start=start, count=count)
+        for leaf in range(start, stop):
+            counter.push(leaves[leaf])
+        assert sums.values == dict(zip(counter.nodes, counter.values, strict=True))

@@ -326,6 +326,8 @@ class Plan:
             )
 
     def _check_context(self, given: dict[str, Any]) -> None:
+        if self.numerics == "bitwise":
+            self._check_bitwise_context(given)
         self._refuse_with(
             "context",
             (
@@ -342,6 +344,21 @@ class Plan:
                 "stages do not pass on parts of a sequence yet",
             ),
         )
+
+    def _check_bitwise_context(self, given: dict[str, Any]) -> None:
+        both = f"context={self.context} with numerics=bitwise"
+        if (shard := given.get("shard", 1)) != 1:
+            raise PlanError(
+                f"{both} and shard={shard}; chunks of a sequence are computed in turn, and FSDP2"
+                " gathers the parameters of a block for one forward at a time; leave"
+                f" numerics=bitwise out, or use replicate instead of shard={shard}"
+            )
+        if self.exchange == "heads":
+            raise PlanError(
+                f"{both} and exchange=heads; each chunk attends with all heads, so that its bits do"
+                " not depend on the number of processes; leave exchange=heads out, or"
+                " numerics=bitwise"
+            )
 
     def _check_expert(self, given: dict[str, Any]) -> None:
         self._refuse_with(

@@ -787,3 +787,20 @@ def test_changed_grad_tensors() -> None:
     assert changed[0][0].tolist() == [2.0, 2.0]
     assert changed[1]["x"] is without
     assert torch_private.changed_grad_tensors((without,), lambda *_: []) is None
+
+
+def test_another_thread_enters_the_modes_of_this_one():
+    found = []
+
+    def run(entered):
+        with entered():
+            found.append(torch.empty(2).device)
+            torch.ones(2, 3, device="cpu") @ torch.ones(3, 2, device="cpu")
+        found.append(torch.empty(2).device)
+
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        thread = threading.Thread(target=run, args=(torch_private.current_modes(),))
+        thread.start()
+        thread.join()
+    assert found == [torch.device("meta"), torch.device("cpu")]
+    assert counter.get_total_flops() == 2 * 2 * 3 * 2

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
+from lockstep.comm.world import World
 from lockstep.testing.pool import WorkerPool
 from lockstep.tree import Counter, Node, cover, fold
 
@@ -63,12 +64,13 @@ def ordered_sums(speeds: tuple[float, ...]) -> list[list[Tensor]]:
     """For each count of microbatches the sum of each length, all of a count under way at once."""
     warnings.simplefilter("error")  # every rank would show it
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"), owns_group=False)
     found = []
     for count in COUNTS:
         shares = nodes_of(count, world_size, speeds)
         sums = []
         for length in LENGTHS:
-            ordered = OrderedSum(held(count, length, shares.nodes[rank]), shares, rank)
+            ordered = OrderedSum(held(count, length, shares.nodes[rank]), shares, world)
             ordered.start(length, torch.empty(0))
             sums.append(ordered)
         for ordered in sums:

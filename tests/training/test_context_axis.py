@@ -70,6 +70,15 @@ class Generator(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Undropped(Generator):
+    """Draws no random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.dropout.p = 0.0
+
+
 def texts(samples: int, seed: int = 3) -> TensorDataset:
     """Texts, and the word that follows each; the ends of texts are ignored."""
     generator = torch.Generator().manual_seed(seed)
@@ -309,9 +318,21 @@ SHORTHAND = {"inputs": None, "loss": whole_loss}
 REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
     (
         "context=2,numerics=bitwise",
+        {"sequence": None, "model": Undropped},
+        "give Recipe(sequence=ls.Sequence())",
+        [("context=2,numerics=bitwise", {"sequence": CHUNKS, "model": Undropped})],
+    ),
+    (
+        "context=2,numerics=bitwise,exchange=heads",
         {},
-        "leave numerics=bitwise out, or context",
-        [("context=2", {}), ("replicate=2,numerics=bitwise", {})],
+        "leave exchange=heads out, or numerics=bitwise",
+        [("context=2,numerics=bitwise", {}), ("context=2,exchange=heads", {})],
+    ),
+    (
+        "shard=2,numerics=bitwise",
+        {},
+        "leave numerics=bitwise or sequence out, or use replicate",
+        [("shard=2", {}), ("replicate=2,numerics=bitwise", {})],
     ),
     ("context=2,compile=yes", {}, "leave compile=yes out, or context", [("context=2", {})]),
     ("context=2,pipeline=2", {}, "leave pipeline=2 out, or context", [("context=2", {})]),
@@ -339,7 +360,7 @@ REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
     (
         "context=2",
         {**SIZE, "loss": rounded},
-        "the loss is summed in bfloat16; under context each rank",
+        "the loss is summed in bfloat16; under context=2 it is computed for",
         [("context=2", SIZE)],
     ),
     (

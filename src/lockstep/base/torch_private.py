@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch._C import (
     DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
     _len_torch_function_stack,
@@ -252,6 +252,30 @@ def uncounted() -> Iterator[None]:
 def keeps_graph() -> bool:
     """True in a backward of this thread that another one may follow (`retain_graph=True`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def current_modes() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context that enters this thread's modes, of functions and of dispatch, in another
+    thread."""
+    stack: Any = overrides
+    functions = stack._get_current_function_mode_stack()
+    dispatches = _python_dispatch._get_current_dispatch_mode_stack()
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        for mode in functions:
+            stack._push_mode(mode)
+        for mode in dispatches:
+            _python_dispatch._push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in dispatches:
+                _python_dispatch._pop_mode()
+            for _ in functions:
+                stack._pop_mode()
+
+    return entered
 
 
 def saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor]]:

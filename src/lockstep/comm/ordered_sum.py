@@ -89,9 +89,7 @@ class OrderedSum:
         if self._shared_memory is not None:
             self._shared_memory.all_gather(self._gathered, mine)
         else:
-            self._work = dist.all_gather_single(
-                self._gathered, mine, self._group, async_op=True
-            )
+            self._work = dist.all_gather_single(self._gathered, mine, self._group, async_op=True)
 
     def finish(self) -> Tensor:
         """Return the sum, shape (length,)."""

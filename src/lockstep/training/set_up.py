@@ -305,11 +305,29 @@ def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
         if value is True or value not in (1, False):
             said = f"{name}={'yes' if value is True else value}"
             raise PlanError(f"{said} with Recipe.sequence; {why}; leave {said} or sequence out")
+    if plan.numerics == "bitwise":
+        _check_bitwise_sequence(plan, sequence)
     chunks, least = (sequence or RecipeSequence()).chunks, 2 * int(plan.context or 1)
     if chunks < least and plan.context != 1:
         raise PlanError(
             f"context={plan.context} with {chunks} chunks of a sequence; each rank computes two or"
             f" more; give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context"
+        )
+
+
+def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
+    if sequence is None:
+        raise PlanError(
+            f"context={plan.context} with numerics=bitwise on a recipe without sequence; the chunks"
+            " that are computed by themselves are the same on any number of processes if the recipe"
+            " has them; give Recipe(sequence=ls.Sequence())"
+        )
+    if plan.shard != 1:
+        raise PlanError(
+            f"shard={plan.shard} with numerics=bitwise and Recipe.sequence; chunks of a sequence"
+            " are computed in turn, and FSDP2 gathers the parameters of a block for one forward at"
+            " a time; leave numerics=bitwise or sequence out, or use replicate instead of"
+            f" shard={plan.shard}"
         )
 
 

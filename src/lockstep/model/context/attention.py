@@ -54,7 +54,7 @@ def attention(
     if attn_mask is not None and ranks > 1:
         raise RecipeError(
             "the model gives scaled_dot_product_attention its own mask (attn_mask), which it made"
-            f" for the tokens of one rank of context={ranks}; write is_causal=True instead of a"
+            f" for a part of the tokens ({layout.cut_by}); write is_causal=True instead of a"
             " causal mask; padding at the end needs no mask where attention is causal; for"
             " documents give Recipe(sequence=ls.Sequence(documents=...))"
         )

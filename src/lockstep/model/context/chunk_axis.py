@@ -120,4 +120,5 @@ def _over_processes(
     )
     all_nodes = [node for theirs in covers for node in theirs]
     values = list(incoming.view(len(all_nodes), own, *shape))
-    return fold(all_nodes, values, shares[-1].stop, Tensor.add_)
+    summed: Tensor = fold(all_nodes, values, shares[-1].stop, Tensor.add_)
+    return summed

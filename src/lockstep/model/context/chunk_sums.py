@@ -101,7 +101,7 @@ def _gradients(
         )
 
     handles = [
-        parameter.register_hook(partial(take, sum_of_parameter))
+        parameter.register_hook(partial(take, sum_of_parameter))  # type: ignore[no-untyped-call]
         for parameter, sum_of_parameter in zip(parameters, sums, strict=True)
     ]
     try:
@@ -133,7 +133,9 @@ def _over_processes(
         else:
             wanted.append(place)
     for bucket in _buckets(wanted, parameters):
-        flat = [torch.cat([sums[place].values[node].reshape(-1) for place in bucket]) for node in nodes]
+        flat = [
+            torch.cat([sums[place].values[node].reshape(-1) for place in bucket]) for node in nodes
+        ]
         for place in bucket:
             sums[place].values.clear()
         ordered = OrderedSum(flat, TreeNodes.of(axis.shares), processes)

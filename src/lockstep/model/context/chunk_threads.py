@@ -18,6 +18,7 @@ import torch
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import current_modes
 
 T = TypeVar("T")
 
@@ -174,7 +175,8 @@ class _Generators:
     def __init__(self, device: torch.device) -> None:
         self._torch = accelerator.generators_of([device])
         self._numpy: Any = np.random.MT19937(0)
-        self._numpy.state = np.random.get_bit_generator().state  # type: ignore[attr-defined]
+        current: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self._numpy.state = current.state
         self.save_others()
 
     def save(self) -> None:
@@ -208,7 +210,7 @@ def _thread_settings(device: torch.device) -> Callable[[], Any]:
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]
     keeps_casts = torch.is_autocast_cache_enabled()
-    default_device = torch.get_default_device()
+    modes = current_modes()
 
     @contextmanager
     def settings() -> Iterator[None]:
@@ -217,12 +219,11 @@ def _thread_settings(device: torch.device) -> Callable[[], Any]:
                 torch.set_num_threads(threads)
             if accelerator.is_accelerator(device):
                 stack.enter_context(accelerator.current(device))
-            if default_device != torch.get_default_device():
-                stack.enter_context(default_device)
             stack.enter_context(torch.set_grad_enabled(has_gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             for kind, dtype in zip(kinds, dtypes, strict=True):
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=keeps_casts))
+            stack.enter_context(modes())
             yield
 
     return settings

@@ -1,5 +1,5 @@
-"""A model that computes each chunk of a sequence by itself, for numerics=bitwise: the result has the
-same bits on any number of processes of `context`, also on one."""
+"""A model that computes each chunk of a sequence by itself, for numerics=bitwise: the result has
+the same bits on any number of processes of `context`, also on one."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from lockstep.base.errors import DataError, RecipeError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence
-from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.calls import Dims, find_dims
+from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.document_check import check_labels, check_model
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
@@ -229,11 +229,11 @@ class SequenceCut:
         return arguments if isinstance(arguments, tuple) else (arguments,), keywords
 
     def _prove(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        check_modules(self._model, self._world.size)
         self._samples, tokens = self._size_of(arguments)
         compared = self._most_of(tokens)
         sample = self._first_tokens(arguments, compared)
         layout = self._layout_of(compared)
+        check_modules(self._model, layout)
         alone = replace(self._world, rank=0, size=1, group=None)
         whole = TokenLayout(compared, layout.chunks, alone)
         # a table that the model keeps for as many tokens must not serve the cut forward

@@ -54,6 +54,22 @@ class TokenLayout:
             )
         return spans(self.tokens, self.chunks, self.world.size, rank)
 
+    @property
+    def cut_by(self) -> str:
+        """The part of the plan that cuts sequences, for errors."""
+        is_chunked = isinstance(self.world, ChunkAxis)
+        return "numerics=bitwise" if is_chunked else f"context={self.world.size}"
+
+    @property
+    def otherwise(self) -> str:
+        """The remedy if a model or a loss cannot be cut, for errors."""
+        if not isinstance(self.world, ChunkAxis):
+            return (
+                "leave context out: shard=N and checkpointing=full make room for long sequences too"
+            )
+        both = "context and " if self.world.processes.size > 1 else ""
+        return f"leave {both}numerics=bitwise out"
+
     @cached_property
     def own_chunks(self) -> Sequence[int]:
         """The numbers of this rank's chunks, in the order of its tokens."""
@@ -158,6 +174,7 @@ def attend_by_heads(
     world = layout.world
     if world.size == 1:
         return attend(query, key, value)
+    assert isinstance(world, World), "chunks of a process exchange keys"
     given = [each.chunk(world.size, 1) for each in (query, key, value)]
     shapes = [[(*_with_tokens(part[0], count),) for part in given] for count in layout.counts]
     received = _exchanged(world, list(zip(*given, strict=True)), shapes)
@@ -304,6 +321,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
         ctx.layout = layout
         world, counts = layout.world, layout.counts
+        assert isinstance(world, World)
         gathered = rows.new_empty(layout.tokens, *rows.shape[1:])
         if len({*counts}) == 1:
             dist.all_gather_single(gathered, rows, group=world.group)
@@ -342,7 +360,7 @@ class _GatherChunks(torch.autograd.Function):
         return layout.world.gather_rows(rows, layout.counts, layout.true_order).detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         layout = ctx.layout
         order = layout.gathered_places

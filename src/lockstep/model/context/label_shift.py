@@ -147,8 +147,8 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
         value = loss(output, batch)
         if (dtype := _short_dtype(value)) is not None:
             raise LossError(
-                f"the loss is summed in {dtype}; under context each rank computes the loss of its"
-                " own tokens, and rounding hides whether these sum to the whole; sum in float32:"
+                f"the loss is summed in {dtype}; under {layout.cut_by} it is computed for parts of"
+                " the tokens, and rounding hides whether these sum to the whole; sum in float32:"
                 " output.float()"
             )
         whole = _numbers(value)
@@ -163,18 +163,18 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
         return None
     if said and not any(is_right):
         raise LossError(
-            f"the loss cannot be computed for a part of the {tokens} tokens: {said}; under context"
-            " each rank calls it with the output of its own tokens, and with their part of each"
-            f" tensor of the batch that has {tokens} tokens in dim {dim}; give labels that are as"
-            " long as the model's input, such as words = text[:, :-1] and labels = text[:, 1:] in"
-            " collate"
+            f"the loss cannot be computed for a part of the {tokens} tokens: {said}; under"
+            f" {layout.cut_by} it is called with the output of some tokens, and with their part of"
+            f" each tensor of the batch that has {tokens} tokens in dim {dim}; give labels that are"
+            " as long as the model's input, such as words = text[:, :-1] and labels = text[:, 1:]"
+            " in collate"
         )
     if not any(is_right):
         found = [", ".join(f"{number:.6g}" for number in each) for each in (whole, *sums)]
         raise LossError(
             f"the loss is not a sum over tokens: of {tokens} tokens it is {found[0]}, and the"
             f" losses of their parts sum to {found[1]}, or {found[2]} if it shifts labels by one;"
-            " under context each rank computes the loss of its own tokens, and these are summed;"
+            f" under {layout.cut_by} it is computed for parts of the tokens, and these are summed;"
             " return ls.Sum(total), the sum over the tokens with a label, and give Recipe.weight"
             " = batch -> their number, instead of a mean over tokens, a loss of the last token,"
             " or one of their mean"
@@ -218,9 +218,8 @@ def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, sh
         if not (summed - slope).norm() <= 10 * TOLERANCE * slope.norm():
             raise LossError(
                 f"the loss adds a term of a tensor of shape {tuple(tensor.shape)} in the model's"
-                f" output, which is not for each token; under context={layout.world.size} each rank"
-                " would add it, and it would count as often as there are ranks; leave the term out,"
-                " or leave context out"
+                f" output, which is not for each token; under {layout.cut_by} it would be added for"
+                f" each part of the tokens; leave the term out, or {layout.otherwise}"
             )
 
 

@@ -26,6 +26,7 @@ from lockstep.model.context.calls import (
     call_of,
 )
 from lockstep.model.context.draws import DROPOUTS, draw_by_chunk
+from lockstep.model.context.exchange import TokenLayout
 
 
 class SequenceMode(TorchFunctionMode):
@@ -107,7 +108,7 @@ class SequenceMode(TorchFunctionMode):
         if call.site[0] == "attention":
             dropout = args[4] if len(args) > 4 else keywords.get("dropout_p", 0.0)
             if dropout and not self._draws_by_chunk:
-                raise _undeclared(function, layout.world.size)
+                raise _undeclared(function, layout)
             self._check_recomputation(without_gradients=True)
             return attention(self.sequence, *args, **keywords)
         if whole and documents is None:
@@ -127,7 +128,7 @@ class SequenceMode(TorchFunctionMode):
     ) -> Any:
         layout = self.sequence.layout
         if not self._draws_by_chunk:
-            raise _undeclared(function, layout.world.size)
+            raise _undeclared(function, layout)
         if dim == OTHERWISE or call.sizes[dim] != layout.local:
             raise RecipeError(
                 f"the model draws random numbers by {function.__name__} for a tensor of shape"
@@ -149,15 +150,15 @@ class SequenceMode(TorchFunctionMode):
             raise RecipeError(
                 "the model computes attention or dropout in its own torch.utils.checkpoint, or in"
                 " torch.no_grad(), and the recipe or the plan cuts sequences"
-                f" (context={self.sequence.layout.world.size}); what is computed again in the"
+                f" ({self.sequence.layout.cut_by}); what is computed again in the"
                 " backward would not know the sequence; leave the model's checkpointing out, and"
                 " give the plan checkpointing=full; freeze parameters by requires_grad_(False)"
             )
 
 
-def _undeclared(function: Any, ranks: int) -> PlanError:
+def _undeclared(function: Any, layout: TokenLayout) -> PlanError:
     return PlanError(
-        f"context={ranks}, and the model draws random numbers by {function.__name__}; each rank"
+        f"{layout.cut_by}, and the model draws random numbers by {function.__name__}; each rank"
         " would draw others than one process; give Recipe(sequence=ls.Sequence()): random numbers"
         " are then drawn by chunk, the same under every plan"
     )

@@ -22,7 +22,6 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.nested import tensors_in
 from lockstep.base.torch_private import BatchNormBase
-from lockstep.comm.world import World
 from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
@@ -30,7 +29,6 @@ from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
 from lockstep.model.context.trial import tolerance
 
-ELSEWHERE = "or leave context out: shard=N and checkpointing=full make room for long sequences too"
 Compute = Callable[[TokenLayout, AbstractContextManager[Any]], Any]
 """(layout, context around the model's forward) -> the output of the rank's tokens."""
 HIDDEN_ATTENTION = (
@@ -47,16 +45,16 @@ ATTENTION = (
 )
 STATISTIC = (
     "a value of several tokens; each rank has some of them: normalise each token over its features"
-    f" (dim=-1), {ELSEWHERE}"
+    " (dim=-1), or {otherwise}"
 )
 CONVOLUTION = (
     "a convolution over tokens; the neighbours of some tokens are on other ranks: use attention,"
-    f" {ELSEWHERE}"
+    " or {otherwise}"
 )
 ROWS = (
     "other rows for a part of the tokens; if a forward makes a table of positions and keeps it, the"
     " table is that of its own tokens: make it in __init__, for the longest sequence, and slice it"
-    f" in the forward (table[:tokens]), {ELSEWHERE}"
+    " in the forward (table[:tokens]), or {otherwise}"
 )
 REASONS = {
     **dict.fromkeys(
@@ -72,7 +70,7 @@ REASONS = {
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "logcumsumexp"),
         "a running sum over tokens, which begins anew on each rank; for positions write"
-        f" torch.arange(tokens) or table[:tokens]; {ELSEWHERE}",
+        " torch.arange(tokens) or table[:tokens], or {otherwise}",
     ),
     "__getitem__": ROWS,
     **dict.fromkeys(
@@ -81,23 +79,25 @@ REASONS = {
     ),
 }
 """Function of torch -> what it computes, and what to do about it."""
-OTHER_REASON = f"something else for a part of the tokens; compute each token by itself, {ELSEWHERE}"
+OTHER_REASON = (
+    "something else for a part of the tokens; compute each token by itself, or {otherwise}"
+)
 
 
-def check_modules(model: nn.Module, ranks: int) -> None:
+def check_modules(model: nn.Module, layout: TokenLayout) -> None:
     """Raise `RecipeError` for modules that do not work with a cut sequence."""
     for name, module in model.named_modules():
         if isinstance(module, HIDDEN_ATTENTION):
             raise RecipeError(
-                f"{name or 'the model'} is a torch.nn.{_torch_name(module)}, and context={ranks}"
+                f"{name or 'the model'} is a torch.nn.{_torch_name(module)}, and {layout.cut_by}"
                 " cuts sequences; its attention cannot be exchanged with other ranks; write it with"
                 " linear layers and torch.nn.functional.scaled_dot_product_attention"
             )
         if isinstance(module, BatchNormBase) and module.training:
             raise RecipeError(
-                f"{name or 'the model'} is a BatchNorm, and context={ranks} cuts sequences; its"
+                f"{name or 'the model'} is a BatchNorm, and {layout.cut_by} cuts sequences; its"
                 " statistics would cover only the tokens of one rank; use nn.LayerNorm or"
-                f" nn.RMSNorm, {ELSEWHERE}"
+                f" nn.RMSNorm, or {layout.otherwise}"
             )
 
 
@@ -115,13 +115,13 @@ def prove(compute: Compute, layout: TokenLayout, whole: TokenLayout, dim: int) -
     except (RuntimeError, ValueError, IndexError) as error:
         raise RecipeError(
             f"the model cannot compute {layout.local} of {layout.tokens} tokens"
-            f" (context={world.size}): {error}; each rank calls it with its own tokens; compute"
-            f" each token by itself but for attention, {ELSEWHERE}"
+            f" ({layout.cut_by}): {error}; each rank calls it with its own tokens; compute"
+            f" each token by itself but for attention, or {layout.otherwise}"
         ) from error
     expected, expected_state = _run(compute, whole)
     if world.any(not torch.equal(state, expected_state)):
         raise RecipeError(
-            f"the model draws other random numbers for a part of the tokens (context={world.size}),"
+            f"the model draws other random numbers for a part of the tokens ({layout.cut_by}),"
             " by functions that are not drawn by chunk, as torch.randperm or torch.multinomial;"
             " draw by dropout, torch.rand, torch.randn, rand_like, randn_like or bernoulli, for"
             " tensors of (samples, tokens, ...)"
@@ -147,9 +147,9 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
         shapes = ", ".join(str(tuple(whole.shape)) for _, whole in pairs)
         raise RecipeError(
             f"the model's output for {layout.tokens} tokens has the shape {shapes}, without a dim"
-            f" {dim} of {layout.tokens} tokens; under context={layout.world.size} each rank has"
+            f" {dim} of {layout.tokens} tokens; under {layout.cut_by} each rank has"
             " some tokens, and no class token or mean of all; return an output for each token,"
-            f" {ELSEWHERE}"
+            f" or {layout.otherwise}"
         )
     worst, allowed = 0.0, 0.0
     for part, whole in pairs:
@@ -181,22 +181,22 @@ def _explanation(
     _run(compute, whole, expected)
     found = _Results(layout, expected.results, allowed)
     _run(compute, layout, found)
-    world: World = layout.world
+    world = layout.world
     first = found.first
     told = world.gather_values(
         None if first is None else [first.number, first.name, first.line, first.is_attention]
     )
     errors = [each for each in world.gather_values(off) if isinstance(each, float)]
     text = (
-        f"under context={world.size} the model computes something else: its output for"
+        f"under {layout.cut_by} the model computes something else: its output for"
         f" {layout.tokens} tokens differs by {max(errors):.1g} of its size from that of one"
         f" process, where rounding explains {allowed:.1g}"
     )
     if not (known := [each for each in told if each is not None]):
-        return f"{text}; it computes {OTHER_REASON}"
+        return f"{text}; it computes {OTHER_REASON.format(otherwise=layout.otherwise)}"
     _, name, line, is_attention = min(known)
     reason = ATTENTION if is_attention else REASONS.get(name, OTHER_REASON)
-    return f"{text}; {line} ({name}) computes {reason}"
+    return f"{text}; {line} ({name}) computes {reason.format(otherwise=layout.otherwise)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence, active, handled
 from lockstep.model.context.attention import ChunkedAttention
+from lockstep.model.context.chunk_axis import ChunkAxis
+from lockstep.model.context.draws import seeded_chunks
 from lockstep.model.context.exchange import (
+    TokenLayout,
     attend_by_heads,
     attend_by_keys,
     chosen_exchange,
@@ -367,7 +369,8 @@ def _attention(
     sequence = attention_mask.sequence
     layout, dropout = sequence.layout, given.get("dropout") or 0.0
     ranks = layout.world.size
-    if dropout and ranks > 1:
+    draws_by_chunk = isinstance(layout.world, ChunkAxis)
+    if dropout and ranks > 1 and not draws_by_chunk:
         raise PlanError(
             f"context={ranks} and {type(module).__name__} with attention dropout {dropout}; its"
             " random numbers would depend on context; set attention_dropout=0.0 in the"
@@ -395,7 +398,7 @@ def _attention(
             scale=given.get("scaling"),
             enable_gqa=heads != key_heads,
         )
-        chunked = ChunkedAttention(sdpa, sequence, None, 0.0, is_causal=True)
+        chunked = ChunkedAttention(sdpa, sequence, None, dropout, is_causal=True)
         remade = chunked.remade
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -407,14 +410,17 @@ def _attention(
                     return chunked.of_own_chunks(query, key, value)
                 mask = attention_mask.of_rank(query.dtype)
                 remade.add(mask, partial(attention_mask.without_masks().of_rank, query.dtype))
-                found: Tensor = compute(module, query, key, value, mask, **given)[0]
-            return found.transpose(1, 2)
+                (found,) = (
+                    compute(module, query, key, value, mask, **given)[0]
+                    for _ in (seeded_chunks(layout.own_chunks, query.device) if dropout else [0])
+                )
+            return found.transpose(1, 2)  # type: ignore[no-any-return]  # of the model
 
         output = attend_by_keys(layout, query, key, value, attend, remade)
     else:
         whole_rows = sequence.documents is not None
         kernel = sequence.chosen.add(facts(query, value, whole_rows=whole_rows, **options))
-        part = _HeadsOf(module, heads, layout.world)
+        part = _HeadsOf(module, heads, layout)
         compute_part = partial(compute, part)
         given = {name: part.cut(each) for name, each in given.items()}
 
@@ -481,8 +487,8 @@ class _HeadsOf:
     """An attention module as its function sees it, with only the parameters for this rank's
     heads."""
 
-    def __init__(self, module: nn.Module, heads: int, world: World) -> None:
-        self._module, self._heads, self._world = module, heads, world
+    def __init__(self, module: nn.Module, heads: int, layout: TokenLayout) -> None:
+        self._module, self._heads, self._world = module, heads, layout.world
 
     def __getattr__(self, name: str) -> Any:
         return self.cut(getattr(self._module, name))

@@ -1,0 +1,127 @@
+"""numerics=bitwise with sequences: each chunk is computed by itself, so a training has the same
+bits on any number of processes of `context`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model.context.models import GPT, WORDS
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from training.subjects import each_of, learned
+from training.test_context_axis import recipe
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+ALONE = "replicate=1,numerics=bitwise"
+PLANS = {
+    2: (
+        "context=2,numerics=bitwise",
+        "context=2,numerics=bitwise,checkpointing=full",
+        "replicate=2,numerics=bitwise",
+    ),
+    3: ("context=3,numerics=bitwise,checkpointing=selective",),
+    4: ("context=4,numerics=bitwise", "replicate=2,context=2,numerics=bitwise"),
+}
+"""Number of processes -> plans."""
+
+
+def shifting(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
+    pairs = output[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten()
+    return ls.Sum(F.cross_entropy(*pairs, reduction="sum"))
+
+
+def of_documents(output: Tensor, batch: Sequence[Tensor]) -> ls.Loss:
+    entropy = F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return ls.Loss(entropy, (batch[1] != -100).sum())
+
+
+def words(samples: int, tokens: int) -> Tensor:
+    return torch.randint(WORDS, (samples, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def documents() -> TensorDataset:
+    """Words, the words that follow them in their documents, and the documents."""
+    text = words(12, 40)
+    chance = torch.rand(text.shape, generator=torch.Generator().manual_seed(3))
+    ids = (chance < 0.1).long().cumsum(1)
+    following = text[:, 1:].masked_fill(ids.diff(dim=1) != 0, -100)
+    return TensorDataset(text, F.pad(following, (0, 1), value=-100), ids)
+
+
+SINGLE = {
+    "model": lambda: GPT("slice", "noise", attention_dropout=0.1),
+    "data": TensorDataset(words(16, 37)),
+    "loss": shifting,
+    "weight": lambda batch: batch[0][:, 1:].numel(),
+    "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "evaluation": ls.Evaluation(data=TensorDataset(words(5, 30))),
+    "global_batch": 8,
+    "microbatch": 1,
+    "steps": 2,
+}
+RECIPES: list[dict[str, Any]] = [
+    {"stages": ["words", "places", "blocks.*", "head"]},
+    SINGLE,
+    {
+        **SINGLE,
+        "model": lambda: GPT(causal=False),
+        "data": documents(),
+        "loss": of_documents,
+        "weight": None,
+        "evaluation": None,
+        "sequence": ls.Sequence(chunks=8, documents=lambda batch: batch[2]),
+        "microbatch": 3,
+    },
+    {**SINGLE, "data": TensorDataset(words(16, 5)), "precision": "bf16", "evaluation": None},
+]
+"""Tied weights, several terms, metrics, and parts with streams of their own, in float64; 8
+microbatches in float32, with dropout of attention, noise, and a loss that shifts its labels;
+documents, with a weight that the forward computes; fewer tokens than chunks, in bf16."""
+
+Trained = tuple[str | None, list[float]]
+
+
+def train(run_dir: str, plan: str, **changes: Any) -> Trained:
+    """Return the fingerprint, and the numbers of the result."""
+    result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, log_every=1)
+    return result.fingerprint, [result.loss, *result.metrics.values()]
+
+
+def train_all(run_dir: str, plan: str) -> list[Trained]:
+    return [train(f"{run_dir}/{number}", plan, **each) for number, each in enumerate(RECIPES)]
+
+
+def train_each(run_dir: str, plans: Sequence[str]) -> list[list[Trained]]:
+    return each_of(train_all, run_dir, [(plan,) for plan in plans], may_refuse=False)
+
+
+def logged(folder: Path) -> list[Any]:
+    return [learned(folder / str(number)) for number in range(len(RECIPES))]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("alone")
+    (found,) = pool.run(1, train_all, str(folder), ALONE, timeout_seconds=60)
+    return found, logged(folder)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
+def test_a_training_has_the_same_bits_on_any_number_of_processes(
+    pool: WorkerPool, tmp_path: Path, alone: Any, size: int
+) -> None:
+    ranks = pool.run(size, train_each, str(tmp_path), PLANS[size], timeout_seconds=140)
+    for number, plan in enumerate(PLANS[size]):
+        numbers = logged(tmp_path / str(number))
+        for rank in ranks:
+            assert (rank[number], numbers) == alone, plan
