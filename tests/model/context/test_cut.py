@@ -186,7 +186,7 @@ def most_logits(ranks: int) -> dict[str, int]:
         if kind == "whole":
             output = cut.run((batch["words"],), batch)
             with largest, torch.no_grad():
-                cut._check_labels(shifting, output, batch)
+                cut._check_labels(shifting, output, batch, cut._layout)
                 if ranks > 1:
                     cut._find_shift(shifting, output, cut._layout, batch, 1024)
         found[kind] = largest.tokens
