@@ -64,6 +64,11 @@ PACED_BY: dict[Divided, str] = {
 }
 """The reason why ranks cannot each compute at their own speed, by what their axis divides last. For
 an axis that is missing here: `TOGETHER`."""
+IN_ONE_FORWARD = {
+    "shard": "FSDP2 gathers the parameters of a block for one forward at a time",
+    "expert": "each forward sends the tokens of a whole microbatch to experts",
+}
+"""Axis -> the reason why its ranks cannot compute chunks of a sequence in turn."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
@@ -347,12 +352,13 @@ class Plan:
 
     def _check_bitwise_context(self, given: dict[str, Any]) -> None:
         both = f"context={self.context} with numerics=bitwise"
-        if (shard := given.get("shard", 1)) != 1:
-            raise PlanError(
-                f"{both} and shard={shard}; chunks of a sequence are computed in turn, and FSDP2"
-                " gathers the parameters of a block for one forward at a time; leave"
-                f" numerics=bitwise out, or use replicate instead of shard={shard}"
-            )
+        for name in ("shard", "expert"):
+            if (size := given.get(name, 1)) != 1:
+                raise PlanError(
+                    f"{both} and {name}={size}; chunks of a sequence are computed in turn, and"
+                    f" {IN_ONE_FORWARD[name]}; leave numerics=bitwise out, or use replicate instead"
+                    f" of {name}={size}"
+                )
         if self.exchange == "heads":
             raise PlanError(
                 f"{both} and exchange=heads; each chunk attends with all heads, so that its bits do"

@@ -379,6 +379,12 @@ def balance_experts(
         if value is True or value not in (1, False):
             said = f"{name}={'yes' if value is True else value}"
             raise PlanError(f"{said} with Recipe.balance; {why}; leave {said} or balance out")
+    if recipe.sequence is not None and context.bitwise:
+        raise PlanError(
+            "numerics=bitwise with Recipe.balance and Recipe.sequence; each chunk of a sequence is"
+            " computed by itself, and the balance is over the tokens of a microbatch; leave"
+            " numerics=bitwise, balance or sequence out"
+        )
     refuse_own_balance(model)
     layers = find_routers(model, recipe.experts, balance.routers)
     counts = {layer.experts.count for layer in layers}

@@ -256,6 +256,7 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:
+        assert isinstance(layout.world, World), "chunks of a process exchange keys"
         ctx.layout, ctx.stand_in = layout, stand_in
         ordered = output.index_select(2, layout.gathered_places)
         shapes = [_with_tokens(output, layout.local)] * layout.world.size
