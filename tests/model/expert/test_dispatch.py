@@ -20,6 +20,7 @@ from model.expert.models import (
     Heads,
     HidesWeights,
     MixesRows,
+    MixesRowsLater,
     Mixture,
     NumbersExperts,
     OtherBits,
@@ -237,6 +238,7 @@ def test_dummies_send_no_rows(pool: WorkerPool) -> None:
 
 WRONG: dict[str, tuple[type[nn.Module], str]] = {
     "mixes rows": (MixesRows, "its output differs by"),
+    "mixes rows later": (MixesRowsLater, "its output differs by"),
     "numbers experts": (NumbersExperts, "its output differs by"),
     "drops rows": (DropsRows, "its output differs by"),
     "weighs before": (WeighsBefore, "its output differs by"),

@@ -40,5 +40,7 @@ class Routing:
 def local_experts(counts: Tensor, rows: int) -> Tensor:
     """Return the local expert of each received row. `counts`: (ranks, local experts), the rows from
     each rank for each expert. `rows`: their sum."""
-    experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-    return torch.repeat_interleave(experts, counts.reshape(-1), output_size=rows)
+    ends = counts.flatten().cumsum(0)
+    # not repeat_interleave, for which the host may wait
+    places = torch.arange(rows, device=counts.device)
+    return torch.searchsorted(ends, places, right=True) % counts.shape[1]
