@@ -16,7 +16,7 @@ from lockstep.planner.prediction import Outcome, Prediction, text
 from lockstep.planner.search import Space, closest, layouts, search, shorter
 from lockstep.planner.trace import Peak
 
-AXES = ("replicate", "shard", "context", "tensor", "pipeline")
+AXES = ("replicate", "shard", "expert", "context", "tensor", "pipeline")
 SPACE = Space(
     devices=8, devices_per_node=8, samples=256, microbatch=4, is_splittable=True,
     state_bytes=100, stages=8,
@@ -53,17 +53,25 @@ def evaluating(
     st.sampled_from([1, 4, 8]),
     st.integers(1, 512),
     st.sampled_from([None, 4, 16]),
+    st.sampled_from([1, 8, 12]),
 )
 def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(
-    devices: int, node: int, microbatches: int, chunks: int | None
+    devices: int, node: int, microbatches: int, chunks: int | None, experts: int
 ) -> None:
     space = replace(
-        SPACE, devices=devices, devices_per_node=node, samples=4 * microbatches, chunks=chunks
+        SPACE,
+        devices=devices,
+        devices_per_node=node,
+        samples=4 * microbatches,
+        chunks=chunks,
+        experts=experts,
     )
     for plan in [*layouts(space), *shorter(space)]:
         sizes = {axis: int(getattr(plan, axis)) for axis in AXES}
         assert prod(sizes.values()) == devices
-        assert sizes["replicate"] * sizes["shard"] <= microbatches
+        assert sizes["replicate"] * sizes["shard"] * sizes["expert"] <= microbatches
+        assert experts % sizes["expert"] == 0
+        assert node % sizes["expert"] == 0, "tokens are sent inside a node"
         assert node % sizes["tensor"] == 0, "tensor parallelism stays inside a node"
         assert 2 * sizes["context"] <= (chunks or 2), "a rank computes two chunks or more"
     for plan in layouts(space):
@@ -235,6 +243,18 @@ def test_sequences_are_shared_out_where_there_are_more_devices_than_microbatches
     assert "shard=2,context=2,tensor=2" in found
     assert "context" not in "".join(text(plan) for plan in layouts(replace(LONG, samples=8)))
     assert "context" not in "".join(text(plan) for plan in layouts(replace(LONG, chunks=None)))
+
+
+def test_experts_are_divided_over_the_ranks_of_a_node() -> None:
+    space = replace(SPACE, devices=16, experts=12, expert_bytes=80)
+    found = {text(plan) for plan in layouts(space) if plan.expert != 1}
+    assert found == {"replicate=4,expert=4", "shard=4,expert=4"}
+    assert not [plan for plan in layouts(SPACE) if plan.expert != 1]
+    held = replace(space, state_bytes=1500, expert_bytes=1200, capacity_bytes=700)
+    search(held, evaluating(lambda plan: (1.0, 10), tried := []))
+    assert "replicate=4,expert=4" in tried, "300 bytes of dense layers, and 300 of experts"
+    search(replace(held, expert_bytes=0), evaluating(lambda plan: (1.0, 10), tried := []))
+    assert "replicate=4,expert=4" not in tried
 
 
 def test_sequences_are_shared_out_further_only_if_nothing_fits_without() -> None:

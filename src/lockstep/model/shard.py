@@ -92,7 +92,7 @@ def shard(
                 " FSDP2 shards contiguous rows; make it contiguous in the model,"
                 " nn.Parameter(value.contiguous()), or choose replicate"
             )
-    modules = [model.get_submodule(name) for name in blocks]
+    modules = [model.get_submodule(name) for name in blocks if name not in experts]
     of_experts = [model.get_submodule(name) for name in experts]
     _check_dtypes(model, [*of_experts, *modules])
     on_cpu = mesh.world.device.type == "cpu"

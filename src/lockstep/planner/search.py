@@ -60,6 +60,10 @@ class Space:
     """True if the layer that computes logits is known."""
     chunks: int | None = None
     """Chunks of a sequence; None: the recipe does not say that it has sequences."""
+    experts: int = 1
+    """Greatest common divisor of the numbers of experts of the layers; 1 without experts."""
+    expert_bytes: int = 0
+    """Number of bytes of the experts' parameters and gradients."""
 
     @property
     def microbatches(self) -> int:
@@ -174,6 +178,19 @@ def _sharded(
     sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
     for shard in sorted({1, data} | within):
         yield Plan(replicate=data // shard, shard=shard, **sizes)
+    if tensor == pipeline == 1:
+        yield from _with_experts(space, data, near, context)
+
+
+def _with_experts(space: Space, data: int, near: int, context: int) -> Iterator[Plan]:
+    """Yield plans in which the largest possible number of a node's data ranks divide the experts.
+    The other data ranks replicate the model, or shard it."""
+    expert = max(each for each in _divisors(math.gcd(data, near)) if space.experts % each == 0)
+    if expert > 1:
+        for shard in sorted({1, data // expert}):
+            yield Plan(
+                replicate=data // expert // shard, shard=shard, expert=expert, context=context
+            )
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -187,9 +204,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _held_bytes(plan: Plan, space: Space) -> int:
-    return space.state_bytes // math.prod(
-        plan.size(axis) for axis in plan.larger if not axis.same_state
+    dense = math.prod(
+        plan.size(axis)
+        for axis in plan.larger
+        if not axis.same_state and (plan.shard != 1 or "experts" not in axis.divides)
     )
+    experts = math.prod(plan.size(axis) for axis in plan.larger if not axis.same_state)
+    return (space.state_bytes - space.expert_bytes) // dense + space.expert_bytes // experts
 
 
 def _with_less_memory(plans: Sequence[Plan], space: Space, evaluate: Evaluate) -> Iterator[Outcome]:

@@ -131,6 +131,8 @@ class _Evaluation:
             stages=model.parts,
             has_head=model.has_head,
             chunks=None if recipe.sequence is None else recipe.sequence.chunks,
+            experts=model.experts,
+            expert_bytes=2 * model.expert_bytes,
             capacity_bytes=self._machine.capacity_bytes,
         )
 

@@ -155,7 +155,7 @@ class Dispatch:
             [routing.counts.view(ranks, each), routing.outside.expand(ranks, 1)], 1
         ).contiguous()
         theirs = torch.empty_like(mine)
-        _all_to_all(theirs, mine, world)
+        all_to_all(theirs, mine, world)
         # the host waits here
         sent, received, outside = torch.stack(
             [mine[:, :each].sum(1), theirs[:, :each].sum(1), theirs[:, each]]
@@ -352,7 +352,7 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.received, ctx.sent, ctx.world = received, sent, world
         output = rows.new_empty(sum(received), *rows.shape[1:])
-        _all_to_all(output, rows.contiguous(), world, received, sent)
+        all_to_all(output, rows.contiguous(), world, received, sent)
         return output
 
     @staticmethod
@@ -361,13 +361,14 @@ class _Exchange(torch.autograd.Function):
         return _send(gradient, ctx.sent, ctx.received, ctx.world), None, None, None
 
 
-def _all_to_all(
+def all_to_all(
     output: Tensor,
     given: Tensor,
     world: World,
     received: list[int] | None = None,
     sent: list[int] | None = None,
 ) -> None:
+    """Exchange rows among all ranks: `sent` to each and `received` from each, or equally many."""
     if world.size == 1:
         output.copy_(given)
     else:

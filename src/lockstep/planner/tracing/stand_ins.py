@@ -18,12 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.assignment import contiguous_range
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes, tree_map
+from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 from lockstep.model.context import attention, cut
 from lockstep.model.context.documents import Documents
+from lockstep.model.expert.dispatch import Dispatch, all_to_all
+from lockstep.model.expert.routing import Routing
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery, PipelineFailure
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
@@ -157,6 +161,9 @@ def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
     # The originals compare outputs and losses of cut sequences and of whole ones.
     checks = {"prove": None, "check_model": None, "check_labels": True, "find_shift": 0}
     yield cut, {name: partial(_answer, found) for name, found in checks.items()}
+    # The originals compare the outputs of divided experts and of whole ones, and read the numbers
+    # of rows that the ranks send each other.
+    yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _balanced}
     # The original raises the error of another rank.
     yield PipelineFailure, {"raise_known": _raise_own}
     # The original asks the rank with the model's output for the kind of loss.
@@ -234,6 +241,18 @@ def _as_one_document(
 
 def _answer(found: Any, *_: Any) -> Any:
     return found
+
+
+def _balanced(
+    dispatch: Dispatch, world: World, routing: Routing, index: Tensor
+) -> tuple[list[int], list[int], Tensor]:
+    """Return the numbers of rows if the router chooses all experts equally often."""
+    ranks = range(world.size)
+    sent = [len(contiguous_range(len(routing.order), rank, world.size)) for rank in ranks]
+    received = [sent[world.rank]] * world.size
+    counts = routing.counts.new_zeros(world.size, dispatch.experts.count // world.size)
+    all_to_all(torch.empty_like(counts), counts, world)
+    return sent, received, counts
 
 
 def _agree_alone(module: TrainModule, kinds: Sequence[LossKind]) -> None:

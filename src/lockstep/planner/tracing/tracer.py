@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from lockstep.launch.environment import Environment
 from lockstep.launch.termination import Termination
 from lockstep.logging.recorder import Recorder
 from lockstep.model.chunked_logits import head_name
+from lockstep.model.expert.find import stacked_experts
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.stages import STAGES_PER_RANK, Stages, sequential_parts
@@ -125,6 +127,9 @@ class ModelSize:
     """True if BatchNorm computes statistics over a microbatch, which then cannot be split."""
     has_head: bool
     """True if the layer that computes logits is known."""
+    experts: int
+    """Greatest common divisor of the numbers of experts of the layers; 1 without experts."""
+    expert_bytes: int
 
 
 def model_size(recipe: Recipe) -> ModelSize:
@@ -132,11 +137,14 @@ def model_size(recipe: Recipe) -> ModelSize:
     mesh = Mesh.of(World(0, 1, 0, 1, torch.device("cpu"), owns_group=False), Plan(replicate=1))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = InitialModel.build(recipe.model, 0, mesh, without_values=True).module
+    experts = stacked_experts(model, recipe.experts).values()
     return ModelSize(
         sum(parameter.nbytes for parameter in model.parameters()),
         len(sequential_parts(model, recipe.stages)),
         bool(training_batchnorms([model])),
         _has_head(model, recipe),
+        max(1, math.gcd(*(each.count for each in experts))),
+        sum(part.nbytes for each in experts for part in each.module.parameters()),
     )
 
 

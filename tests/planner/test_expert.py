@@ -1,0 +1,94 @@
+"""Plans that divide experts over ranks: what they send and hold is in the trace, from shapes
+alone."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from planner.subjects import recipe, traced
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.planner.trace import TracedStep, memory_peak
+from lockstep.planner.tracing.tracer import model_size
+
+WIDTH, HIDDEN, LENGTH, WORDS, EXPERTS, CHOSEN, SAMPLES, MICROBATCHES = 64, 96, 33, 32, 8, 2, 2, 4
+
+
+class Experts(nn.Module):
+    """Takes the weights of each row's expert, which needs no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        up, down = self.up[index], self.down[index]
+        hidden = torch.einsum("sd,skdh->skh", tokens, up).relu()
+        return torch.einsum("skh,skhd,sk->sd", hidden, down, weights)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(CHOSEN)
+        found: Tensor = x + self.experts(tokens, index, weights).view_as(x)
+        return found
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.Sequential(Block())
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.blocks(self.words(words)))
+        return scores
+
+
+words = torch.zeros(SAMPLES * MICROBATCHES, LENGTH, dtype=torch.int64)
+GIVEN = recipe(
+    model=Mixture,
+    data=TensorDataset(words, words),
+    global_batch=SAMPLES * MICROBATCHES,
+    microbatch=SAMPLES,
+    stages=None,
+    tensor=None,
+)
+
+
+@cache
+def step(plan: str) -> TracedStep:
+    return traced(plan, GIVEN)
+
+
+def test_rows_go_to_their_experts_and_back() -> None:
+    """With balanced routing, in the forward and in the backward, in each round."""
+    for ranks in (2, 4):
+        sent = step(f"expert={ranks}").sent_bytes()["all_to_all on expert"]
+        rows = SAMPLES * LENGTH * CHOSEN
+        once = 4 * rows * WIDTH + 8 * EXPERTS / 4
+        expected = 4 * once * MICROBATCHES / ranks * (ranks - 1) / ranks
+        assert abs(sent / expected - 1) < 0.02
+
+
+def test_a_rank_holds_its_experts() -> None:
+    whole, half = (memory_peak(step(plan)).by_cause for plan in ("replicate=2", "expert=2"))
+    experts = 4 * EXPERTS * 2 * WIDTH * HIDDEN
+    assert whole["parameters"] - half["parameters"] == experts // 2
+    assert whole["optimizer"] - half["optimizer"] == experts
+    sharded = memory_peak(step("shard=2,expert=2")).by_cause
+    assert sharded["parameters"] <= 1.05 * half["parameters"] / 2
+
+
+def test_experts_are_found() -> None:
+    size = model_size(GIVEN)
+    assert (size.experts, size.expert_bytes) == (EXPERTS, 4 * EXPERTS * 2 * WIDTH * HIDDEN)
+    assert (model_size(recipe()).experts, model_size(recipe()).expert_bytes) == (1, 0)
