@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import torch
 from processes import let_signals_end_what_tests_start
+from tiers import LONGEST
 
 from lockstep.base import garbage
 from lockstep.testing import leaks
@@ -92,10 +94,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of whole commands, those with the most tests first. They take longest:
+    """Begin with the longest files, then those of whole commands, then those with the most tests:
     pytest's workers then end at about the same time."""
     counts = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.parent.name != "cli", -counts[item.path]))
+    longest = {Path(__file__).parent / name for name in LONGEST}
+    items.sort(
+        key=lambda item: (
+            item.path not in longest,
+            item.path.parent.name != "cli",
+            -counts[item.path],
+        )
+    )
 
 
 @pytest.fixture(scope="session")

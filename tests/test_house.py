@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import LONGEST
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -224,3 +225,7 @@ def test_a_microbatch_passes_the_files_on_the_page_of_the_architecture(
     section = text[text.index(f"### Under `{axis}=2`") :].split("\n#")[0]
     assert passed == set(re.findall(r"^\| `([\w/]+\.py)`", section, flags=re.MULTILINE))
     assert len(passed) <= limit
+
+
+def test_the_longest_files_of_tests_exist() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []

@@ -1,7 +1,8 @@
 """macOS and Windows: one process trains, saves, resumes and reports there; what needs Linux is
 refused in words.
 
-`native` runs on whatever system this is: the workflow has it run on macOS and Windows. The others
+`native` runs on whatever system this is: the workflow has it run on macOS and Windows. On Linux it
+is slow: other tests train, resume and report there, and `darwin` runs the same program. The others
 show on Linux what can be shown there (tests/scripts/other_system.py).
 """
 
@@ -46,7 +47,11 @@ def found_on(system: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "system",
-    ["native", pytest.param("darwin", marks=LINUX_ALONE), pytest.param("win32", marks=LINUX_ALONE)],
+    [
+        pytest.param("native", marks=pytest.mark.slow if sys.platform == "linux" else ()),
+        pytest.param("darwin", marks=LINUX_ALONE),
+        pytest.param("win32", marks=LINUX_ALONE),
+    ],
 )
 def test_one_process_trains_and_what_needs_linux_is_refused_in_words(
     system: str, tmp_path: Path

@@ -11,6 +11,22 @@ import pytest
 
 MOST = 3
 """Processes of a case that runs with every change."""
+LONGEST = (
+    "training/test_remedies.py",
+    "training/test_context_axis.py",
+    "training/test_resume.py",
+    "test_platforms.py",
+    "device/test_training.py",
+    "device/test_out_of_memory.py",
+    "planner/test_tracer.py",
+    "checkpoint/test_damage.py",
+    "test_docs.py",
+    "training/test_documents.py",
+    "training/test_optimizer_state.py",
+    "training/test_sharded_models.py",
+    "planner/test_predict.py",
+)
+"""Files of tests that take 10 to 40 s of CPU time each: pytest begins with them."""
 
 
 def tiered(
