@@ -287,6 +287,27 @@ def test_loads_are_counts_of_the_global_batch_and_move_the_biases(
     assert metrics[0]["load/blocks.0.experts"] == pytest.approx(max(expected), abs=1e-4)
 
 
+def train_bitwise(folder: str, plan: str) -> str:
+    given = recipe(model=lambda: Mixture(dropout=0.2).float())
+    plan = f"numerics=bitwise,{plan}"
+    return ls.train(given, run_dir=f"{folder}/{plan}", plan=plan).fingerprint
+
+
+def train_both(folder: str, plan: str) -> tuple[str, str]:
+    """Counting first, and holding the backwards."""
+    return train_bitwise(folder, plan), train_bitwise(folder, f"{plan},checkpointing=full")
+
+
+def test_a_balance_over_the_step_has_the_same_bits(pool: WorkerPool, tmp_path: Path) -> None:
+    found = {
+        bits
+        for size in (1, 2, 3)
+        for rank in pool.run(size, train_both, str(tmp_path), f"replicate={size}")
+        for bits in rank
+    }
+    assert len(found) == 1
+
+
 def overflowing(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
     """A loss whose gradient overflows at the first loss scales of fp16."""
     return ls.Sum(entropy(output, batch).total * 1e36)
