@@ -273,3 +273,33 @@ def test_a_loss_in_a_second_training_makes_all_start_again(tmp_path: Path) -> No
         == "rank 0: the script has trained before, and a new process would have to do that again"
     )
     assert second.fingerprint == ended.fingerprint
+
+
+def train_mixture(folder: Path, killed: str, *options: str) -> dict[str, Any]:
+    folder.mkdir()
+    script = str(Path(SCRIPT).with_name("mixture.py"))
+    line = [LOCKSTEP, "run", "--nproc", "2", "--plan", "expert=2", "--run-dir", "run"]
+    ended = subprocess.run(
+        [*line, "--max-restarts", "1", *options, script, killed],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = "lockstep: rank 1 was killed by SIGKILL" in ended.stderr
+    assert said == (killed != "none")
+    found: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_a_rank_that_is_killed_while_it_sends_tokens_to_experts_is_named_and_replaced(
+    tmp_path: Path,
+) -> None:
+    expected = train_mixture(tmp_path / "undisturbed", "none")
+    for options in ([], ["--recovery", "in-place"]):
+        found = train_mixture(tmp_path / "-".join(["killed", *options]), "1", *options)
+        assert (found["steps"], found["fingerprint"]) == (5, expected["fingerprint"])
