@@ -3,6 +3,7 @@ bits on any number of processes of `context`."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from training.subjects import each_of, learned
-from training.test_context_axis import recipe
+from training.test_context_axis import Fails, recipe
 
 import lockstep as ls
+from lockstep.base.errors import DataError
 from lockstep.testing.pool import WorkerPool
 
 ALONE = "replicate=1,numerics=bitwise"
@@ -125,3 +127,77 @@ def test_a_training_has_the_same_bits_on_any_number_of_processes(
         numbers = logged(tmp_path / str(number))
         for rank in ranks:
             assert (rank[number], numbers) == alone, plan
+
+
+def begin(run_dir: str, plan: str) -> str:
+    """Train the first recipe until it fails, after a checkpoint."""
+    given: Any = {"plan": plan, "run_dir": run_dir, "hooks": [Fails()], "log_every": 1}
+    with pytest.raises(DataError, match="a step too far") as raised:
+        ls.train(recipe(**RECIPES[0]), saving=ls.Saving(every=2), **given)
+    return str(raised.value)
+
+
+def go_on(run_dir: str, plan: str) -> Trained:
+    return train(run_dir, plan, **RECIPES[0])
+
+
+@pytest.mark.timeout(150)
+def test_a_run_goes_on_with_the_same_bits_under_another_plan(
+    pool: WorkerPool, tmp_path: Path, alone: Any
+) -> None:
+    for number, (ranks, first, second) in enumerate(
+        [(1, ALONE, "context=2,numerics=bitwise"), (2, "context=2,numerics=bitwise", ALONE)]
+    ):
+        folder = str(tmp_path / str(number))
+        pool.run(ranks, begin, folder, first)
+        for fingerprint, numbers in pool.run(3 - ranks, go_on, folder, second):
+            assert (fingerprint, numbers) == alone[0][0], (first, second)
+
+
+class Broken(GPT):
+    """Fails for the chunk that has the last word of the text."""
+
+    def forward(self, text: Tensor) -> Tensor:
+        if bool((text == WORDS - 1).any()):
+            raise ValueError("a word that is not known")
+        return super().forward(text)
+
+
+def fail_in_a_chunk(run_dir: str) -> tuple[str, list[str]]:
+    """Return what is said, and the threads that are left."""
+    text = words(8, 37).clamp(max=WORDS - 2)
+    text[5, 20] = WORDS - 1
+    changes: Any = {**SINGLE, "model": Broken, "data": TensorDataset(text), "evaluation": None}
+    with pytest.raises(ValueError, match="not known") as raised:
+        train(run_dir, ALONE, **changes)
+    return str(raised.value), [each.name for each in threading.enumerate() if "chunk" in each.name]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": lambda: GPT(extra="convolution")}, "(conv1d) computes a convolution over tokens"),
+    ({"model": lambda: GPT(extra="mean")}, "or leave numerics=bitwise out"),
+    ({"model": lambda: GPT(extra="batch norm")}, "numerics=bitwise cuts sequences"),
+    (
+        {"loss": lambda output, batch: ls.Sum(output.mean())},
+        "under numerics=bitwise it is computed",
+    ),
+]
+
+
+def train_changed(run_dir: str, changes: dict[str, Any]) -> Trained:
+    return train(run_dir, ALONE, **{**SINGLE, "evaluation": None, **changes})
+
+
+def refusals(run_dir: str) -> tuple[list[Any], tuple[str, list[str]]]:
+    said = each_of(train_changed, f"{run_dir}/refused", [(changes,) for changes, _ in REFUSED])
+    return said, fail_in_a_chunk(f"{run_dir}/broken")
+
+
+@pytest.mark.timeout(150)
+def test_what_cannot_be_computed_by_chunks_is_refused_and_an_error_of_a_chunk_is_raised_once(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    ((said, broken),) = pool.run(1, refusals, str(tmp_path))
+    assert broken == ("a word that is not known", [])
+    for (_, expected), found in zip(REFUSED, said, strict=True):
+        assert expected in str(found)

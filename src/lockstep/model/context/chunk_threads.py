@@ -128,27 +128,27 @@ class _Turns:
             values, self._values = self._values, None
             self._answers = list(answer(values))
         if count > 1:
-            self._pass(place, (place + 1) % count)
+            self._generators[place].save()
+            self._locks[(place + 1) % count].release()
             self._await(place)
             self._end_after_error()
         given, self._answers[place] = self._answers[place], None
         return given
 
     def _run(self, place: int) -> None:
-        with ExitStack() as settings:
+        try:
             self._await(place)
-            try:
-                if self._error is None:
-                    settings.enter_context(self._settings())
+            if self._error is None:
+                with self._settings():
                     self._results[place] = self._functions[place]()
-            except BaseException as error:
-                self._fail(error)
-            self._ended[place] = True
-            if not all(self._ended):
-                following = [*range(place + 1, len(self._ended)), *range(place)]
-                if place + 1 == len(self._ended) and self._error is None:
-                    self._fail(_differ(self._what))
-                self._pass(place, next(each for each in following if not self._ended[each]))
+        except BaseException as error:
+            self._fail(error)
+        self._ended[place] = True
+        if not all(self._ended):
+            following = [*range(place + 1, len(self._ended)), *range(place)]
+            if place + 1 == len(self._ended):
+                self._fail(_differ(self._what))
+            self._locks[next(each for each in following if not self._ended[each])].release()
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None and not isinstance(error, Ended):
@@ -162,10 +162,6 @@ class _Turns:
         self._locks[place].acquire()
         self.turn = place
         self._generators[place].restore()
-
-    def _pass(self, place: int, following: int) -> None:
-        self._generators[place].save()
-        self._locks[following].release()
 
 
 class _Generators:
