@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import accumulate, pairwise
@@ -57,6 +58,16 @@ class Dispatch:
     _is_checked: bool = False
     _is_left: bool = False
     """True for a module that is left as it is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
+        """Return the forward of a copy of the module, over the same ranks."""
+        made = copy(self)
+        memo[id(self)] = made
+        made.experts = deepcopy(self.experts, memo)
+        made._own = deepcopy(self._own, memo)
+        if self.leaves is not None:
+            made.leaves = Leaves(made.experts.module, self.world.size)
+        return made
 
     def install(self) -> None:
         """Replace the module's forward."""

@@ -35,7 +35,8 @@ class Experts(nn.Module):
         for expert in index.unique().tolist():
             row, choice = (index == expert).nonzero(as_tuple=True)
             computed = F.silu(tokens[row] @ self.up[expert]) @ self.down[expert]
-            output = output.index_add(0, row, computed * weights[row, choice, None])
+            weighted = computed * weights[row, choice, None]
+            output = output.index_add(0, row, weighted.to(output.dtype))
         return output
 """
 """A module of experts, to write instead of a list of modules."""
