@@ -284,6 +284,7 @@ def test_loads_are_counts_of_the_global_batch_and_move_the_biases(
     expected = [round(float(each), 4) for each in chosen / chosen.mean()]
     assert rows[0]["loads"]["blocks.0.experts"] == expected
     metrics = rows_of(folder, "metrics.jsonl")
+    assert all(row["weight_per_second"] > 0 for row in metrics)  # of the recipe's own term
     assert metrics[0]["load/blocks.0.experts"] == pytest.approx(max(expected), abs=1e-4)
 
 

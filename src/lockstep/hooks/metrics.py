@@ -12,6 +12,7 @@ from lockstep.base.errors import LossError, RecipeError
 from lockstep.hooks.moving_average import ExponentialMovingAverage
 from lockstep.logging.recorder import Throughput
 from lockstep.recipe.recipe import Evaluation, Recipe
+from lockstep.training.balance import BALANCE_TERMS
 from lockstep.training.consensus import Request
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.hook import ControlHook, Hook
@@ -40,7 +41,9 @@ class Metrics(ControlHook):
 
     def between_steps(self, run: Run) -> None:
         assert run.training.source is not None, "a step has begun"
-        self.throughput.count(run.training.source.samples, run.training.source.weights)
+        weights = run.training.source.weights or {}
+        own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
+        self.throughput.count(run.training.source.samples, own)
         self._unread += run.training.results.values()
         if run.is_logging_step or run.training.stopping is not None:
             self._read(run)

@@ -36,7 +36,7 @@ from lockstep.training.context import Context
 from lockstep.training.executor import Executor, SerialExecutor
 from lockstep.training.loss import SINGLE
 
-BALANCE, ROUTER_Z = "balance", "router_z"
+BALANCE_TERMS = BALANCE, ROUTER_Z = "balance", "router_z"
 """The names of the terms."""
 
 
