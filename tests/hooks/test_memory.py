@@ -13,6 +13,8 @@ from lockstep.hooks.profiling.trace import (
     memory_table,
     memory_timeline,
 )
+from lockstep.model.chunked_logits import ChunkedLosses, ChunkedTotal
+from lockstep.model.context.exchange import GatherRows
 
 TRAINING, OTHER = 1, 2
 COMPUTE = [("compute", 0.0, 1.0)]
@@ -137,6 +139,22 @@ def test_what_fsdp_gathers_is_parameters_and_what_it_reduces_gradients() -> None
     assert at_peak(timeline([*gathered, backward(0.3, 0.35), *reduced])) == {
         "parameters": 8,
         "gradients": 4,
+    }
+
+
+def test_functions_of_autograd_show_keys_and_values_and_chunked_logits() -> None:
+    names = GatherRows.__name__, ChunkedTotal.__name__, f"{ChunkedLosses.__name__}Backward"
+    events = [
+        event
+        for place, name in enumerate(names)
+        for event in (
+            during(0.1 * place, 0.1 * place + 0.05, name),
+            memory(0.1 * place + 0.02, 10 + place, 2**place),
+        )
+    ]
+    assert at_peak(timeline([*events, backward(0.5, 0.6)])) == {
+        "keys and values": 1,
+        "chunked logits": 2 + 4,
     }
 
 

@@ -110,6 +110,17 @@ def test_ranks_keep_their_part_of_the_activations() -> None:
         assert keys["activations"] + keys.get("communication", 0) <= most
 
 
+def test_gathered_keys_and_values_are_a_cause_of_memory() -> None:
+    trace = step("context=2,exchange=keys", 2)
+    changes = [each for each in trace.allocations if trace.causes[each.number] == "keys and values"]
+    gathered = 2 * ACTIVATION_BYTES * KEY_HEADS // HEADS
+    live = most = 0
+    for each in changes:
+        live += each.bytes
+        most = max(most, live)
+    assert most == gathered, "of one layer"
+
+
 def test_a_gpu_needs_no_mask_in_memory_for_a_chunk() -> None:
     masks = []
     for is_gpu in (True, False):
@@ -129,6 +140,10 @@ def test_chunked_logits_are_traced_without_memory_of_their_own() -> None:
         for trace in (whole, chunked)
     ]
     assert products[1] > products[0], "a product for each chunk of tokens"
+    causes = [
+        set(trace.causes.values()) & {"logits", "chunked logits"} for trace in (whole, chunked)
+    ]
+    assert causes == [{"logits"}, {"chunked logits"}]
     assert model_size(given).has_head
     assert not model_size(recipe()).has_head
 

@@ -364,9 +364,9 @@ def _cross_entropy(
     arguments = (rows, head.weight, head.bias, target.reshape(-1), head.dtypes, loss)
     with torch.autocast(hidden.device.type, enabled=False):
         if reduction == "none":
-            losses: Tensor = _Losses.apply(*arguments)  # type: ignore[no-untyped-call]
+            losses: Tensor = ChunkedLosses.apply(*arguments)  # type: ignore[no-untyped-call]
             return losses.reshape(target.shape)
-        total: Tensor = _Total.apply(*arguments, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        total: Tensor = ChunkedTotal.apply(*arguments, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
         if reduction == "mean":
             total = total / loss.divisor(target)
         return total.to(head.dtypes[-1])
@@ -462,7 +462,7 @@ def _cast_head(weight: Tensor, bias: Tensor | None, dtypes: tuple[torch.dtype, .
     return Head(weight.to(dtypes[0]), None if bias is None else bias.to(dtypes[0]), dtypes)
 
 
-class _Total(torch.autograd.Function):
+class ChunkedTotal(torch.autograd.Function):
     """The sum of the losses of all tokens. Its forward computes the gradients too."""
 
     @staticmethod
@@ -498,7 +498,7 @@ class _Total(torch.autograd.Function):
         return *scaled, None, None, None, None
 
 
-class _Losses(torch.autograd.Function):
+class ChunkedLosses(torch.autograd.Function):
     """The loss of each token. Its backward computes the logits again."""
 
     @staticmethod

@@ -193,7 +193,10 @@ def heaviest(trace: Mapping[str, Any], thread: int, count: int) -> list[tuple[st
     return [(name, calls[name], seconds[name]) for name in most]
 
 
-CAUSES = ("parameters", "gradients", "optimizer state", "activations", "rest")
+CAUSES = (
+    *("parameters", "gradients", "optimizer state", "activations"),
+    *("keys and values", "chunked logits", "rest"),
+)
 MOST_POINTS = 400
 """Largest number of points of a timeline; the peak is one of them."""
 LARGEST = 10
@@ -204,7 +207,15 @@ taken."""
 _Row = tuple[float, int, list[int]]
 """(time, total bytes, bytes by cause)."""
 _BACKWARD = "autograd::engine::evaluate_function: "
-_GATHERED, _REDUCED = "FSDP::all_gather", "FSDP::post_backward"
+_OF_PATH = {
+    "FSDP::all_gather": "parameters",
+    "FSDP::post_backward": "gradients",
+    "GatherRows": "keys and values",
+    "ChunkedTotal": "chunked logits",
+    "ChunkedLosses": "chunked logits",
+}
+"""Beginning of an operator's name -> cause of what it allocates. Functions of autograd have the
+names of their classes."""
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
 """Operators that allocate memory for their caller."""
 
@@ -383,10 +394,14 @@ def _attribute(
         path = paths.get(id(allocation), [])
         if not allocation.cause:
             following = bisect_right(starts, allocation.start)
-            if any(name.startswith(_GATHERED) for name in path):
-                allocation.cause = "parameters"
-            elif any(name.startswith(_REDUCED) for name in path):
-                allocation.cause = "gradients"
+            known = (
+                cause
+                for name in path
+                for start, cause in _OF_PATH.items()
+                if name.startswith(start)
+            )
+            if (cause := next(known, None)) is not None:
+                allocation.cause = cause
             elif (
                 allocation.thread == thread
                 and following < len(starts)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
@@ -147,11 +147,10 @@ def attend_by_keys(
     except under activation checkpointing, where the recomputation gathers them anyway."""
     keys, values = key, value
     if layout.world.size > 1:
-        whole = gather_tokens(layout, torch.cat([key, value], -1), 2)
+        whole = gather_keys(layout, key, value)
         keys, values = torch.split(whole, [key.shape[-1], value.shape[-1]], -1)
         if _is_sent(layout):
-            key, value = key.detach(), value.detach()
-            remade.add(whole, lambda: gather_tokens(layout, torch.cat([key, value], -1), 2))
+            remade.add(whole, partial(gather_keys, layout, key.detach(), value.detach()))
     if not torch.is_grad_enabled() or checkpoints_saved_tensors():
         return attend(query, keys, values)
     with remade:
@@ -200,17 +199,19 @@ def _to_tokens(layout: TokenLayout, output: Tensor, stand_in: StandIn | None) ->
     return tokens
 
 
+def gather_keys(layout: TokenLayout, key: Tensor, value: Tensor) -> Tensor:
+    """Return the keys and values of all tokens, side by side. Every rank calls it."""
+    return gather_tokens(layout, torch.cat([key, value], -1), 2)
+
+
 def gather_tokens(layout: TokenLayout, tensor: Tensor, dim: int) -> Tensor:
     """Return the tokens of all ranks along `dim`, in the sequence's order, with a gradient. Every
     rank calls it."""
     if layout.world.size == 1:
         return tensor
     rows = tensor.movedim(dim, 0).contiguous()
-    if isinstance(layout.world, ChunkAxis):
-        gathered: Tensor = _GatherChunks.apply(rows, layout)  # type: ignore[no-untyped-call]
-    else:
-        in_rank_order: Tensor = _GatherRows.apply(rows, layout)  # type: ignore[no-untyped-call]
-        gathered = in_rank_order.index_select(0, layout.true_order)
+    gather = _GatherChunks if isinstance(layout.world, ChunkAxis) else GatherRows
+    gathered: Tensor = gather.apply(rows, layout)  # type: ignore[no-untyped-call]
     return gathered.movedim(0, dim)
 
 
@@ -314,9 +315,9 @@ def _sums(sizes: Sequence[int], several: int) -> list[int]:
     return [stop - start for start, stop in pairwise(ends)]
 
 
-class _GatherRows(torch.autograd.Function):
-    """Gathers the rows of all ranks, in rank order; the backward sums the gradients of a row in
-    rank order too, so that the bits do not depend on timing."""
+class GatherRows(torch.autograd.Function):
+    """Gathers the rows of all ranks, in the sequence's order; the backward sums the gradients of a
+    row in rank order, so that the bits do not depend on timing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layout: TokenLayout) -> Tensor:
@@ -326,7 +327,7 @@ class _GatherRows(torch.autograd.Function):
         gathered = rows.new_empty(layout.tokens, *rows.shape[1:])
         if len({*counts}) == 1:
             dist.all_gather_single(gathered, rows, group=world.group)
-            return gathered
+            return gathered.index_select(0, layout.true_order)
         # torch's uneven all-gather, which Gloo does not have
         parts = torch.split(gathered, counts)
         parts[world.rank].copy_(rows)
@@ -335,12 +336,13 @@ class _GatherRows(torch.autograd.Function):
             for source, part in enumerate(parts)
         ]:
             each.wait()
-        return gathered
+        return gathered.index_select(0, layout.true_order)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         world, counts = ctx.layout.world, ctx.layout.counts
-        gradient, own = gradients[0].contiguous(), ctx.layout.local
+        gradient = gradients[0].index_select(0, ctx.layout.gathered_places)
+        own = ctx.layout.local
         received = gradient.new_empty(world.size * own, *gradient.shape[1:])
         dist.all_to_all_single(received, gradient, [own] * world.size, counts, group=world.group)
         first, second, *others = torch.split(received, own)

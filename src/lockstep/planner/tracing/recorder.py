@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ FUNCTIONAL: Mapping[str, CollectiveKind] = {
 WITHOUT_LABEL: tuple[Cause, ...] = ("activations", "temporary")
 """Causes of memory that are determined by the time of allocation alone."""
 PLAIN = (Tensor, FakeTensor, torch.nn.Parameter)
+P = ParamSpec("P")
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -59,8 +60,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.items: list[Item] = []
         self.phase: Phase = "other"
-        self.in_loss = False
-        """True while the loss is computed from the output."""
+        self.loss: Cause | None = None
+        """The cause of memory that the loss allocates, while it is computed from the output."""
         self._is_recording = False
         self.streams = Streams(self._note)
         self.allocations: list[MemoryChange] = []
@@ -185,6 +186,16 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Memory
 
+    def labelling(self, function: Callable[P, Tensor], cause: Cause) -> Callable[P, Tensor]:
+        """Return the function; its result is labelled."""
+
+        def labelled(*arguments: P.args, **keywords: P.kwargs) -> Tensor:
+            result = function(*arguments, **keywords)
+            self.label(result, cause)
+            return result
+
+        return labelled
+
     def label(self, tensors: Any, cause: Cause) -> None:
         """Set the cause of the memory of tensors. Those that are never computed have none."""
         for each in tree_leaves(tensors):
@@ -202,7 +213,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = len(self.causes)
             self._numbers[identity], self._sizes[number] = number, 0
             unlabelled: Cause = "activations" if self.phase == "forward" else "temporary"
-            self.causes[number] = "logits" if self.in_loss else unlabelled
+            self.causes[number] = self.loss or unlabelled
             self._finalizers.append(weakref.finalize(storage, self._free, identity, number))
         self._note_size(self._numbers[identity], size)
         return self._numbers[identity]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import PlanError, RecipeError
-from lockstep.base.nested import map_tensors
+from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
@@ -23,7 +23,8 @@ from lockstep.hooks.out_of_memory import read_fallbacks
 from lockstep.launch.environment import Environment
 from lockstep.launch.termination import Termination
 from lockstep.logging.recorder import Recorder
-from lockstep.model.chunked_logits import head_name
+from lockstep.model.chunked_logits import ChunkedLogits, head_name
+from lockstep.model.context import exchange
 from lockstep.model.expert.find import stacked_experts
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.boundary import Boundary
@@ -242,7 +243,9 @@ class LoneSession(RecipeSession):
         enter, options = stack.enter_context, self._options
         enter(listening(self.hook.recorder))
         enter(self.hook.recorder.streams_and_storages())
+        gathered = self.hook.recorder.labelling(exchange.gather_keys, "keys and values")
         patches = [*without_others(options.boundaries), unrecorded()]
+        patches.append((exchange, {"gather_keys": gathered}))
         if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
             # A schedule needs as many microbatches as stages, and a stream gives one microbatch of
             # each shard.
@@ -304,15 +307,16 @@ class StepTraceHook(ControlHook):
 
     def labelled(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return the loss function; the memory of the output and of tensors in the loss is labelled
-        as logits."""
+        as logits, or as chunked logits."""
 
         def computed(output: Any, batch: Any) -> Any:
             self.recorder.label(output, "logits")
-            self.recorder.in_loss = True
+            is_chunked = any(isinstance(leaf, ChunkedLogits) for leaf in tensors_in(output))
+            self.recorder.loss = "chunked logits" if is_chunked else "logits"
             try:
                 return loss(output, batch)
             finally:
-                self.recorder.in_loss = False
+                self.recorder.loss = None
 
         return computed
 
