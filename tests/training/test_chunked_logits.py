@@ -3,6 +3,7 @@ what its errors recommend trains on one and on two processes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -306,3 +307,18 @@ def test_ranks_that_share_out_tokens_compute_the_chunks_of_their_own(
         for (loss, metrics), (expected, others) in zip(rank, whole, strict=True):
             assert loss == pytest.approx(expected, rel=1e-5)
             assert metrics == pytest.approx(others, rel=1e-5)
+
+
+def profiled(folder: str) -> dict[str, int]:
+    """The memory at the peak, by cause."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_PROFILE", "steps=1:2")
+        ls.train(recipe(evaluation=None), run_dir=folder, plan="logits=chunked")
+    (rank,) = json.loads((Path(folder) / "profile" / "memory.json").read_text())["ranks"]
+    return {cause: max(sizes) for cause, sizes in rank["bytes_by_cause"].items()}
+
+
+def test_a_profile_shows_chunked_logits(pool: WorkerPool, tmp_path: Path) -> None:
+    (most,) = pool.run(1, profiled, str(tmp_path))
+    assert most["chunked logits"] >= 4 * (CLASSES * FEATURES + CLASSES), "the head's gradients"
+    assert not most["keys and values"]

@@ -37,6 +37,7 @@ from lockstep.hooks.profiling.trace import (
     time_parts,
 )
 from lockstep.hooks.stragglers import peak_bytes
+from lockstep.model.chunked_logits import ChunkedLogits
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
@@ -311,6 +312,7 @@ class MemoryNotes:
         """Return a tensor's memory on the rank's device; None if it has no memory there."""
         if (
             not isinstance(tensor, Tensor)
+            or isinstance(tensor, ChunkedLogits)
             or (tensor := to_local(tensor)).device.type != self._device
             or tensor.layout is not torch.strided
         ):
