@@ -97,20 +97,20 @@ def parts_of(
             select(lambda tensor: tensor.index_select(dim, labels)),
         )
         return
+    if end != own_tokens:
+        # the label of the last row: two rows, of which the loss drops one; as the first part, its
+        # backward, with zeros for all other rows, comes after the memory of the others is free
+        last = own_tokens - 1
+        labels = torch.cat([places[last:], following[last:]])
+        yield (
+            rows(lambda tensor: torch.cat([tensor.narrow(dim, last, 1)] * 2, dim)),
+            select(lambda tensor: tensor.index_select(dim, labels)),
+        )
+    elif own_tokens == 1:  # without a label; it only gives the loss a gradient
+        yield output, shifted(0, 1)
     for start, stop in ((0, end), (end, own_tokens)):
         if stop - start > 1:
             yield rows(partial(_narrowed, dim, start, stop)), shifted(start, stop)
-    if end == own_tokens:
-        if own_tokens == 1:  # without a label; it only gives the loss a gradient
-            yield output, shifted(0, 1)
-        return
-    # the label of the last row: two rows, of which the loss drops one
-    last = own_tokens - 1
-    labels = torch.cat([places[last:], following[last:]])
-    yield (
-        rows(lambda tensor: torch.cat([tensor.narrow(dim, last, 1)] * 2, dim)),
-        select(lambda tensor: tensor.index_select(dim, labels)),
-    )
 
 
 def loss_of_part(
