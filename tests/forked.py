@@ -45,9 +45,10 @@ READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_", "MALLOC_", "MKL_", "KMP_")
 """How the variables begin that Python, its libraries or torch read when they are started or
 imported."""
 EXCEPT = {"PYTHONUNBUFFERED", "PYTHONWARNINGS", "PYTHONHASHSEED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-STARTED = ("pytest", "lockstep.search.fork_server")
-"""Modules that run in processes of their own: the second forks, and must be a process that nothing
-has used before."""
+STARTED = ("pytest",)
+"""Modules that run in processes that are started."""
+TRAINS = ("lockstep.launch.worker", "lockstep.search.fork_server")
+"""Modules that train, in their processes or in forks of them: what they start is no fork."""
 PRELOADED = (
     "torch._dynamo",
     "lockstep.run",
@@ -147,6 +148,7 @@ def _fork(
     sys.stderr.flush()
     # here: a look at all modules in the fork would copy the pages that they are on
     own = _own_modules()
+    pipes = _pipes()
     number = os.fork()
     if number == 0:
         try:
@@ -154,7 +156,12 @@ def _fork(
                 os.setsid()
             if cwd is not None:
                 os.chdir(cwd)
-            _own_descriptors((p2cread, c2pwrite, errwrite), pass_fds)
+            # In a fork, libuv closes its pipe by its numbers, and opens another one. If that were
+            # closed here, the next fork would close what has its numbers then.
+            of_libuv = _pipes().items() - pipes.items()
+            _own_descriptors(
+                (p2cread, c2pwrite, errwrite), pass_fds, [number for number, _ in of_libuv]
+            )
             sys.orig_argv[:] = [
                 *([sys.executable] if args[0] == LOCKSTEP else []),
                 *map(os.fsdecode, args),
@@ -206,8 +213,9 @@ def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object
 
 def _module(name: str, arguments: list[str], *, isolated: bool) -> None:
     sys.path[:] = ([] if isolated else [os.getcwd()]) + _path()
+    if name in TRAINS:
+        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     if name == "lockstep.launch.worker":
-        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]  # not out of a process that trains
         sys.argv = ["worker.py", *arguments]
         importlib.import_module(name).main(arguments)
         return
@@ -247,16 +255,26 @@ def _path() -> list[str]:
     return [entry for entry in sys.path if entry and Path(entry) not in (TESTS, TESTS.parent)]
 
 
-def _own_descriptors(streams: Sequence[int], kept: Sequence[int]) -> None:
+def _pipes() -> dict[int, str]:
+    pipes = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of this very listing
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith("pipe:"):
+                pipes[int(number)] = target
+    return pipes
+
+
+def _own_descriptors(streams: Sequence[int], passed: Sequence[int], kept: Sequence[int]) -> None:
     copies = [os.dup(number) if number >= 0 else -1 for number in streams]
     for number, copy in enumerate(copies):
         if copy >= 0:
             os.dup2(copy, number)
     last = 2
-    for number in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
+    for number in [*sorted({*passed, *kept}), os.sysconf("SC_OPEN_MAX")]:
         os.closerange(last + 1, number)
         last = number
-    for number in kept:
+    for number in passed:
         os.set_inheritable(number, True)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):

@@ -15,6 +15,8 @@ import psutil
 import pytest
 from processes import IGNORED_IN_THE_BACKGROUND, started
 
+from lockstep.testing.worker import loopback_store
+
 
 @pytest.mark.parametrize("number", IGNORED_IN_THE_BACKGROUND)
 def test_signals_that_this_process_ignores_end_what_it_starts(number: signal.Signals) -> None:
@@ -78,7 +80,7 @@ def test_right():
 
 @pytest.mark.command
 def test_a_test_that_times_out_kills_what_it_started_and_lets_the_next_run(tmp_path: Path) -> None:
-    for name in ("conftest.py", "before_torch.py", "forked.py", "processes.py"):
+    for name in ("conftest.py", "before_torch.py", "forked.py", "processes.py", "tiers.py"):
         (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
     (tmp_path / "test_it.py").write_text(TESTS_THAT_HANG)
     limits = [
@@ -127,3 +129,20 @@ def test_the_end_of_a_forked_command_waits_for_its_threads(tmp_path: Path) -> No
             check=False,
         )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "thread\nend\n", "")
+
+
+def test_forks_of_a_forked_command_have_the_files_that_it_has_opened(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent("""
+            import os
+            files = [os.open(__file__, os.O_RDONLY) for _ in range(40)]
+            if os.fork() == 0:
+                this = os.stat(__file__)
+                os._exit(not all(os.path.samestat(os.fstat(file), this) for file in files))
+            os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+        """)
+    )
+    loopback_store()  # libuv opens its pipe
+    with forked.use():
+        assert subprocess.run([sys.executable, str(script)], check=False).returncode == 0

@@ -22,7 +22,7 @@ LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "in_place.py")
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
-pytestmark = [pytest.mark.command, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.command, pytest.mark.forks, pytest.mark.timeout(180)]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from cli.searches import (
     starts,
 )
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.forks]
 SEARCHED = ["lr", "width"]
 
 
