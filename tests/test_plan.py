@@ -252,10 +252,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "context=2 with compile=yes; attention is replaced while the forward runs",
         ),
         (
-            "context=2,pipeline=2",
-            "context=2 with pipeline=2; stages do not pass on parts of a sequence yet",
-        ),
-        (
             "expert=2,shard=2,numerics=bitwise",
             (
                 "expert=2 with shard=2; with numerics=bitwise, experts are not summed over it in"

@@ -342,12 +342,6 @@ class Plan:
                 "attention is replaced while the forward runs, which a compiled forward does not"
                 " see",
             ),
-            (
-                "pipeline",
-                given.get("pipeline", 1),
-                1,
-                "stages do not pass on parts of a sequence yet",
-            ),
         )
 
     def _check_bitwise_context(self, given: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from planner.subjects import recipe, traced
+from planner import subjects
+from planner.subjects import processes, recipe, traced
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -160,3 +161,27 @@ def test_packed_documents_are_traced(plan: str, is_gpu: bool) -> None:
     trace = step(plan, 2 if "context" in plan else 1, is_gpu=is_gpu, packed=True)
     made = [each.operation for each in trace.items if isinstance(each, Compute)]
     assert {each.kind for each in made} >= {"attention", "matmul"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_stages_pass_on_the_tokens_of_a_rank(packed: bool) -> None:
+    given = recipe(
+        data=TensorDataset(*torch.zeros(2, 16, LENGTH, dtype=torch.int64)),
+        global_batch=4 * SAMPLES,
+        microbatch=SAMPLES,
+        sequence=ls.Sequence(chunks=8, documents=halves if packed else None),
+        tensor=None,
+    )
+    sent = {}
+    for plan in ("pipeline=2", "pipeline=2,context=2"):
+        for rank in (0, processes(plan) // 2):
+            trace = traced(plan, given, rank=rank)
+            sent[plan, rank] = sum(
+                each for name, each in trace.sent_bytes().items() if "on pipeline" in name
+            )
+            made = [each.operation.kind for each in trace.items if isinstance(each, Compute)]
+            assert "attention" in made
+    whole, cut = sent["pipeline=2", 0], sent["pipeline=2,context=2", 0]
+    boundary = 4 * SAMPLES * subjects.WIDTH
+    assert whole - cut == pytest.approx(4 * boundary * (LENGTH // 2), rel=0.02)
+    assert sent["pipeline=2,context=2", 2] == pytest.approx(cut, rel=0.1)

@@ -77,7 +77,8 @@ def test_each_layout_uses_all_devices_and_gives_each_data_rank_a_microbatch(
     for plan in layouts(space):
         context = int(plan.context or 1)
         data = plan.data_ranks
-        assert context == 1 or data * context > microbatches, "data ranks send less"
+        each = int(plan.pipeline or 1)
+        assert context == 1 or data * context * each > microbatches, "data ranks send less"
 
 
 @given(st.integers(1, 200), st.sampled_from([1, 4, 8]), st.integers(1, 100), st.integers(1, 8))
@@ -241,6 +242,8 @@ def test_sequences_are_shared_out_where_there_are_more_devices_than_microbatches
     assert {"replicate=2,context=4", "shard=2,context=4", "tensor=8"} <= found
     assert "context=8" not in found, "the second sample would wait"
     assert "shard=2,context=2,tensor=2" in found
+    deep = {text(plan) for plan in layouts(replace(LONG, stages=2))}
+    assert "context=4,pipeline=2" in deep, "two microbatches fill two stages"
     assert "context" not in "".join(text(plan) for plan in layouts(replace(LONG, samples=8)))
     assert "context" not in "".join(text(plan) for plan in layouts(replace(LONG, chunks=None)))
 

@@ -335,8 +335,6 @@ REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
         [("shard=2", {}), ("replicate=2,numerics=bitwise", {})],
     ),
     ("context=2,compile=yes", {}, "leave compile=yes out, or context", [("context=2", {})]),
-    ("context=2,pipeline=2", {}, "leave pipeline=2 out, or context", [("context=2", {})]),
-    ("pipeline=2", {}, "leave pipeline=2 or sequence out", [("replicate=2", {})]),
     (
         "context=2",
         {"sequence": ls.Sequence(chunks=3)},

@@ -113,9 +113,9 @@ def parallelize(
         split_stages = Stages.split(model, stages, ranks=mesh.stages.size, per_rank=per_rank)
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
-        shards = mesh.axis("shard") if mesh.axis("shard").size > 1 else None
+        together = [each for each in (mesh.axis("shard"), mesh.tokens) if each.size > 1]
         pipeline = Pipeline(
-            model, split_stages, mesh.stages, streams, schedule=plan.schedule, shards=shards
+            model, split_stages, mesh.stages, streams, schedule=plan.schedule, together=together
         )
         shared = split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
@@ -170,7 +170,7 @@ def parallelize(
         )
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
-    cut = _sequence_cut(model, mesh, plan, sequence)
+    cut = _sequence_cut(model, mesh, plan, sequence, pipeline)
     return Parallelized(streams, pipeline, shared, cut, leaves, eager)
 
 
@@ -207,7 +207,11 @@ def _place_experts(
 
 
 def _sequence_cut(
-    model: nn.Module, mesh: Mesh, plan: Plan, sequence: RecipeSequence | None
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    sequence: RecipeSequence | None,
+    pipeline: Pipeline | None,
 ) -> SequenceCut | None:
     if mesh.tokens.size == 1 and sequence is None:
         return None
@@ -218,7 +222,7 @@ def _sequence_cut(
         return ChunkedSequenceCut(model, mesh.tokens, sequence)
     from lockstep.model.context.cut import SequenceCut
 
-    return SequenceCut(model, mesh.tokens, sequence, plan.exchange)
+    return SequenceCut(model, mesh.tokens, sequence, plan.exchange, pipeline)
 
 
 def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:

@@ -80,14 +80,14 @@ class Space:
     def _is_whole(self, devices: int) -> bool:
         return devices < self.devices_per_node or devices % self.devices_per_node == 0
 
-    def contexts(self, devices: int) -> list[int]:
-        """Return the sizes of `context` with which so many devices are data ranks with a microbatch
-        each. A rank computes two chunks or more."""
+    def contexts(self, devices: int, each: int = 1) -> list[int]:
+        """Return the sizes of `context` with which so many devices are data ranks with `each`
+        microbatches. A rank computes two chunks or more."""
         most = 1 if self.chunks is None else max(1, self.chunks // 2)
         return [
             size
             for size in _divisors(devices)
-            if size <= most and devices // size <= self.microbatches
+            if size <= most and devices // size * each <= self.microbatches
         ]
 
     def why_fewer(self) -> str:
@@ -151,13 +151,14 @@ def layouts(space: Space) -> Iterator[Plan]:
             if is_too_deep and (tensor > 1 or pipeline != _divisors(space.devices)[1]):
                 continue
             data = space.devices // tensor // pipeline
-            context = next((size for size in space.contexts(data) if pipeline == 1 or size == 1), 0)
-            if not context:
+            # fewer microbatches than stages are refused, with a reason
+            able = space.contexts(data, pipeline) or space.contexts(data)
+            if not able:
                 continue
             fills = 0
             if space.microbatch is None and pipeline > 1:
                 fills = math.ceil(math.log2(FILLED * pipeline))
-            for plan in _sharded(space, tensor=tensor, pipeline=pipeline, context=context):
+            for plan in _sharded(space, tensor=tensor, pipeline=pipeline, context=able[0]):
                 yield replace(plan, microbatch_splits=min(fills, space.most_splits(plan)))
 
 

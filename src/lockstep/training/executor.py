@@ -21,7 +21,7 @@ from lockstep.data.loader import Microbatch
 from lockstep.keys import key
 from lockstep.logging.flops import Flops
 from lockstep.model.expert.routers import RoutingRecorder
-from lockstep.model.pipeline.boundary import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.boundary import Arguments, PipelineLoss, PipelineMicrobatch
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.training.loss import Contribution
 
@@ -55,6 +55,9 @@ class Accumulation(Protocol):
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
         """The key of the microbatch's random streams."""
+
+    def without_backward(self) -> AbstractContextManager[None]:
+        """A context for the call of a loss that must not call `backward`. For `record`."""
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
         """Check the result of a loss function. Raises `LossError`."""
@@ -207,12 +210,20 @@ class PipelineExecutor:
     """An `Executor` for a pipeline: all microbatches go through its stages, in the order of its
     schedule."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        autocast: AbstractContextManager[Any],
+        cut: SequenceCut | None,
+    ) -> None:
+        """`cut`: of a model of sequences."""
         self.why_no_loop: str | None = (
             f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
         )
         self._pipeline = pipeline
         self._device = pipeline.world.device
+        self._autocast = autocast
+        self._cut = cut
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         if inputs is None:
@@ -222,8 +233,10 @@ class PipelineExecutor:
         fetched = step.fetched()
         parts: dict[int, Contribution] = {}
 
-        def score(microbatch: Microbatch, batch: Any, output: Any) -> PipelineLoss:
-            part = step.contribution(loss(output, batch), microbatch)
+        def score(microbatch: Microbatch, batch: Any, output: Any, of_output: Loss) -> PipelineLoss:
+            with step.without_backward():
+                value = of_output(output, batch)
+            part = step.contribution(value, microbatch)
             if microbatch.is_dummy:
                 part = part._replace(grad_output=torch.zeros_like(part.grad_output))
             else:
@@ -231,18 +244,18 @@ class PipelineExecutor:
             record = [part.value, 0.0 if part.weight is None else part.weight]
             return PipelineLoss(part.total, step.grad_output(part), record)
 
-        rows = self._pipeline.run(
-            [
-                PipelineMicrobatch(
-                    step.random_position(microbatch),
-                    partial(model_arguments, inputs, batch),
-                    partial(score, microbatch, batch),
-                    is_dummy=microbatch.is_dummy,
-                )
-                for microbatch, batch in fetched
-            ],
-            columns=2,
-        )
+        microbatches = [
+            self._microbatch(
+                step.random_position(microbatch),
+                inputs,
+                loss,
+                batch,
+                partial(score, microbatch, batch),
+                is_dummy=microbatch.is_dummy,
+            )
+            for microbatch, batch in fetched
+        ]
+        rows = self._pipeline.run(microbatches, columns=2)
         for (microbatch, _), (value, weight) in zip(fetched, rows, strict=True):
             if not microbatch.is_dummy:
                 value = value.item() if value.is_cpu else value
@@ -258,8 +271,8 @@ class PipelineExecutor:
     ) -> Iterator[tuple[Microbatch, T]]:
         assert inputs is not None, "a pipeline is refused without"
 
-        def scored(item: Microbatch, batch: Any, output: Any) -> T:
-            value = loss(output, batch)
+        def scored(item: Microbatch, batch: Any, output: Any, of_output: Loss) -> T:
+            value = of_output(output, batch)
             with torch.autocast(self._device.type, enabled=False):
                 return score(item, batch, output, value)
 
@@ -269,18 +282,59 @@ class PipelineExecutor:
             batches = [to_device(item.batch, self._device) for item in several]
             results = self._pipeline.forward(
                 [
-                    PipelineMicrobatch(
-                        position(item),
-                        partial(model_arguments, inputs, batch),
-                        partial(scored, item, batch),
+                    self._microbatch(
+                        position(item), inputs, loss, batch, partial(scored, item, batch)
                     )
                     for item, batch in zip(several, batches, strict=True)
                 ]
             )
             yield from zip(several, results, strict=False)
 
+    def _microbatch(
+        self,
+        position: tuple[int, ...],
+        inputs: Callable[[Any], Any],
+        loss: Loss,
+        batch: Any,
+        score: Callable[[Any, Loss], Any],
+        *,
+        is_dummy: bool = False,
+    ) -> PipelineMicrobatch:
+        """Return a microbatch for the pipeline; the first one in each mode is used to check a cut
+        model. `score`: (output, loss) -> the microbatch's result."""
+        cut = self._cut
+        if cut is None:
+
+            def scored(output: Any) -> Any:
+                return score(output, loss)
+
+            return PipelineMicrobatch(
+                position,
+                lambda: Arguments.of(model_arguments(inputs, batch)),
+                scored,
+                is_dummy=is_dummy,
+            )
+        seed_generators(key(*position), self._device)
+        arguments = model_arguments(inputs, batch)
+        if not cut.is_checked:
+            with self._autocast:
+                cut.check(arguments, loss, batch)
+        own = cut.cut_of(arguments, batch)
+
+        def scored_part(output: Any) -> Any:
+            cut.current = own
+            return score(output, partial(cut.loss, loss))
+
+        return PipelineMicrobatch(
+            position,
+            lambda: cut.arguments_of(model_arguments(inputs, batch), own),
+            scored_part,
+            is_dummy=is_dummy,
+            around=partial(cut.around, own),
+        )
+
     def whole(self, output: Any) -> Any:
-        return output
+        return output if self._cut is None else self._cut.whole(output)
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         world, last = self._pipeline.world, self._pipeline.last_rank

@@ -293,7 +293,6 @@ def check_sequence(plan: Plan, sequence: RecipeSequence | None) -> None:
     if sequence is None and plan.context == 1:
         return
     for name, why in (
-        ("pipeline", "stages are called with whole sequences"),
         (
             "compile",
             "attention and random numbers are replaced while the forward runs, which a"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -104,8 +105,6 @@ class Step:
         executor = self._modules[number].executor
         if isinstance(loss, Gathered):
             loss = self._over_batch(self._modules[number], inputs, loss)
-        if self._modules[number].parallel.pipeline is not None:
-            loss = partial(self._without_backward, loss)
         self._begin(number)
         balance = self._modules[number].balance
         if balance is not None:
@@ -157,13 +156,13 @@ class Step:
             self._training.exchange.is_dummy = current.is_dummy
             self._accumulate(balance.terms(loss, routed))
 
-    def _without_backward(self, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
-        """Call the loss of a microbatch, when `backward` is not allowed. Raises `LossError` if the
-        loss calls it."""
+    @contextmanager
+    def without_backward(self) -> Iterator[None]:
+        """A context for a loss that a pipeline's schedule calls. Raises `LossError` if the loss
+        calls `backward`."""
         self._note_gradients()
-        value = loss(output, batch)
+        yield
         self._check_gradients()
-        return value
 
     def microbatches(self, *, dummies: bool = False) -> Iterator[Any]:
         """Yield the batch of each microbatch of this rank, each with its own random generators. A

@@ -150,7 +150,7 @@ class TrainModule:
             """BatchNorm's running statistics of the model, or of each pipeline stage on this
             rank."""
         else:
-            self.executor = PipelineExecutor(parallel.pipeline)
+            self.executor = PipelineExecutor(parallel.pipeline, self.autocast, parallel.cut)
             self._tied = TiedGradients(
                 parameters, parallel.shared_parameters, parallel.pipeline.world
             )

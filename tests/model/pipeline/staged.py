@@ -20,7 +20,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.model.initialization.deferred_init import DeferredModel, build
 from lockstep.model.initialization.initial_model import InitialModel
-from lockstep.model.pipeline.boundary import PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.boundary import Arguments, PipelineLoss, PipelineMicrobatch
 from lockstep.model.pipeline.pipeline import Pipeline
 from lockstep.model.pipeline.stages import (
     STAGES_PER_RANK,
@@ -330,7 +330,7 @@ def items(name: str, sizes: list[int], dtype: torch.dtype) -> list[PipelineMicro
 
     return [
         PipelineMicrobatch(
-            position(place), partial(lambda inputs: inputs, inputs), partial(score, target, scale)
+            position(place), partial(Arguments.of, inputs), partial(score, target, scale)
         )
         for place, (inputs, target, scale) in enumerate(microbatches(name, sizes, dtype))
     ]
@@ -447,7 +447,7 @@ def outputs(name: str, schedule: Schedule, sizes: list[int]) -> list[Any]:
     rows = microbatches(name, sizes, torch.float32)
     found = pipeline.forward(
         [
-            PipelineMicrobatch(position(0), partial(lambda x: x, x), lambda output: output)
+            PipelineMicrobatch(position(0), partial(Arguments.of, x), lambda output: output)
             for x, _, _ in rows
         ]
     )

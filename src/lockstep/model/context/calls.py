@@ -5,6 +5,7 @@ mistaken for it."""
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final, Literal, NamedTuple
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.model.context.active import active
 from lockstep.model.context.draws import OF_A_SHAPE, OF_A_TENSOR, draws, shape_of
+from lockstep.model.pipeline.boundary import Around
 
 Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
@@ -139,20 +141,31 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **keywords)
 
 
-def find_dims(forward: Callable[[int], object], lengths: tuple[int, int]) -> Dims:
-    """Call `forward` with each length, and return the dim of the tokens in each call."""
+def find_dims(
+    forward: Callable[[int, Around], object], lengths: tuple[int, int]
+) -> dict[int, Dims]:
+    """Call `forward` with each length, and return the dim of the tokens in each call, for each
+    stage on this rank. `forward`: (length, context of a stage's forward)."""
     recorded = []
     for length in lengths:
-        with _Recorder() as recorder:
-            forward(length)
-        recorded.append(recorder.calls)
+        recorders: dict[int, _Recorder] = defaultdict(_Recorder)
+        forward(length, recorders.__getitem__)
+        recorded.append(recorders)
     short, long = recorded
+    return {stage: _dims(short[stage].calls, long[stage].calls, lengths) for stage in short}
+
+
+def _dims(
+    short: Mapping[Site, Sequence[Call]],
+    long: Mapping[Site, Sequence[Call]],
+    lengths: tuple[int, int],
+) -> Dims:
     return {
         site: [
             _dim(one, other, lengths)
             for one, other in zip(short.get(site, []), long.get(site, []), strict=False)
         ]
-        for site in short | long
+        for site in {**short, **long}
     }
 
 

@@ -18,6 +18,7 @@ from lockstep.model.context.chunk_sums import sum_losses
 from lockstep.model.context.chunk_threads import ChunkThreads
 from lockstep.model.context.cut import MOST_LAYOUTS, SequenceCut
 from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.context.kernels import Chosen
 from lockstep.model.context.label_shift import LossFunction, has_tokens
 from lockstep.recipe.sequence import Sequence
 
@@ -34,12 +35,13 @@ class ChunkedSequenceCut(SequenceCut):
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
         """Return the outputs of this process's chunks, for `whole`, and the loss of all chunks of
         all processes."""
-        self._begin(arguments, batch)
-        layouts = self._layouts_of_chunks(self._layout.tokens)
+        self.current = self.cut_of(arguments, batch)
+        layouts = self._layouts_of_chunks(self.current.layout.tokens)
 
         def compute(layout: TokenLayout) -> tuple[Any, Any]:
-            output = self.computed(arguments, layout, self._documents)
-            return output, self._loss_of(loss, output, batch, layout)
+            cut = self.current._replace(layout=layout)
+            output = self._output(arguments, cut, Chosen())
+            return output, self._loss_of(loss, output, batch, cut)
 
         pairs = self._threads.run([partial(compute, layout) for layout in layouts])
         parameters = [each for each in self._model.parameters() if each.requires_grad]
@@ -49,7 +51,7 @@ class ChunkedSequenceCut(SequenceCut):
         return [output for output, _ in pairs], value
 
     def whole(self, output: Any) -> Any:
-        layout = self._layout
+        layout = self.current.layout
         parts = zip(*map(tensors_in, output), strict=True)
         return map_tensors(output[0], lambda _: self._whole_tensor(layout, next(parts)))
 

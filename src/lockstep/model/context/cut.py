@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence
 from lockstep.model.context.calls import Dims, find_dims
 from lockstep.model.context.chunk_axis import ChunkAxis
-from lockstep.model.context.document_check import check_labels, check_model
+from lockstep.model.context.document_check import check_labels, check_model, tried_tokens
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
 from lockstep.model.context.kernels import Chosen
@@ -38,6 +38,8 @@ from lockstep.model.context.mode import SequenceMode
 from lockstep.model.context.proof import check_modules, prove
 from lockstep.model.context.transformers import check_call, open_transformers
 from lockstep.model.context.trial import all_in_use, nothing_dropped, unchanged
+from lockstep.model.forwards import Forwards, WholeModel
+from lockstep.model.pipeline.boundary import Arguments, Around
 from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")
@@ -70,10 +72,18 @@ class _OfLosses(Generic[T]):
         self._found[id(loss)] = loss, value
 
 
+class MicrobatchCut(NamedTuple):
+    """The cut of one microbatch."""
+
+    samples: int
+    layout: TokenLayout
+    documents: Documents | None
+
+
 class SequenceCut:
-    """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis
-    makes one, and makes the same calls. With one rank nothing is cut, but random numbers are drawn
-    by chunk, and documents are kept separate."""
+    """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis,
+    and of a pipeline, makes one, and makes the same calls. With one rank on the axis nothing is
+    cut, but random numbers are drawn by chunk, and documents are kept separate."""
 
     def __init__(
         self,
@@ -81,12 +91,15 @@ class SequenceCut:
         world: World,
         sequence: Sequence | None,
         exchange: Literal["auto", "keys", "heads"] = "auto",
+        forwards: Forwards | None = None,
     ) -> None:
-        """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers."""
+        """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers.
+        `forwards`: of a model that is not whole on this rank."""
         self.dim = (Sequence() if sequence is None else sequence).dim
         """The dim of the tokens."""
         self._model = model
         self._world = world
+        self._forwards = forwards or WholeModel(model, world)
         self._draws_by_chunk = sequence is not None or world.size == 1
         self._sequence = Sequence() if sequence is None else sequence
         _check_positions(model, self._sequence.positions)
@@ -94,20 +107,19 @@ class SequenceCut:
         self._only_draws = open_transformers(model)
         self._compared = _OfLosses[bool]()
         """Losses whose labels were checked at a cut between documents."""
-        self._documents: Documents | None = None
         self._layouts: dict[int, TokenLayout] = {}
-        self._dims: dict[bool, Dims] = {}
+        self._dims: dict[bool, Mapping[int, Dims]] = {}
+        """For each mode and stage on this rank."""
         self._checked: set[bool] = set()
         self._shifts = _OfLosses[int]()
-        self._samples = 0
         self._sequences: dict[int, list[bool]] = {}
         """For each number of tensors in the arguments: which of them are cut."""
         self._labels: dict[tuple[bool, int], list[bool]] = {}
         """For each mode and number of tensors in the batch: which of them are cut for the loss."""
-        self._layout: TokenLayout
-        """The layout of the last forward."""
+        self.current: MicrobatchCut
+        """The cut of the microbatch whose output `loss` and `whole` get."""
         self.kernels = Chosen()
-        """The kernels of attention in `run`."""
+        """The kernels of attention in microbatches."""
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
         """Return the results of `run` and of `loss`."""
@@ -118,16 +130,45 @@ class SequenceCut:
         """Return the model's output for this rank's tokens. `arguments`: the result of
         `Recipe.inputs` for `batch`, with all tokens. Raises `RecipeError`, `DataError` and
         `PlanError`."""
-        self._begin(arguments, batch)
-        return self.computed(arguments, self._layout, self._documents, chosen=self.kernels)
+        self.current = self.cut_of(arguments, batch)
+        return self._output(arguments, self.current, self.kernels)
 
-    def _begin(self, arguments: Any, batch: Any) -> None:
-        """Note the sizes and documents of a batch, before its forward."""
-        size = self._samples, tokens = self._size_of(arguments)
+    def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
+        """Return the output of the whole model for the tokens of a cut. `chosen`: takes the kernels
+        of attention."""
+        with self._mode(cut, 0, chosen):
+            return self.arguments_of(arguments, cut).call(self._model)
+
+    def cut_of(self, arguments: Any, batch: Any) -> MicrobatchCut:
+        """Return the cut of a microbatch. `arguments`, `batch`, errors: as in `run`."""
+        samples, tokens = size = self._size_of(arguments)
         self._know_sequences(arguments, tokens)
         self._know_dims(arguments)
-        self._documents = self._documents_of(batch, size)
-        self._layout = self._layout_of(tokens)
+        documents = self._documents_of(batch, size)
+        return MicrobatchCut(samples, self._layout_of(tokens), documents)
+
+    def arguments_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments:
+        """Return the arguments with which a microbatch's model is called: for this rank's
+        tokens."""
+        dim, layout = self.dim, cut.layout
+        own = self._map_sequences(arguments, layout.tokens, lambda tensor: layout.take(tensor, dim))
+        return self.call_of(own, self._active(cut, Chosen()).places())
+
+    def around(self, cut: MicrobatchCut, stage: int) -> SequenceMode:
+        """Return the context of the forward of a microbatch in a stage on this rank; 0: in the
+        whole model."""
+        return self._mode(cut, stage, self.kernels)
+
+    def _mode(self, cut: MicrobatchCut, stage: int, chosen: Chosen) -> SequenceMode:
+        return SequenceMode(
+            self._active(cut, chosen),
+            self._dims[self._model.training][stage],
+            only_draws=self._only_draws,
+            draws_by_chunk=self._draws_by_chunk,
+        )
+
+    def _active(self, cut: MicrobatchCut, chosen: Chosen) -> ActiveSequence:
+        return ActiveSequence(cut.layout, self._exchange, cut.documents, chosen=chosen)
 
     @property
     def hides_tokens(self) -> bool:
@@ -150,107 +191,101 @@ class SequenceCut:
         return self._model.training in self._checked
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check that the model and the loss can be cut. Every rank of the axis calls it, once in
-        each mode, with the arguments of `run`. Generators and buffers are unchanged afterwards.
-        Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the same on all ranks."""
+        """Check that the model and the loss can be cut. Every rank of the axis, and of the
+        pipeline, calls it, once in each mode, with the arguments of `run`. Generators and buffers
+        are unchanged afterwards. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the
+        same on all ranks."""
         self._checked.add(self._model.training)
         self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
         if self._is_cut:
             self._prove(arguments, loss, batch)
-        self._check_documents(arguments, batch)
+        self._check_documents(arguments, loss, batch)
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
         """Return the loss of this rank's tokens, in the form in which `loss` returns it. Summed
         over the axis, these give the loss of all tokens. `output`: the result of `run` for this
         batch. Raises `LossError`."""
-        return self._loss_of(loss, output, batch, self._layout)
+        return self._loss_of(loss, output, batch, self.current)
 
-    def _loss_of(self, loss: LossFunction, output: Any, batch: Any, layout: TokenLayout) -> Any:
-        """Return the loss of the tokens of a layout. `output`: for these tokens."""
-        self._check_labels(loss, output, batch, layout)
+    def _loss_of(self, loss: LossFunction, output: Any, batch: Any, cut: MicrobatchCut) -> Any:
+        """Return the loss of the tokens of a cut. `output`: for these tokens."""
+        layout = cut.layout
+        self._check_labels(loss, output, layout.local, batch, cut)
         if layout.world.size == 1:
             return loss(output, batch)
         if (shift := self._shifts.get(loss)) is None:
-            shift = self._find_shift(loss, output, layout, batch, layout.tokens)
-        cut = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
-        return loss_of_part(loss, output, batch, cut, layout.world.rank, shift)
+            shift = self._find_shift(loss, output, layout, batch, cut)
+        parts = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
+        return loss_of_part(loss, output, batch, parts, layout.world.rank, shift)
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
-        calls it. `output`: the latest result of `run`."""
+        of the axis calls it. `output`: the latest result of `run`."""
         if self._world.size == 1:
             return output
-        layout, dim = self._layout, self.dim
+        layout, dim = self.current.layout, self.dim
 
         def gathered(tensor: Tensor) -> Tensor:
             return gather_tokens(layout, tensor.detach(), dim)
 
         return map_tokens(output, dim, layout.local, gathered)
 
-    def computed(
-        self,
-        arguments: Any,
-        layout: TokenLayout,
-        documents: Documents | None = None,
-        observer: AbstractContextManager[Any] | None = None,
-        chosen: Chosen | None = None,
+    def _tried(
+        self, arguments: Any, cut: MicrobatchCut, observer: Around = lambda _: nullcontext()
     ) -> Any:
-        """Return the model's output for this rank's tokens of the layout. `arguments`: for all
-        tokens. `observer`: a context around the forward. `chosen`: takes the kernels of
-        attention."""
-        sequence = ActiveSequence(layout, self._exchange, documents, chosen=chosen or Chosen())
-        mode = SequenceMode(
-            sequence,
-            self._dims[self._model.training],
-            only_draws=self._only_draws,
-            draws_by_chunk=self._draws_by_chunk,
-        )
-        dim = self.dim
-        own = self._map_sequences(arguments, layout.tokens, lambda tensor: layout.take(tensor, dim))
-        args, keywords = self.call_of(own, sequence.places())
-        with mode, observer or nullcontext():
-            return self._model(*args, **keywords)
+        """Return the model's output for this rank's tokens, on ranks that have it. `observer`: a
+        context inside that of each stage's forward."""
 
-    def call_of(
-        self, arguments: Any, places: Tensor | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        @contextmanager
+        def around(stage: int) -> Iterator[None]:
+            with self._mode(cut, stage, Chosen()), observer(stage):
+                yield
+
+        return self._forwards.try_forward(self.arguments_of(arguments, cut), around)
+
+    def call_of(self, arguments: Any, places: Tensor | None = None) -> Arguments:
         """Return the arguments with which the model is called. `places`: the indices of the tokens;
         None: all tokens."""
-        keywords = dict(arguments) if isinstance(arguments, dict) else {}
-        name = self._sequence.positions
-        if name is not None and name not in keywords:
+        given, name = Arguments.of(arguments), self._sequence.positions
+        if name is not None and name not in given.keywords:
             samples, tokens = self._size_of(arguments)
             if places is None:
                 places = torch.arange(tokens, device=self._world.device)
-            keywords[name] = places.expand(samples, -1)
-        if isinstance(arguments, dict):
-            return (), keywords
-        return arguments if isinstance(arguments, tuple) else (arguments,), keywords
+            given.keywords[name] = places.expand(samples, -1)
+        return given
 
     def _prove(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        self._samples, tokens = self._size_of(arguments)
+        samples, tokens = self._size_of(arguments)
         compared = self._most_of(tokens)
         sample = self._first_tokens(arguments, compared)
         layout = self._layout_of(compared)
         check_modules(self._model, layout)
-        alone = replace(self._world, rank=0, size=1, group=None)
-        whole = TokenLayout(compared, layout.chunks, alone)
+        whole = TokenLayout(compared, layout.chunks, self._alone)
         # a table that the model keeps for as many tokens must not serve the cut forward
         with unchanged(self._model, self._world.device):
             self._call_first(arguments, layout.local)
         with unchanged(self._model, self._world.device), all_in_use(self._model):
             output = self._proved(sample, layout, whole)
-            if self._shifts.get(loss) is None:
-                self._find_shift(loss, output, layout, batch, tokens)
+
+            def find_shift() -> None:
+                if self._forwards.has_output and self._shifts.get(loss) is None:
+                    cut = MicrobatchCut(samples, self._layout_of(tokens), None)
+                    self._find_shift(loss, output, layout, batch, cut)
+
+            self._forwards.raise_on_all_ranks(find_shift)
+
+    @property
+    def _alone(self) -> World:
+        return replace(self._world, rank=0, size=1, group=None, owns_group=False)
 
     def _proved(self, sample: Any, layout: TokenLayout, whole: TokenLayout) -> Any:
         """Return the output for the tokens of the layout, after comparing it with that for all."""
 
-        def compute(each: TokenLayout, observer: AbstractContextManager[Any]) -> Any:
-            return self.computed(sample, each, observer=observer)
+        def compute(each: TokenLayout, observer: Around) -> Any:
+            return self._tried(sample, MicrobatchCut(1, each, None), observer)
 
-        return prove(compute, layout, whole, self.dim)
+        return prove(compute, layout, whole, self.dim, self._forwards)
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
         """Return the numbers of samples and of tokens in a batch. Raises `RecipeError`."""
@@ -355,17 +390,21 @@ class SequenceCut:
             )
         return documents
 
-    def _check_documents(self, arguments: Any, batch: Any) -> None:
-        """Try the model with two documents in a row, if the recipe has any. Every rank calls it.
-        Raises `RecipeError`."""
-        documents = self._documents_of(batch, self._size_of(arguments))
-        if documents is None:
+    def _check_documents(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
+        """Try the model with two documents in a row, and the loss with those of the batch, if the
+        recipe has any. Every rank calls it. Raises `RecipeError` and `LossError`."""
+        cut = self.cut_of(arguments, batch)
+        if (documents := cut.documents) is None:
             return
-        alone = World(0, 1, 0, 1, self._world.device, owns_group=False)
 
         def call(arguments: Any, documents: Documents) -> Any:
-            layout = TokenLayout(documents.tokens, self._sequence.chunks, alone)
-            return self.computed(arguments, layout, documents)
+            layout = TokenLayout(documents.tokens, self._sequence.chunks, self._alone)
+            return self._tried(arguments, MicrobatchCut(len(documents.ids), layout, documents))
+
+        def check() -> None:
+            output = check_model(call, arguments, documents)
+            if output is not None:
+                self._check_labels(loss, output, tried_tokens(documents), batch, cut)
 
         with (
             unchanged(self._model, self._world.device),
@@ -373,23 +412,23 @@ class SequenceCut:
             all_in_use(self._model),
         ):
             self._know_dims(arguments)
-            check_model(call, arguments, documents)
+            self._forwards.raise_on_all_ranks(check)
 
     def _check_labels(
-        self, loss: LossFunction, output: Any, batch: Any, layout: TokenLayout
+        self, loss: LossFunction, output: Any, has: int, batch: Any, cut: MicrobatchCut
     ) -> None:
         """Compare the labels at the cuts between documents, in the first batch that has one. Raises
-        `LossError`."""
-        if self._documents is None or self._compared.get(loss):
+        `LossError`. `has`: the number of tokens of `output`, which may be of another batch."""
+        if cut.documents is None or self._compared.get(loss):
             return
-        tokens = layout.tokens
+        tokens = cut.layout.tokens
         most, known = self._most_of(tokens), self._know_labels(batch, tokens)
-        zeros = self._zeros(output, layout, most)
+        zeros = self._zeros(output, has, most)
 
         def part(batch: Any, row: int, start: int) -> tuple[Any, Any]:
-            return zeros, self._sample(batch, known, self._samples, row, start, most)
+            return zeros, self._sample(batch, known, cut.samples, row, start, most)
 
-        if check_labels(loss, part, most, batch, self._documents):
+        if check_labels(loss, part, most, batch, cut.documents):
             self._compared.put(loss, True)
 
     def _know_dims(self, arguments: Any) -> None:
@@ -397,7 +436,7 @@ class SequenceCut:
             check_call(self._model, *self.call_of(arguments))
             self._dims[self._model.training] = self._find_dims(arguments)
 
-    def _find_dims(self, arguments: Any) -> Dims:
+    def _find_dims(self, arguments: Any) -> Mapping[int, Dims]:
         size = self._size_of(arguments)
         if size[1] < 2:
             raise DataError(
@@ -408,35 +447,44 @@ class SequenceCut:
         with unchanged(self._model, self._world.device):
             return find_dims(partial(self._call_first, arguments), lengths)
 
-    def _call_first(self, arguments: Any, tokens: int) -> None:
+    def _call_first(
+        self, arguments: Any, tokens: int, around: Around = lambda _: nullcontext()
+    ) -> None:
         """Call the model, uncut, with the first tokens of the first sample."""
         size = self._size_of(arguments)
-        args, keywords = self.call_of(self._first_tokens(arguments, tokens))
-        try:
-            self._model(*args, **keywords)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise RecipeError(
-                f"the model cannot compute the first {tokens} of {size[1]} tokens:"
-                f" {error}; a model of sequences takes any length: slice its tables, such as"
-                " self.positions[:, :tokens]"
-            ) from error
+
+        @contextmanager
+        def with_reason(stage: int) -> Iterator[None]:
+            try:
+                with around(stage):
+                    yield
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise RecipeError(
+                    f"the model cannot compute the first {tokens} of {size[1]} tokens:"
+                    f" {error}; a model of sequences takes any length: slice its tables, such as"
+                    " self.positions[:, :tokens]"
+                ) from error
+
+        given = self.call_of(self._first_tokens(arguments, tokens))
+        self._forwards.try_forward(given, with_reason)
 
     def _find_shift(
-        self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, tokens: int
+        self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
         """Find the shift of a loss and remember it. If nothing in the batch shows it, both shifts
-        are right for this batch. `output`: for this rank's tokens of the layout. `batch`: with
-        `tokens` tokens."""
+        are right for this batch. `output`: for this rank's tokens of the layout. `cut`: of the
+        batch."""
+        samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # then no two neighbours are adjacent on a rank
-        zeros = self._zeros(output, layout, most)
-        cut = BatchCut(TokenLayout(most, most, self._axis_of_trials), self.dim, known)
+        zeros = self._zeros(output, layout.local, most)
+        parts = BatchCut(TokenLayout(most, most, self._axis_of_trials), self.dim, known)
         # a few windows far apart nearly always show it
         few = [(0, start) for start in windows(tokens, most)[:: -(-tokens // (most * WINDOWS))]]
-        every = product(range(self._samples), windows(tokens, most))
+        every = product(range(samples), windows(tokens, most))
         for row, start in dict.fromkeys([*few, *every]):
-            part = self._sample(batch, known, self._samples, row, start, most)
-            if (shift := find_shift(loss, zeros, part, cut)) is not None:
+            part = self._sample(batch, known, samples, row, start, most)
+            if (shift := find_shift(loss, zeros, part, parts)) is not None:
                 self._shifts.put(loss, shift)
                 return shift
         return 0
@@ -445,15 +493,15 @@ class SequenceCut:
         """Return the number of tokens of a sequence with which something is tried at a time."""
         return min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
 
-    def _zeros(self, output: Any, layout: TokenLayout, tokens: int) -> Any:
-        """Return an output of zeros for so many tokens of one sample. `output`: for this rank's
-        tokens of the layout."""
+    def _zeros(self, output: Any, has: int, tokens: int) -> Any:
+        """Return an output of zeros for so many tokens of one sample. `has`: the number of tokens
+        of `output`."""
         dim = self.dim
 
         def zeros(like: Tensor) -> Tensor:
             return like.new_zeros(1, *like.shape[1:dim], tokens, *like.shape[dim + 1 :])
 
-        return map_tokens(output, dim, layout.local, zeros)
+        return map_tokens(output, dim, has, zeros)
 
 
 def _check_positions(model: nn.Module, name: str | None) -> None:

@@ -21,20 +21,22 @@ from lockstep.model.context.trial import SINGLE, epsilon, tolerance
 MOST_TOKENS = 32
 """Largest number of tokens in each of the two documents with which the model is tried."""
 Call = Callable[[Any, Documents], Any]
-"""(arguments of the model, documents) -> the model's output, without random numbers."""
+"""(arguments of the model, documents) -> the model's output, without random numbers; None on a rank
+that does not have it."""
 Part = Callable[[Any, int, int], tuple[Any, Any]]
 """(batch, row, first token) -> an output, whose values do not matter, for some tokens of this row,
 and their part of the batch."""
 
 
 @torch.no_grad()
-def check_model(call: Call, arguments: Any, documents: Documents) -> None:
+def check_model(call: Call, arguments: Any, documents: Documents) -> Any:
     """Try the model with two documents in one row, made of the first tokens of a batch: the second
     must not depend on the first, and must have the same output as alone. This takes three forwards,
-    on every rank. Raises `RecipeError`. `arguments`: the model's arguments for `documents`."""
-    half = min(documents.tokens // 2, MOST_TOKENS)
+    on every rank. Raises `RecipeError` on ranks with an output. Returns the output of a row, or
+    None. `arguments`: the model's arguments for `documents`."""
+    half = tried_tokens(documents) // 2
     if not half:
-        return
+        return None
     device = documents.ids.device
     two = Documents.of(torch.arange(2, device=device).repeat_interleave(half)[None], device)
     one = Documents.of(two.ids[:, :half], device)
@@ -46,9 +48,12 @@ def check_model(call: Call, arguments: Any, documents: Documents) -> None:
         second = tensor[:, half:]
         return torch.cat([second.flip(1), second], 1)
 
-    second = _rows(call(packed, two), 2 * half)[:, half:]
-    moved = _rows(call(map_tensors(packed, changed), two), 2 * half)[:, half:]
-    alone = _rows(call(_cut(arguments, documents, slice(half, 2 * half)), one), half)
+    of_alone = _cut(arguments, documents, slice(half, 2 * half))
+    outputs = [call(packed, two), call(map_tensors(packed, changed), two), call(of_alone, one)]
+    if outputs[0] is None:
+        return None
+    second, moved = (_rows(each, 2 * half)[:, half:] for each in outputs[:2])
+    alone = _rows(outputs[2], half)
     eps, allowed = epsilon(second), tolerance(second)
     # the same computation with other numbers: almost no rounding
     noise = 64 * eps if eps <= SINGLE else eps
@@ -68,6 +73,12 @@ def check_model(call: Call, arguments: Any, documents: Documents) -> None:
             " restart; let the forward take them as an argument, and name it:"
             " ls.Sequence(documents=..., positions='position_ids')"
         )
+    return outputs[0]
+
+
+def tried_tokens(documents: Documents) -> int:
+    """Return the number of tokens in the row with which a model of these documents is tried."""
+    return 2 * min(documents.tokens // 2, MOST_TOKENS)
 
 
 def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,15 +23,19 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.nested import tensors_in
 from lockstep.base.torch_private import BatchNormBase
+from lockstep.comm.world import World
 from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
+from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
 from lockstep.model.context.trial import tolerance
+from lockstep.model.forwards import Forwards
+from lockstep.model.pipeline.boundary import Around
 
-Compute = Callable[[TokenLayout, AbstractContextManager[Any]], Any]
-"""(layout, context around the model's forward) -> the output of the rank's tokens."""
+Compute = Callable[[TokenLayout, Around], Any]
+"""(layout, context of each stage's forward) -> the output of the rank's tokens."""
 HIDDEN_ATTENTION = (
     nn.MultiheadAttention,
     nn.Transformer,
@@ -105,39 +110,67 @@ def _torch_name(module: nn.Module) -> str:
     return next(kind.__name__ for kind in HIDDEN_ATTENTION if isinstance(module, kind))
 
 
-def prove(compute: Compute, layout: TokenLayout, whole: TokenLayout, dim: int) -> Any:
+@dataclass(frozen=True, slots=True)
+class Provers:
+    """The ranks that prove a model together: of the axis `context`, and of a pipeline."""
+
+    tokens: World | ChunkAxis
+    forwards: Forwards
+
+    def any(self, flag: bool) -> bool:
+        """Return True on all ranks if `flag` is true on any."""
+        return self.forwards.world.any(self.tokens.any(flag))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks."""
+        everyone = self.forwards.world.gather_values(self.tokens.gather_values(value))
+        return [each for of_stage in everyone for each in of_stage]
+
+
+def prove(
+    compute: Compute, layout: TokenLayout, whole: TokenLayout, dim: int, forwards: Forwards
+) -> Any:
     """Compare the output for this rank's tokens with the output for all tokens. Every rank of the
-    axis calls it. Returns the output for the rank's tokens. `compute`: has collectives, and raises
-    the same on all ranks. Raises `RecipeError` if they differ."""
-    world = layout.world
-    try:
-        found, state = _run(compute, layout)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise RecipeError(
-            f"the model cannot compute {layout.local} of {layout.tokens} tokens"
-            f" ({layout.cut_by}): {error}; each rank calls it with its own tokens; compute"
-            f" each token by itself but for attention, or {layout.otherwise}"
-        ) from error
+    axis, and of the pipeline, calls it. Returns the output for the rank's tokens; None on ranks
+    without it. `compute`: has collectives, and raises the same on all ranks. Raises `RecipeError`
+    if they differ."""
+    ranks = Provers(layout.world, forwards)
+    found, state = _run(compute, layout, partial(_with_reason, layout))
     expected, expected_state = _run(compute, whole)
-    if world.any(not torch.equal(state, expected_state)):
+    if ranks.any(not torch.equal(state, expected_state)):
         raise RecipeError(
             f"the model draws other random numbers for a part of the tokens ({layout.cut_by}),"
             " by functions that are not drawn by chunk, as torch.randperm or torch.multinomial;"
             " draw by dropout, torch.rand, torch.randn, rand_like, randn_like or bernoulli, for"
             " tensors of (samples, tokens, ...)"
         )
-    off, allowed = _difference(found, expected, layout, dim)
-    if world.any(not off <= allowed):
-        raise RecipeError(_explanation(compute, layout, whole, off, allowed))
+    difference = forwards.raise_on_all_ranks(
+        lambda: _difference(found, expected, layout, dim) if forwards.has_output else None
+    )
+    if ranks.any(difference is not None and not difference[0] <= difference[1]):
+        raise RecipeError(_explanation(compute, layout, whole, difference, ranks))
     return found
 
 
+@contextmanager
+def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
+    """Raise `RecipeError` if the body, a forward of the rank's tokens, fails in torch."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise RecipeError(
+            f"the model cannot compute {layout.local} of {layout.tokens} tokens"
+            f" ({layout.cut_by}): {error}; each rank calls it with its own tokens; compute"
+            f" each token by itself but for attention, or {layout.otherwise}"
+        ) from error
+
+
 def _run(
-    compute: Compute, layout: TokenLayout, observer: AbstractContextManager[Any] | None = None
+    compute: Compute, layout: TokenLayout, observer: Around = lambda _: nullcontext()
 ) -> tuple[Any, Tensor]:
     """Return the output, and the state of the default generator after it."""
     with accelerator.preserved_generators(layout.world.device):
-        return compute(layout, observer or nullcontext()), torch.default_generator.get_state()
+        return compute(layout, observer), torch.default_generator.get_state()
 
 
 def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tuple[float, float]:
@@ -173,20 +206,19 @@ def _explanation(
     compute: Compute,
     layout: TokenLayout,
     whole: TokenLayout,
-    off: float,
-    allowed: float,
+    difference: tuple[float, float] | None,
+    ranks: Provers,
 ) -> str:
-    """Return the text of the error. Every rank of the axis calls it."""
+    """Return the text of the error. Every rank calls it. `difference`: result of `_difference`, on
+    ranks with the output."""
+    errors, allowances = zip(*filter(None, ranks.gather(difference)), strict=True)
+    allowed = max(allowances)
     expected = _Results(whole, None, allowed)
-    _run(compute, whole, expected)
+    _run(compute, whole, expected.of_stage)
     found = _Results(layout, expected.results, allowed)
-    _run(compute, layout, found)
-    world = layout.world
+    _run(compute, layout, found.of_stage)
     first = found.first
-    told = world.gather_values(
-        None if first is None else [first.number, first.name, first.line, first.is_attention]
-    )
-    errors = [each for each in world.gather_values(off) if isinstance(each, float)]
+    told = ranks.gather(None if first is None else astuple(first))
     text = (
         f"under {layout.cut_by} the model computes something else: its output for"
         f" {layout.tokens} tokens differs by {max(errors):.1g} of its size from that of one"
@@ -194,7 +226,7 @@ def _explanation(
     )
     if not (known := [each for each in told if each is not None]):
         return f"{text}; it computes {OTHER_REASON.format(otherwise=layout.otherwise)}"
-    _, name, line, is_attention = min(known)
+    _, _, name, line, is_attention = min(known)
     reason = ATTENTION if is_attention else REASONS.get(name, OTHER_REASON)
     return f"{text}; {line} ({name}) computes {reason.format(otherwise=layout.otherwise)}"
 
@@ -203,6 +235,7 @@ def _explanation(
 class _Result:
     """The first differing result of a call."""
 
+    stage: int
     number: int
     name: str
     line: str
@@ -227,8 +260,14 @@ class _Results(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._layout, self._expected, self._allowed = layout, expected, allowed
+        self._stage = 0
         self.results: list[tuple[str, _Tensor]] = []
         self.first: _Result | None = None
+
+    def of_stage(self, stage: int) -> _Results:
+        """Return this mode, for the forward of a stage."""
+        self._stage = stage
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -245,7 +284,8 @@ class _Results(TorchFunctionMode):
         if self._expected is not None and number < len(self._expected):
             known, whole = self._expected[number]
             if known == name and (is_attention := self._differs(result, whole)) is not None:
-                self.first = _Result(number, name, _line(caller), is_attention)
+                line = _line(caller)
+                self.first = _Result(self._stage, number, name, line, is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
         """Return None if the results agree; else True if the call combines different tokens."""

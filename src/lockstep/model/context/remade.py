@@ -132,7 +132,8 @@ class _Other:
         elif self._outer is not None:
             self._packed, self._unpack = self._outer[0](tensor), self._outer[1]
         else:
-            self._packed = tensor
+            # an output that is kept with its graph would keep the graph until a backward
+            self._packed = tensor.detach()
 
     def tensor(self) -> Any:
         return self._unpack(self._packed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,27 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import RecipeError
+
+Around = Callable[[int], AbstractContextManager[Any]]
+"""(stage) -> the context of its forward. A whole model is stage 0."""
+
+
+class Arguments(NamedTuple):
+    """Positional and keyword arguments."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @classmethod
+    def of(cls, inputs: Any) -> Arguments:
+        """Return the arguments that a result of `Recipe.inputs` describes: a tuple of arguments, a
+        dict of keywords, or one argument."""
+        if isinstance(inputs, dict):
+            return cls((), dict(inputs))
+        return cls(inputs if isinstance(inputs, tuple) else (inputs,), {})
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        return function(*self.positional, **self.keywords)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +52,15 @@ class PipelineMicrobatch:
 
     position: tuple[int, ...]
     """The key of its random streams, see `ModuleRandomStreams.start`."""
-    inputs: Callable[[], Any]
-    """Returns the arguments of the first part: a tuple, a dict of keywords, or one tensor. Called
-    twice, on the first rank."""
+    inputs: Callable[[], Arguments]
+    """Returns the arguments of the first part. Called twice, on the first rank."""
     score: Callable[[Any], Any]
     """(output) -> `PipelineLoss`; in a forward without backward it may return anything. Called on
     the last rank."""
     is_dummy: bool = False
     """True if the microbatch is computed only because of other ranks' collectives."""
+    around: Around = lambda _: nullcontext()
+    """(stage) -> the context in which its parts compute this microbatch."""
 
 
 class Boundary(NamedTuple):

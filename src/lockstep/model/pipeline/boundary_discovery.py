@@ -19,8 +19,14 @@ from lockstep.base import errors
 from lockstep.base.errors import LockstepError, RecipeError, UserError
 from lockstep.base.torch_private import tree_leaves
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, PipelineMicrobatch, sendable_outputs
-from lockstep.model.pipeline.stage import StageForwards, call_with, unchanged_buffers
+from lockstep.model.pipeline.boundary import (
+    Arguments,
+    Around,
+    Boundary,
+    PipelineMicrobatch,
+    sendable_outputs,
+)
+from lockstep.model.pipeline.stage import StageForwards, unchanged_buffers
 
 
 class StageFailed(LockstepError):
@@ -180,11 +186,11 @@ class BoundaryDiscovery:
     def _undiscovered(self, keys: Sequence[tuple[int, bool]]) -> list[int]:
         """The first microbatch of each new kind; if ranks must run the same forwards, of each kind
         that is new to any rank."""
-        if self._forwards.lockstep_ranks is None:
-            new_kinds = dict.fromkeys(key for key in keys if key not in self._known)
-            return [keys.index(key) for key in new_kinds]
-        new = torch.tensor([float(key not in self._known) for key in keys])
-        self._forwards.lockstep_ranks.all_reduce(new)
+        new = torch.zeros(len(keys))
+        for key in set(keys) - self._known.keys():
+            new[keys.index(key)] = 1.0
+        for world in self._forwards.lockstep_ranks:
+            world.all_reduce(new)
         return [index for index, flag in enumerate(new.tolist()) if flag]
 
     def _signatures(self, microbatches: Sequence[PipelineMicrobatch]) -> list[int]:
@@ -208,7 +214,7 @@ class BoundaryDiscovery:
         self._forwards.streams.start(microbatch.position)
         inputs = microbatch.inputs()
         if self._model.training not in self._checked_modes:
-            self._sequential_check.check(lambda forward: call_with(forward, inputs))
+            self._sequential_check.check(inputs.call)
             self._checked_modes.add(self._model.training)
         described = [
             (list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -220,37 +226,78 @@ class BoundaryDiscovery:
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
         """Find the boundaries of a microbatch by computing its stages one after another. Every rank
         calls it."""
+
+        def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
+            with (
+                self._forwards.around(self._forwards.own.index(stage)),
+                self._forwards.computing(microbatch),
+                unchanged_buffers(self._forwards.parts[stage]),
+                torch.set_grad_enabled(backward),
+            ):
+                return self._forwards.output(stage, microbatch, received, route)
+
+        route, _ = self._in_turn(compute, len(self._stages.ranges) - 1)
+        for stage, boundary in enumerate(route):
+            # every stage must have something to train
+            if backward and not any(boundary.gradients):
+                raise RecipeError(
+                    f"the part {self._stages.last_part(stage)!r} of the model passes on"
+                    f" {boundary.describe()}, so no gradient reaches the trainable parameters up"
+                    " to it; freeze them (requires_grad_(False)), or pass on a tensor with a"
+                    " gradient: no detach(), no whole numbers"
+                )
+        return route
+
+    def try_forward(self, arguments: Arguments, around: Around) -> Any:
+        """Call the stages one after another, for no microbatch and without gradients. Every rank
+        calls it. Returns the model's output on the last rank, None on the others. `around`: (stage)
+        -> the context of its forward."""
+
+        def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
+            given = arguments
+            if stage:
+                given = Arguments((received[0] if route[-1].single else received,), {})
+            with (
+                self._forwards.around(self._forwards.own.index(stage)),
+                torch.no_grad(),
+                around(stage),
+            ):
+                return self._forwards.called(stage, given)
+
+        with self._forwards.streams.paused():
+            return self._in_turn(compute, len(self._stages.ranges))[1]
+
+    def _in_turn(
+        self,
+        compute: Callable[[int, tuple[Tensor, ...], Sequence[Boundary]], Any],
+        count: int,
+    ) -> tuple[list[Boundary], Any]:
+        """Compute the first `count` stages one after another. Every rank calls it. Returns the
+        boundaries after them, and the output of the model's last stage, on its rank. `compute`:
+        (stage, received tensors, boundaries before it) -> its output."""
         route: list[Boundary] = []
         value: tuple[Tensor, ...] = ()
-        for stage in range(len(self._stages.ranges) - 1):
-            described = None
+        found = None
+        for stage in range(count):
+            is_last = stage == len(self._stages.ranges) - 1
+            described: Any = None
             if stage in self._forwards.own:
                 try:
-                    with (
-                        self._forwards.around(self._forwards.own.index(stage)),
-                        self._forwards.computing(microbatch),
-                        unchanged_buffers(self._forwards.parts[stage]),
-                        torch.set_grad_enabled(backward),
-                    ):
-                        output = self._forwards.output(stage, microbatch, value, route)
-                    described = Boundary.of(output, self._stages.last_part(stage))
-                    value = tuple(tensor.detach() for tensor in sendable_outputs(output))
+                    output = compute(stage, value, route)
+                    described = is_last or Boundary.of(output, self._stages.last_part(stage))
+                    if is_last:
+                        found = output
+                    else:
+                        value = tuple(tensor.detach() for tensor in sendable_outputs(output))
                 except Exception as error:
                     self._failure.error = error
             described = self._world.value_of(stage % self._stages.ranks, described)
             if described is None:
                 self._failure.raise_known()
-            route.append(Boundary.from_json(described))
-            # every stage must have something to train
-            if backward and not any(route[-1].gradients):
-                raise RecipeError(
-                    f"the part {self._stages.last_part(stage)!r} of the model passes on"
-                    f" {route[-1].describe()}, so no gradient reaches the trainable parameters up"
-                    " to it; freeze them (requires_grad_(False)), or pass on a tensor with a"
-                    " gradient: no detach(), no whole numbers"
-                )
-            value = self._sent_to_next_stage(stage, value, route[-1])
-        return route
+            if not is_last:
+                route.append(Boundary.from_json(described))
+                value = self._sent_to_next_stage(stage, value, route[-1])
+        return route, found
 
     def _sent_to_next_stage(
         self, stage: int, value: tuple[Tensor, ...], boundary: Boundary

@@ -9,7 +9,6 @@ fails, the schedule runs to its end before every rank raises."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -23,6 +22,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import schedule_losses
 from lockstep.comm.world import World
 from lockstep.model.pipeline.boundary import (
+    Around,
     Boundary,
     PipelineMicrobatch,
     received_inputs,
@@ -43,9 +43,9 @@ from lockstep.plan import Schedule
 
 class Pipeline:
     """The stages of one model on one rank. Every rank of the pipeline makes one, and makes the same
-    calls on it. `model`: this rank's parts must have values before the first call. `shards`: the
-    ranks in the collectives of a stage's forward (as with sharded parameters); None without
-    collectives."""
+    calls on it. `model`: this rank's parts must have values before the first call. `together`: the
+    ranks in the collectives of a stage's forward, along each axis that has some: they hold shards
+    of the parameters, or parts of the sequences."""
 
     def __init__(
         self,
@@ -55,18 +55,19 @@ class Pipeline:
         streams: ModuleRandomStreams,
         *,
         schedule: Schedule,
-        shards: World | None = None,
+        together: Sequence[World] = (),
     ) -> None:
         self.stages = stages
         self.world = pipeline
         self.schedule = schedule
         self._group = pipeline.group or dist.group.WORLD
-        self._forwards = StageForwards(model, stages, pipeline.rank, streams, shards)
+        self._forwards = StageForwards(model, stages, pipeline.rank, streams, together)
         self.modules = [nn.ModuleList(self._forwards.parts[stage]) for stage in self._forwards.own]
         """The parts of each of this rank's stages."""
         self._failure = PipelineFailure(pipeline)
         self.raise_on_all_ranks = self._failure.raise_on_all_ranks
         self._discovery = BoundaryDiscovery(model, self._forwards, pipeline, self._failure)
+        self.try_forward = self._discovery.try_forward
         self._after: Callable[[int], object] = lambda _: None
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
@@ -83,9 +84,7 @@ class Pipeline:
     def exchange(self, exchange: SyncBatchNormExchange | None) -> None:
         self._forwards.exchange = exchange
 
-    def watch(
-        self, around: Callable[[int], AbstractContextManager[Any]], after: Callable[[int], object]
-    ) -> None:
+    def watch(self, around: Around, after: Callable[[int], object]) -> None:
         """Set the context of each stage's forward and loss, and a function to call after each
         forward of `run`. Both take the stage's index in `modules`. `after` is called in the
         microbatches' order, not for dummies."""
@@ -95,6 +94,11 @@ class Pipeline:
     def last_rank(self) -> int:
         """The rank of the pipeline that has the model's output."""
         return (len(self.stages.ranges) - 1) % self.stages.ranks
+
+    @property
+    def has_output(self) -> bool:
+        """True on the last rank."""
+        return self.world.rank == self.last_rank
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Compute forward and backward of all microbatches. Adds the gradient of Σ grad_output *
@@ -110,7 +114,7 @@ class Pipeline:
         flat = torch.zeros(size, dtype=torch.float64, device=device)
         if self._failure.error is not None:
             flat[-1] = 1.0
-        elif self.world.rank == self.last_rank:
+        elif self.has_output:
             rows = map(self._results.__getitem__, range(len(microbatches)))
             numbers = [number for row in rows for number in row]
             flat[:-1] = torch.stack([_float64(number, flat.device) for number in numbers])
@@ -130,7 +134,7 @@ class Pipeline:
         self._run_all(microbatches, backward=False)
         results, self._microbatches, self._results = self._results, (), {}
         self._failure.raise_if_any()
-        if self.world.rank != self.last_rank:
+        if not self.has_output:
             return []
         return [results[index] for index in range(len(microbatches))]
 
@@ -160,9 +164,9 @@ class Pipeline:
         try:
             run.step(target=torch.arange(stop - start) if backward else None, return_outputs=False)
         except RuntimeError:
-            if self._forwards.lockstep_ranks is None or self._failure.error is None:
+            if not self._forwards.lockstep_ranks or self._failure.error is None:
                 raise
-        if self._forwards.lockstep_ranks is not None and self._failure.error is not None:
+        if self._forwards.lockstep_ranks and self._failure.error is not None:
             raise self._failure.error  # and not the error that torch has raised from it
         for stage in stages:
             stage.release()
@@ -201,7 +205,7 @@ class Pipeline:
             return self._compute(stage, local, index, received)
         except Exception as error:
             self._failure.error = self._failure.error or error
-            if self._forwards.lockstep_ranks is not None:
+            if self._forwards.lockstep_ranks:
                 raise
             return self._zeros_with_gradient(stage, index, received)
 

@@ -22,7 +22,13 @@ from torch.distributed.pipelining import (
 
 from lockstep.base.torch_private import stage_input_gradients
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Boundary, PipelineMicrobatch, received_inputs
+from lockstep.model.pipeline.boundary import (
+    Arguments,
+    Around,
+    Boundary,
+    PipelineMicrobatch,
+    received_inputs,
+)
 from lockstep.model.pipeline.stages import Stages
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
@@ -133,7 +139,7 @@ def _allocates_at_receive(info: Any) -> bool:
 
 class StageForwards:
     """Calls the parts of a stage one after another, with the random streams of the microbatch.
-    `shards`: as in `Pipeline`."""
+    `together`: as in `Pipeline`."""
 
     def __init__(
         self,
@@ -141,7 +147,7 @@ class StageForwards:
         stages: Stages,
         rank: int,
         streams: ModuleRandomStreams,
-        shards: World | None,
+        together: Sequence[World],
     ) -> None:
         self.stages = stages
         self.own = list(stages.on_rank(rank))
@@ -152,9 +158,9 @@ class StageForwards:
         self.exchange: SyncBatchNormExchange | None = None
         """The exchange of statistics between the slices of a microbatch; None if microbatches are
         not split."""
-        self.around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext()
+        self.around: Around = lambda _: nullcontext()
         self.streams = streams
-        self._shards = shards
+        self._together = together
 
     def output(
         self,
@@ -165,24 +171,30 @@ class StageForwards:
     ) -> Any:
         """Return the stage's output. `received`: tensors from the previous stage. `route`: the
         known boundaries."""
-        parts = self.parts[stage]
         self.streams.start(microbatch.position, self.stages.ranges[stage].start)
         if stage == 0:
-            value = call_with(parts[0], microbatch.inputs())
-            parts = parts[1:]
+            arguments = microbatch.inputs()
         else:
             arrived = received_inputs(received)
-            value = arrived[0] if route[stage - 1].single else arrived
-        for part in parts:
+            arguments = Arguments((arrived[0] if route[stage - 1].single else arrived,), {})
+        with microbatch.around(stage):
+            return self.called(stage, arguments)
+
+    def called(self, stage: int, arguments: Arguments) -> Any:
+        """Return the output of the stage's parts. `arguments`: those of its first part."""
+        first, *others = self.parts[stage]
+        value = arguments.call(first)
+        for part in others:
             value = part(value)
         return value
 
     @property
-    def lockstep_ranks(self) -> World | None:
-        """The ranks that must run the same forwards, because these have collectives; None if there
-        are none."""
-        exchange = self._exchange_in_training
-        return self._shards if exchange is None else exchange.world
+    def lockstep_ranks(self) -> Sequence[World]:
+        """The ranks that must run the same forwards, because these have collectives: along each of
+        these axes. Empty if there are none."""
+        if (exchange := self._exchange_in_training) is None:
+            return self._together
+        return () if exchange.world is None else (exchange.world,)
 
     @contextmanager
     def computing(self, microbatch: PipelineMicrobatch) -> Iterator[None]:
@@ -201,13 +213,6 @@ class StageForwards:
     @property
     def _exchange_in_training(self) -> SyncBatchNormExchange | None:
         return self.exchange if torch.is_grad_enabled() else None
-
-
-def call_with(function: Callable[..., Any], inputs: Any) -> Any:
-    """Call the function with a tuple of arguments, a dict of keywords, or one argument."""
-    if isinstance(inputs, dict):
-        return function(**inputs)
-    return function(*inputs) if isinstance(inputs, tuple) else function(inputs)
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,9 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
 
 
-def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
-    """Yield replacements for functions that would communicate with other ranks. `boundaries`:
-    boundaries between the stages of a pipeline."""
+def without_others(boundaries: Sequence[Sequence[Boundary]]) -> Iterator[Patch]:
+    """Yield replacements for functions that would communicate with other ranks. `boundaries`: as in
+    `StageSplit`."""
     # The original compares the values of sharded and of full layers.
     yield FirstForwardCheck, {"compare": lambda *_: None}
     # The originals compare outputs and losses of cut sequences and of whole ones.
@@ -168,8 +169,15 @@ def without_others(boundaries: Sequence[Boundary]) -> Iterator[Patch]:
     yield PipelineFailure, {"raise_known": _raise_own}
     # The original asks the rank with the model's output for the kind of loss.
     yield TrainModule, {"agree_on_loss": _agree_alone}
-    # The original asks other ranks for the tensors that they pass on.
-    yield BoundaryDiscovery, {"_discover": lambda *_: list(boundaries)}
+    # The originals ask other ranks for the tensors that they pass on.
+    forwards = deque(boundaries)
+    yield (
+        BoundaryDiscovery,
+        {
+            "_discover": lambda *_: list(forwards[0]),
+            "_in_turn": partialmethod(_own_stages, forwards),
+        },
+    )
     # The original agrees with other ranks on new buckets, in C++.
     yield DistributedDataParallel, keeping_buckets()
 
@@ -253,6 +261,22 @@ def _balanced(
     counts = routing.counts.new_zeros(world.size, dispatch.experts.count // world.size)
     all_to_all(torch.empty_like(counts), counts, world)
     return sent, received, counts
+
+
+def _own_stages(
+    discovery: BoundaryDiscovery,
+    forwards: deque[Sequence[Boundary]],
+    compute: Callable[[int, tuple[Tensor, ...], Sequence[Boundary]], Any],
+    count: int,
+) -> tuple[Sequence[Boundary], Any]:
+    """Compute only this rank's stages of the next forward."""
+    route, found = forwards.popleft(), None
+    for stage in discovery._forwards.own:
+        received = route[stage - 1].tensors(discovery._world.device) if stage else ()
+        output = compute(stage, received, route[:stage])
+        if stage == len(route):
+            found = output
+    return route, found
 
 
 def _agree_alone(module: TrainModule, kinds: Sequence[LossKind]) -> None:

@@ -79,16 +79,17 @@ class TraceOptions:
     """Choose autocast, attention and optimizers as torch does on a GPU."""
     is_fake: bool = True
     """False: real tensors, for a script that needs values."""
-    boundaries: Sequence[Boundary] = ()
-    """Boundaries: the tensors that the stages of a pipeline pass on."""
+    boundaries: Sequence[Sequence[Boundary]] = ()
+    """As in `StageSplit`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
     """The stages of a pipeline."""
 
-    boundaries: Sequence[Boundary]
-    """The tensors that each stage, except the last, passes on."""
+    boundaries: Sequence[Sequence[Boundary]]
+    """For each forward of the run, the tensors that each stage, except the last, passes on. Before
+    the first step, a model of sequences is tried with other lengths."""
     kinds: Sequence[tuple[int, ...]]
     """For each rank, the parts in each of its stages."""
 
@@ -96,7 +97,7 @@ class StageSplit:
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
     """Split the whole model as the pipeline does, and find the tensors that stages pass on. Raises
     `RecipeError`."""
-    found: dict[str, Boundary] = {}
+    found: dict[str, list[Boundary]] = {}
     splits: list[Stages] = []
     ranks = int(plan.pipeline or 1)
 
@@ -109,12 +110,14 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
 
     microbatch = recipe.microbatch if isinstance(recipe.microbatch, int) else recipe.global_batch
     one_microbatch = replace(recipe, global_batch=microbatch)
-    sizes: dict[str, Any] = dict.fromkeys(plan.axis_sizes, 1)
+    context = int(plan.context or 1)
+    sizes: dict[str, Any] = {**dict.fromkeys(plan.axis_sizes, 1), "context": context}
     whole = replace(plan, **sizes, offload=False)
-    trace_step(one_microbatch, whole, replace(options, rank=0, world_size=1), watch)
+    trace_step(one_microbatch, whole, replace(options, rank=0, world_size=context), watch)
     (split,) = splits
+    passed_on = (found[split.last_part(stage)] for stage in range(len(split.ranges) - 1))
     return StageSplit(
-        [found[split.last_part(stage)] for stage in range(len(split.ranges) - 1)],
+        list(zip(*passed_on, strict=False)),
         [tuple(len(split.ranges[stage]) for stage in split.on_rank(rank)) for rank in range(ranks)],
     )
 
@@ -158,9 +161,9 @@ def _has_head(model: torch.nn.Module, recipe: Recipe) -> bool:
 
 
 def _note_boundary(
-    found: dict[str, Boundary], part: str, module: torch.nn.Module, inputs: Any, output: Any
+    found: dict[str, list[Boundary]], part: str, module: torch.nn.Module, inputs: Any, output: Any
 ) -> None:
-    found.setdefault(part, Boundary.of(output, part))
+    found.setdefault(part, []).append(Boundary.of(output, part))
 
 
 def trace_step(

@@ -1,0 +1,51 @@
+"""The forward of a model that is whole on this rank, or that a pipeline computes in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from lockstep.comm.world import World
+from lockstep.model.pipeline.boundary import Arguments, Around
+
+T = TypeVar("T")
+
+
+class Forwards(Protocol):
+    """Computes forwards that belong to no microbatch. Every rank of `world` makes the same
+    calls."""
+
+    world: World
+    """The ranks that have the model's stages."""
+
+    @property
+    def has_output(self) -> bool:
+        """True on the rank that has the model's output."""
+
+    def try_forward(self, arguments: Arguments, around: Around) -> Any:
+        """Return the model's output, or None on ranks without it. An error is raised on all
+        ranks."""
+
+    def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`. If it fails on any rank, every rank raises."""
+
+
+class WholeModel:
+    """The forwards of a model that is whole on this rank."""
+
+    has_output = True
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        """`world`: any that this rank is in."""
+        self.world = replace(world, rank=0, size=1, group=None, owns_group=False)
+        self._model = model
+
+    def try_forward(self, arguments: Arguments, around: Around) -> Any:
+        with around(0):
+            return arguments.call(self._model)
+
+    def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
+        return compute()

@@ -1,0 +1,231 @@
+"""Sequences in a pipeline: each stage computes a rank's tokens, and what comes out is the model of
+one process, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+from training.subjects import each_of
+from training.test_context_axis import (
+    TOKENS,
+    WIDTH,
+    WORDS,
+    Attention,
+    recipe,
+    texts,
+    weighted,
+)
+
+import lockstep as ls
+from lockstep.testing.pool import WorkerPool
+
+STAGES = ["embedding", "blocks.*", "head"]
+PLANS = {
+    2: ("pipeline=2",),
+    4: (
+        "pipeline=2,context=2,exchange=keys,schedule=zero-bubble",
+        "pipeline=2,context=2,exchange=heads,schedule=interleaved,checkpointing=full",
+        "shard=2,pipeline=2",
+    ),
+}
+"""Number of processes -> plans."""
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, text: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(text.shape[1])
+        return self.dropout(self.words(text) + self.places(positions))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """Tied; also returns what belongs to no token."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": F.linear(x, self.weight), "scale": self.weight.new_ones(3)}
+
+
+class Generator(nn.Module):
+    """(samples, tokens) words -> logits. Float64, in stages. `wrong`: what a stage does that cannot
+    be cut."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(Attention() for _ in range(3))
+        if wrong:
+            self.blocks[2 if wrong == "mean" else 0] = Wrong(wrong)
+        self.head = Head(self.embedding.words.weight)
+        self.double()
+
+    def forward(self, text: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.embedding(text, positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Wrong(nn.Module):
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong, self.layer = wrong, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.layer(x)
+        if self.wrong == "mean":
+            x = x - x.mean(1, keepdim=True)
+        elif self.wrong == "class token":
+            x = x[:, :1]
+        elif self.wrong == "one length":
+            x = x + torch.ones(TOKENS, 1, dtype=x.dtype)
+        elif self.wrong == "dropped":
+            torch.randperm(x.shape[1])
+        return x
+
+
+def cropped(rows: Sequence[Any]) -> list[Tensor]:
+    """A batch as long as its longest text. The lengths of microbatches differ."""
+    text, labels = default_collate(rows)
+    longest = int((labels != -100).sum(1).max())
+    return [text[:, :longest].contiguous(), labels[:, :longest].contiguous()]
+
+
+def packed(rows: Sequence[Any]) -> list[Tensor]:
+    """A batch of two documents in each row, of other lengths in each, with the document of each
+    token. No token predicts the first of a document."""
+    text, labels, document = crossed(rows)
+    return [text, labels.masked_fill(F.pad(document.diff(dim=1) != 0, (0, 1)), -100), document]
+
+
+def crossed(rows: Sequence[Any]) -> list[Tensor]:
+    text, labels = default_collate(rows)
+    return [text, labels, (torch.arange(TOKENS) >= 3 + text[:, :1]).long()]
+
+
+def logits(output: dict[str, Tensor]) -> Tensor:
+    return output["logits"] * output["scale"][0]
+
+
+def shifting(output: dict[str, Tensor], batch: Sequence[Tensor]) -> ls.Sum:
+    """A loss that shifts its labels."""
+    pairs = logits(output)[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten()
+    return ls.Sum(F.cross_entropy(*pairs, reduction="sum"))
+
+
+def summed(output: dict[str, Tensor], batch: Sequence[Tensor]) -> ls.Loss:
+    return weighted(logits(output), batch)
+
+
+def right(output: dict[str, Tensor], batch: Sequence[Tensor]) -> Tensor:
+    return (output["logits"].argmax(2) == batch[1])[batch[1] != -100].double()
+
+
+EVALUATION = ls.Evaluation(data=texts(5, seed=9), every=2, metrics={"right": ls.Mean(right)})
+SHIFTING: dict[str, Any] = {
+    "loss": shifting,
+    "weight": lambda batch: batch[0][:, 1:].numel(),
+    "collate": cropped,
+    "evaluation": EVALUATION,
+}
+DOCUMENTS: dict[str, Any] = {
+    "loss": summed,
+    "weight": None,
+    "collate": packed,
+    "sequence": ls.Sequence(chunks=8, documents=lambda batch: batch[2], positions="positions"),
+    "evaluation": None,
+}
+RECIPES = [SHIFTING, DOCUMENTS]
+
+
+class Held(ls.Hook):
+    def on_finish(self, run: Any) -> None:
+        self.state = {name: each.clone() for name, each in run.full_state_dict().items()}
+
+
+Trained = tuple[dict[str, Tensor], list[float]]
+
+
+def train(run_dir: str, plan: str, changes: dict[str, Any]) -> Trained:
+    """Return the model, the loss and the metrics."""
+    held = Held()
+    given = {"model": Generator, "stages": STAGES, "tensor": None, "global_batch": 8, "steps": 2}
+    result = ls.train(recipe(**given | changes), plan=plan, run_dir=run_dir, hooks=[held])
+    return held.state, [result.loss, *result.metrics.values()]
+
+
+def off(found: Trained, expected: Trained) -> float:
+    """The largest relative difference."""
+    (state, numbers), (state_of_one, numbers_of_one) = found, expected
+    each = [
+        float((state[name] - value).norm() / value.norm()) for name, value in state_of_one.items()
+    ]
+    pairs = zip(numbers, numbers_of_one, strict=True)
+    return max(*each, *(abs(one - other) / abs(other) for one, other in pairs))
+
+
+def train_all(run_dir: str, plans: Sequence[str]) -> list[Trained]:
+    cases = [(plan, changes) for plan in plans for changes in RECIPES]
+    return each_of(train, run_dir, cases, may_refuse=False)
+
+
+def refuse(run_dir: str, plan: str) -> list[str]:
+    cases = [(plan, {"steps": 1, "evaluation": None, **changes}) for changes, _ in REFUSED]
+    return list(map(str, each_of(train, run_dir, cases)))
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
+    (found,) = pool.run(1, train_all, str(tmp_path_factory.mktemp("alone")), ["replicate=1"])
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", PLANS)
+def test_stages_of_sequences_train_the_model_of_one_process(
+    pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int
+) -> None:
+    plans = PLANS[size]
+    for rank in pool.run(size, train_all, str(tmp_path), plans, timeout_seconds=110):
+        for plan, trained in zip(
+            plans, zip(*[iter(rank)] * len(RECIPES), strict=True), strict=True
+        ):
+            for number, (found, expected) in enumerate(zip(trained, alone, strict=True)):
+                assert off(found, expected) < 1e-14, (plan, number)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": lambda: Generator("mean")}, "mean) computes a value of several tokens"),
+    ({"model": lambda: Generator("class token")}, "without a dim 1 of 37 tokens"),
+    ({"model": lambda: Generator("one length")}, "the model cannot compute the first 17 of 37"),
+    ({"model": lambda: Generator("dropped")}, "draws other random numbers for a part"),
+    ({"sequence": None}, "give Recipe(sequence=ls.Sequence())"),
+    ({"loss": lambda output, batch: logits(output).mean()}, "the loss is not a sum over tokens"),
+    (DOCUMENTS | {"collate": crossed}, "no token predicts the first of a document"),
+]
+"""Changes of the recipe, and words of the error."""
+
+
+@pytest.mark.timeout(120)
+def test_what_cannot_be_cut_in_a_stage_is_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    plan = "pipeline=2,context=2"
+    for rank in pool.run(4, refuse, str(tmp_path), plan, timeout_seconds=110):
+        for said, (changes, words) in zip(rank, REFUSED, strict=True):
+            assert words in said, changes
