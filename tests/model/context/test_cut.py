@@ -186,9 +186,10 @@ def most_logits(ranks: int) -> dict[str, int]:
         if kind == "whole":
             output = cut.run((batch["words"],), batch)
             with largest, torch.no_grad():
-                cut._check_labels(shifting, output, batch, cut._layout)
+                layout = cut.current.layout
+                cut._check_labels(shifting, output, layout.local, batch, cut.current)
                 if ranks > 1:
-                    cut._find_shift(shifting, output, cut._layout, batch, 1024)
+                    cut._find_shift(shifting, output, layout, batch, cut.current)
         found[kind] = largest.tokens
     assert cut._shifts.get(shifting) == (1 if ranks > 1 else None)
     return found

@@ -183,7 +183,7 @@ class StageForwards:
     def called(self, stage: int, arguments: Arguments) -> Any:
         """Return the output of the stage's parts. `arguments`: those of its first part."""
         first, *others = self.parts[stage]
-        value = arguments.call(first)
+        value = first(*arguments.positional, **arguments.keywords)
         for part in others:
             value = part(value)
         return value

@@ -80,7 +80,7 @@ class TraceOptions:
     is_fake: bool = True
     """False: real tensors, for a script that needs values."""
     boundaries: Sequence[Sequence[Boundary]] = ()
-    """As in `StageSplit`."""
+    """Those of `StageSplit`."""
 
 
 @dataclass(frozen=True, slots=True)
