@@ -64,6 +64,7 @@ STAGES = [
             "stall": 60,
             "times:bitwise": 40,
             "waits": 50,
+            "context": 60,
             "speed:lockstep-compile": 90,
             "speed:hand-compile": 90,
         },

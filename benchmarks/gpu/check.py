@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 
 import commands
+import documents
 import kernels
 import machine
 import ranks
@@ -24,6 +25,7 @@ CHECKS = {
     "raises": ranks.raises,
     "hang": ranks.hang,
     "oom": commands.oom,
+    "context": documents.context,
     "speed": speed.speed,
     "plan": speed.plan,
     "waits": speed.waits,
