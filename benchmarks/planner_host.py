@@ -31,10 +31,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from cpu_model.reference import Text, adamw, cross_entropy
+from cpu_model.reference import Text, adamw
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import _functional_collectives as functional
+from torch.distributed import _functional_collectives as collectives
+from torch.nn import functional
 
 import lockstep.planner
 from lockstep.plan import Plan
@@ -43,7 +44,8 @@ from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.stand_ins import without_others
 from lockstep.planner.tracing.torch_fakes import replaced
 from lockstep.planner.tracing.tracer import LoneSession, StepTraceHook, TraceOptions, trace_step
-from lockstep.recipe.recipe import Recipe
+from lockstep.recipe.recipe import Recipe, Sum
+from lockstep.recipe.sequence import Sequence as TokenSequence
 from lockstep.run import train_in
 from lockstep.training.run import Run
 
@@ -54,7 +56,7 @@ LAUNCHED_SECONDS = 9.68e-6
 STEPS, WARM = 60, 15
 BLOCKS, MICROBATCHES = (2, 8), (1, 4)
 WIDTH, HEAD, TOKENS = 16, 8, 4
-PLANS = ("replicate=1", "replicate=2", "tensor=2", "shard=2")
+PLANS = ("replicate=1", "replicate=2", "tensor=2", "shard=2", "context=2")
 COLWISE, ROWWISE = ("query", "key", "value", "gate", "up"), ("output", "down")
 
 
@@ -74,7 +76,9 @@ class Step:
             model=partial(Text, WIDTH, self.blocks, HEAD),
             data=[torch.zeros(TOKENS, dtype=torch.long)] * 512,
             inputs=_same,
-            loss=cross_entropy,
+            loss=_summed,
+            weight=_tokens,
+            sequence=TokenSequence(chunks=4) if plan.context != 1 else None,
             optimizer=adamw,
             clip_norm=1.0,
             global_batch=count,
@@ -88,6 +92,14 @@ class Step:
 
 def _same(batch: Any) -> Any:
     return batch
+
+
+def _summed(output: Any, batch: Any) -> Sum:
+    return Sum(functional.cross_entropy(output.flatten(0, -2), batch.flatten(), reduction="sum"))
+
+
+def _tokens(batch: Any) -> int:
+    return int(batch.numel())
 
 
 class Ended(Exception):
@@ -207,7 +219,7 @@ def call_times() -> dict[str, float]:
     with fake_world(0, 2, 2):
         tensor, world = torch.ones(4, 4), dist.group.WORLD
         reduce = call_seconds(
-            lambda: functional.wait_tensor(functional.all_reduce(tensor, "sum", world)), 500
+            lambda: collectives.wait_tensor(collectives.all_reduce(tensor, "sum", world)), 500
         )
         message = call_seconds(
             lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)])[0].wait(), 500
