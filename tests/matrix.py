@@ -31,6 +31,7 @@ PLANS = [
         "replicate=2,shard=2",
     ),
     *("tensor=2", "shard=2,tensor=2", "split=2"),
+    *("context=2", "context=2,exchange=heads", "replicate=2,context=2"),
     *(
         "pipeline=2,schedule=gpipe",
         "pipeline=2",
@@ -50,7 +51,14 @@ MODELS = (
     *("gpt2", "gpt2-in-stages", "llama", "llama-in-stages"),
 )
 _PIPELINES = [plan for plan in PLANS if "pipeline" in plan]
+_CONTEXT = [plan for plan in PLANS if "context" in plan]
 REFUSED = [
+    # Without Recipe.sequence, dropout is refused.
+    *((model, _CONTEXT, "dropout") for model in ("gpt-dropout", "gpt2", "gpt2-in-stages")),
+    *(
+        (model, _CONTEXT, "is a BatchNorm")
+        for model in ("perceptron-batchnorm", "perceptron-syncbatchnorm", "convolutions")
+    ),
     # Their forwards do more than call one part after another. The models in stages are the same,
     # written for a pipeline.
     *((model, _PIPELINES, "that is not an nn.Sequential") for model in ("gpt2", "llama")),
