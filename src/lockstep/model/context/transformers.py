@@ -391,8 +391,11 @@ def _attention(
     }
     is_plain = not options["own_rule"] and not options["own_softmax"]
     if ranks > 1 and exchange == "keys":
-        kernel = sequence.chosen.add(facts(query, value, whole_rows=False, **options))
-
+        kernel: Kernel = "own"
+        if is_plain and sequence.documents is None:
+            sequence.chosen.why.setdefault(kernel, "")
+        else:
+            kernel = sequence.chosen.add(facts(query, value, whole_rows=False, **options))
         sdpa = partial(
             F.scaled_dot_product_attention,
             scale=given.get("scaling"),
