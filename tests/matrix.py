@@ -53,10 +53,10 @@ MODELS = (
 _PIPELINES = [plan for plan in PLANS if "pipeline" in plan]
 _CONTEXT = [plan for plan in PLANS if "context" in plan]
 REFUSED = [
-    # Without Recipe.sequence, dropout is refused.
+    # Dropout is refused without Recipe.sequence; images are no sequences.
     *((model, _CONTEXT, "dropout") for model in ("gpt-dropout", "gpt2", "gpt2-in-stages")),
     *(
-        (model, _CONTEXT, "is a BatchNorm")
+        (model, _CONTEXT, "a sequence of 1 token")
         for model in ("perceptron-batchnorm", "perceptron-syncbatchnorm", "convolutions")
     ),
     # Their forwards do more than call one part after another. The models in stages are the same,
