@@ -1950,6 +1950,9 @@ ELSEWHERE = {
     "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context": CONTEXT,
     "leave {said} or sequence out": CONTEXT,
     "sum in float32: output.float()": CONTEXT,
+    "leave exchange=heads out, or numerics=bitwise": CONTEXT,
+    "leave numerics=bitwise or sequence out, or use replicate": CONTEXT,
+    "any number of processes if the recipe has them; give Recipe(sequence=ls.Sequence())": CONTEXT,
     "choose colwise and rowwise in": "training/test_context_axis.py::test_ranks_that_share_out_tokens_train_the_model_of_one_process",
     "use machines of one kind, or numerics=fast": (
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
@@ -2097,11 +2100,14 @@ HANDED_ON = (
     "{no_weight(name, value)}",
     "{self._world.size} ranks: {failure}",
     "{what} with {why}; {remedy}",
-    "{_explanation(compute, layout, whole, off, allowed)}",
+    "{_explanation(compute, layout, whole, difference, ranks)}",
 )
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
+    "leave numerics=bitwise out, or use replicate instead of {name}={size}",
+    "leave out branches that depend on the tokens, or leave numerics=bitwise out",
+    "give sequences of at least {processes.size} tokens, or a smaller context",
     "without Recipe.sequence and context",
     "so its attention of the kind {own} is not known",
     "return tensor[:, None], and let the model take its [:, 0]",

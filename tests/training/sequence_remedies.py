@@ -315,7 +315,7 @@ SEQUENCES = [
     ),
     cut(
         trains(model=Penalized, loss=with_penalty),
-        "leave the term out, or leave context out",
+        "each part of the tokens; leave the term out, or",
         trains(model=Penalized, loss=without_penalty),
     ),
     cut(
@@ -353,7 +353,7 @@ SEQUENCES = [
     ),
     cut(
         trains(**CLASSES),
-        "return an output for each token, or leave context out",
+        "no class token or mean of all; return an output for each token, or",
         trains(**CLASSES, without="context=2"),
     ),
     cut(extra("multihead"), "write it with linear layers and", GPTS),
