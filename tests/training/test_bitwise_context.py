@@ -201,3 +201,27 @@ def test_what_cannot_be_computed_by_chunks_is_refused_and_an_error_of_a_chunk_is
     assert broken == ("a word that is not known", [])
     for (_, expected), found in zip(REFUSED, said, strict=True):
         assert expected in str(found)
+
+
+def llama() -> torch.nn.Module:
+    from model.context.families import family
+
+    return family("llama", tie_word_embeddings=True, attention_dropout=0.1)
+
+
+def train_llama(run_dir: str, plan: str) -> Trained:
+    changes: dict[str, Any] = {
+        "model": llama,
+        "inputs": lambda batch: {"input_ids": batch[0]},
+        "loss": lambda output, batch: shifting(output.logits, batch),
+    }
+    return train(run_dir, plan, **{**SINGLE, **changes})
+
+
+@pytest.mark.slow
+def test_so_has_a_model_of_transformers_with_dropout_of_attention(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (alone,) = pool.run(1, train_llama, str(tmp_path / "alone"), ALONE)
+    plan = "context=2,numerics=bitwise,checkpointing=full"
+    assert pool.run(2, train_llama, str(tmp_path / "both"), plan) == [alone] * 2

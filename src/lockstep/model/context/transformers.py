@@ -25,7 +25,6 @@ from lockstep.base.errors import PlanError, RecipeError
 from lockstep.model.context.active import ActiveSequence, active, handled
 from lockstep.model.context.attention import ChunkedAttention
 from lockstep.model.context.chunk_axis import ChunkAxis
-from lockstep.model.context.draws import seeded_chunks
 from lockstep.model.context.exchange import (
     TokenLayout,
     attend_by_heads,
@@ -369,13 +368,6 @@ def _attention(
     sequence = attention_mask.sequence
     layout, dropout = sequence.layout, given.get("dropout") or 0.0
     ranks = layout.world.size
-    draws_by_chunk = isinstance(layout.world, ChunkAxis)
-    if dropout and ranks > 1 and not draws_by_chunk:
-        raise PlanError(
-            f"context={ranks} and {type(module).__name__} with attention dropout {dropout}; its"
-            " random numbers would depend on context; set attention_dropout=0.0 in the"
-            " configuration, or leave context out"
-        )
     heads, key_heads = query.shape[1], key.shape[1]
     exchange = chosen_exchange(sequence.exchange, heads=heads, key_heads=key_heads, ranks=ranks)
     if exchange == "heads" and key_heads % ranks:
@@ -390,7 +382,14 @@ def _attention(
         "own_softmax": own != "sdpa" or any(given.get(name) is not None for name in OWN_SOFTMAX),
     }
     is_plain = not options["own_rule"] and not options["own_softmax"]
-    if ranks > 1 and exchange == "keys":
+    draws_by_chunk = is_plain and (ranks == 1 or isinstance(layout.world, ChunkAxis))
+    if dropout and ranks > 1 and not draws_by_chunk:
+        raise PlanError(
+            f"{layout.cut_by} and {type(module).__name__} with attention dropout {dropout}; its"
+            " random numbers would depend on the plan; set attention_dropout=0.0 in the"
+            f" configuration, or {layout.otherwise}"
+        )
+    if (ranks > 1 and exchange == "keys") or (dropout and draws_by_chunk):
         kernel: Kernel = "own"
         if is_plain and sequence.documents is None:
             sequence.chosen.why.setdefault(kernel, "")
@@ -413,11 +412,8 @@ def _attention(
                     return chunked.of_own_chunks(query, key, value)
                 mask = attention_mask.of_rank(query.dtype)
                 remade.add(mask, partial(attention_mask.without_masks().of_rank, query.dtype))
-                (found,) = (
-                    compute(module, query, key, value, mask, **given)[0]
-                    for _ in (seeded_chunks(layout.own_chunks, query.device) if dropout else [0])
-                )
-            return found.transpose(1, 2)  # type: ignore[no-any-return]  # of the model
+                found: Tensor = compute(module, query, key, value, mask, **given)[0]
+            return found.transpose(1, 2)
 
         output = attend_by_keys(layout, query, key, value, attend, remade)
     else:
