@@ -81,18 +81,18 @@ class ChunkAxis:
         `order`: the indices in `rows` of the rows of each chunk, in the order of chunks."""
         own = self.own_share
 
-        def answer(total: _Total) -> Sequence[Tensor]:
+        def answer(total: _RowSum) -> Sequence[Tensor]:
             each = [sum(counts[share.start : share.stop]) for share in self.shares]
             nodes = [node.index_select(0, order) for node in total.counter.values]
             summed = _over_processes(nodes, self.shares, each, self.processes)
             return torch.split(summed, list(counts[own.start : own.stop]))
 
-        collect = partial(_Total, own.start, self.size)
+        collect = partial(_RowSum, own.start, self.size)
         summed: Tensor = self.threads.meet("gradients of keys", rows, answer, collect)
         return summed
 
 
-class _Total:
+class _RowSum:
     """Adds the rows of a process's chunks as they arrive."""
 
     def __init__(self, start: int, count: int) -> None:

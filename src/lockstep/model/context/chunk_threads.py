@@ -23,7 +23,7 @@ from lockstep.base.torch_private import current_modes
 T = TypeVar("T")
 
 
-class Ended(BaseException):
+class ChunkEnded(BaseException):
     """Ends a thread because another one has failed. Not an `Exception`: models must not catch
     it."""
 
@@ -151,12 +151,12 @@ class _Turns:
             self._locks[next(each for each in following if not self._ended[each])].release()
 
     def _fail(self, error: BaseException) -> None:
-        if self._error is None and not isinstance(error, Ended):
+        if self._error is None and not isinstance(error, ChunkEnded):
             self._error = error
 
     def _end_after_error(self) -> None:
         if self._error is not None:
-            raise Ended
+            raise ChunkEnded
 
     def _await(self, place: int) -> None:
         self._locks[place].acquire()
