@@ -219,6 +219,7 @@ def train_llama(run_dir: str, plan: str) -> Trained:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(150)
 def test_so_has_a_model_of_transformers_with_dropout_of_attention(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
