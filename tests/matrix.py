@@ -31,7 +31,7 @@ PLANS = [
         "replicate=2,shard=2",
     ),
     *("tensor=2", "shard=2,tensor=2", "split=2"),
-    *("context=2", "context=2,exchange=heads", "replicate=2,context=2"),
+    *("context=2", "context=2,exchange=heads", "replicate=2,context=2", "shard=2,context=2"),
     *(
         "pipeline=2,schedule=gpipe",
         "pipeline=2",

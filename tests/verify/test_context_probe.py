@@ -29,7 +29,7 @@ from lockstep.verify.verification import likely_cause
 
 
 def own_positions(sequence: ActiveSequence) -> Tensor:
-    return torch.arange(sequence.layout.local)
+    return torch.tensor(range(sequence.layout.local))
 
 
 def own_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, None]:
@@ -108,3 +108,12 @@ def test_faults_where_ranks_share_out_sequences_are_named(pool: WorkerPool, tmp_
         assert found.differences, fault
         said = likely_cause(Evidence(alone, trace, found.differences))
         assert cause in str(said), fault
+
+
+def test_tokens_are_traced_where_parameters_are_sharded(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = traced(pool, tmp_path / "alone", 1, "replicate=1", ["right"])
+    (sharded,) = traced(pool, tmp_path / "sharded", 2, "shard=2", ["right"])
+    found = compare_traces(
+        alone, sharded, MeasuredRounding(alone, [], minimum=1e-13), bitwise=False
+    )
+    assert found.differences == []

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.base.nested import map_tensors
 from lockstep.base.torch_private import BatchNormBase, TorchDispatchMode
 from lockstep.comm.mesh import full_tensor
 from lockstep.data.digests import sample_digests
@@ -173,13 +174,21 @@ class TraceHook(ControlHook):
                 output.write(self.tracer, module, index, gradient)
         self._note_microbatch(module, microbatch, gradients)
 
-    def _see_output(self, index: int, module: nn.Module, given: Any, output: Any) -> None:
-        """Keep the output of a microbatch of the first step. A forward hook."""
-        if self._in_microbatch and not self._steps[index]:
-            cut = self.run.training.modules[index].parallel.cut
-            found = SequenceOutput.of(output, 1 if cut is None else cut.dim)
-            if found is not None:
-                self._outputs[index] = found
+    def _see_output(self, index: int, module: nn.Module, given: Any, output: Any) -> Any:
+        """Keep the output of a microbatch of the first step. A forward hook.
+
+        The loss gets views of the output. The gradient of a view is computed without the hooks of
+        FSDP on the output, which communicate.
+        """
+        if not self._in_microbatch or self._steps[index]:
+            return None
+        viewed = map_tensors(output, lambda each: each.view_as(each))
+        cut = self.run.training.modules[index].parallel.cut
+        found = SequenceOutput.of(viewed, 1 if cut is None else cut.dim)
+        if found is None:
+            return None
+        self._outputs[index] = found
+        return viewed
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """Record a microbatch without a backward, see `Probe`."""
