@@ -117,3 +117,12 @@ def test_tokens_are_traced_where_parameters_are_sharded(pool: WorkerPool, tmp_pa
         alone, sharded, MeasuredRounding(alone, [], minimum=1e-13), bitwise=False
     )
     assert found.differences == []
+
+
+def test_a_microbatch_whose_chunks_are_computed_by_themselves_counts_once(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (alone,) = traced(pool, tmp_path / "alone", 1, "replicate=1,numerics=bitwise", ["right"])
+    (cut,) = traced(pool, tmp_path / "cut", 2, "context=2,numerics=bitwise", ["right"])
+    found = compare_traces(alone, cut, MeasuredRounding(alone, [], minimum=1e-13), bitwise=True)
+    assert found.differences == []

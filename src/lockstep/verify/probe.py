@@ -118,7 +118,8 @@ class TraceHook(ControlHook):
             index, _full(module.model.named_parameters()), _full(module.model.named_buffers())
         )
         self.tracer.watch(index, zip(module.names, module.parameters, strict=True))
-        if self._request.tokens:
+        # in bitwise, a forward computes a single chunk
+        if self._request.tokens and self.run.context.plan.numerics != "bitwise":
             module.model.register_forward_hook(partial(self._see_output, index))
         if self._request.eval_mode and module.parallel.streams is not None:
             # If there is no random stream per microbatch, a forward that draws random numbers
@@ -204,6 +205,9 @@ class TraceHook(ControlHook):
     def _note_microbatch(
         self, module: int, microbatch: int, gradients: NamedTensors | None
     ) -> None:
+        mesh = self.run.context.mesh
+        if mesh.tokens.rank and mesh.loss_parts.size == 1:
+            return  # rank 0 of the axis has the same gradients
         index, samples = self._full_microbatch(microbatch)
         balance = self.run.training.modules[module].balance
         batch = {} if self._slices else self._batches[microbatch]
