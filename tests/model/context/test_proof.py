@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.base.errors import LossError, RecipeError, UserError
 from lockstep.model.context.cut import SequenceCut
 from lockstep.model.context.exchange import TokenLayout
-from lockstep.model.context.label_shift import BatchCut, find_shift
+from lockstep.model.context.label_shift import BatchCut, find_shift, loss_of_part
 from lockstep.recipe.recipe import Loss, Sum
 from lockstep.recipe.sequence import Sequence
 from lockstep.testing.pool import WorkerPool
@@ -295,6 +295,32 @@ def test_the_shift_of_a_loss_is_found(
     else:
         with pytest.raises(LossError, match=shift):
             find_shift(loss, output, batch, BatchCut(layout, 1, [True, True]))
+
+
+def if_any(output: Tensor, batch: Any) -> Any:
+    """A loss that does not use the output if no token has a label."""
+    labels = batch["labels"] != -100
+    total = shifted_before(output, batch) if labels.any() else torch.zeros(())
+    return {"ce": Loss(total, labels.sum())}
+
+
+def all_detached(output: Tensor, batch: Any) -> Any:
+    return {"ce": Sum(output.detach().square().sum())}
+
+
+def test_a_part_without_labels_has_a_gradient_of_zeros() -> None:
+    batch, layout = text(2, 37), TokenLayout(37, 8, replace(alone(), size=2))
+    batch["labels"][:, :-2] = -100
+    output = torch.randn(2, layout.counts[1], 50, requires_grad=True)
+
+    def total(loss: Callable[[Tensor, Any], Any]) -> Tensor:
+        value = loss_of_part(loss, output, batch, BatchCut(layout, 1, [True, True]), 1, 0)
+        return value["ce"].total  # type: ignore[no-any-return]
+
+    total(if_any).backward()
+    assert output.grad is not None
+    assert not output.grad.any()
+    assert not total(all_detached).requires_grad
 
 
 class Shifting:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.base.errors import LossError
 from lockstep.base.nested import map_tensors, tensors_in
-from lockstep.model.chunked_logits import ChunkedLogits, with_hidden
+from lockstep.model.chunked_logits import ChunkedLogits, hidden_states, with_hidden
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.recipe.recipe import Loss, Sum
 
@@ -120,7 +120,21 @@ def loss_of_part(
     first, *others = [loss(*part) for part in parts_of(output, batch, cut, rank, shift)]
     for other in others:
         first = _added(first, other)
-    return first
+    outputs = (hidden_states(each) for each in tensors_in(output))
+    learned = next((each for each in outputs if each.requires_grad), None)
+    if learned is None or not torch.is_grad_enabled():
+        return first
+    return _map_totals(first, partial(_with_zero_gradient, learned.narrow(0, 0, 0)))
+
+
+def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
+    """Return the total of a loss; if it is 0 without a gradient, as some losses are for tokens
+    without a label, it gets a gradient of zeros, because the backward has collectives. `nothing`:
+    an empty part of the output."""
+    is_tensor = isinstance(total, Tensor)
+    if is_tensor and (total.requires_grad or total.numel() != 1) or total != 0:
+        return total
+    return total + nothing.sum()
 
 
 def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> int | None:
@@ -228,6 +242,15 @@ def total_of(value: Any) -> Any:
     if isinstance(value, dict):
         return sum(map(total_of, value.values()))
     return value.total if isinstance(value, Loss | Sum) else value
+
+
+def _map_totals(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a loss in the same form, with `function` applied to the total of each term."""
+    if isinstance(value, dict):
+        return {name: _map_totals(term, function) for name, term in value.items()}
+    if isinstance(value, Loss):
+        return Loss(function(value.total), value.weight)
+    return Sum(function(value.total)) if isinstance(value, Sum) else function(value)
 
 
 def _part(output: Any, layout: TokenLayout, rank: int, dim: int) -> Any:
