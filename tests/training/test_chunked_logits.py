@@ -302,11 +302,12 @@ def test_ranks_that_share_out_tokens_compute_the_chunks_of_their_own(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     (whole,) = pool.run(1, trained_by_chunks, str(tmp_path / "whole"), "replicate=1")
-    plan = "context=2,logits=chunked"
-    for rank in pool.run(2, trained_by_chunks, str(tmp_path / "parts"), plan):
-        for (loss, metrics), (expected, others) in zip(rank, whole, strict=True):
-            assert loss == pytest.approx(expected, rel=1e-5)
-            assert metrics == pytest.approx(others, rel=1e-5)
+    for number, plan in enumerate(("context=2", "context=2,numerics=bitwise")):
+        folder = str(tmp_path / str(number))
+        for rank in pool.run(2, trained_by_chunks, folder, f"{plan},logits=chunked"):
+            for (loss, metrics), (expected, others) in zip(rank, whole, strict=True):
+                assert loss == pytest.approx(expected, rel=1e-5), plan
+                assert metrics == pytest.approx(others, rel=1e-5), plan
 
 
 def profiled(folder: str) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.base.errors import DataError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.comm.world import World
+from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.chunk_sums import sum_losses
 from lockstep.model.context.chunk_threads import ChunkThreads
@@ -53,7 +54,12 @@ class ChunkedSequenceCut(SequenceCut):
     def whole(self, output: Any) -> Any:
         layout = self.current.layout
         parts = zip(*map(tensors_in, output), strict=True)
-        return map_tensors(output[0], lambda _: self._whole_tensor(layout, next(parts)))
+
+        def whole(first: Tensor) -> Tensor:
+            own = [*map(hidden_states, next(parts))]
+            return with_hidden(first, lambda _: self._whole_tensor(layout, own))
+
+        return map_tensors(output[0], whole)
 
     def _whole_tensor(self, layout: TokenLayout, parts: Sequences[Tensor]) -> Tensor:
         """Return a tensor of all tokens from the tensors of this process's chunks."""

@@ -132,7 +132,7 @@ def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
     without a label, it gets a gradient of zeros, because the backward has collectives. `nothing`:
     an empty part of the output."""
     is_tensor = isinstance(total, Tensor)
-    if is_tensor and (total.requires_grad or total.numel() != 1) or total != 0:
+    if (is_tensor and (total.requires_grad or total.numel() != 1)) or total != 0:
         return total
     return total + nothing.sum()
 
