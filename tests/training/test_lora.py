@@ -3,6 +3,7 @@ format."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="pip install -e .[dev]"),
 ]
 
-PLANS = {"replicate=2": 2, "shard=2": 2, "tensor=2": 2}
+PLANS = ["replicate=2", "shard=2", "tensor=2"]
+BITWISE = ["replicate=2,numerics=bitwise", "shard=2,numerics=bitwise"]
+Losses = dict[str, tuple[float, str]]
+"""Plan -> the loss and the fingerprint of a training."""
 CONFIG: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -75,36 +79,52 @@ def train(run_dir: str, plan: str) -> tuple[float, str]:
     return result.loss, result.fingerprint
 
 
+def train_each(folder: str, plans: Sequence[str]) -> Losses:
+    return {plan: train(f"{folder}/{plan}", plan) for plan in plans}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool, folder: Path) -> Losses:
+    plans = ["replicate=1", "numerics=bitwise"]
+    (found,) = pool.run(1, train_each, str(folder), plans, timeout_seconds=200)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(pool: WorkerPool, folder: Path) -> list[Losses]:
+    """The losses and fingerprints of each plan, on each of two processes: each has to import
+    transformers."""
+    return pool.run(2, train_each, str(folder), [*PLANS, *BITWISE], timeout_seconds=200)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_trains_as_on_one_process_and_saves_the_adapters(
-    pool: WorkerPool, tmp_path: Path, plan: str
+    alone: Losses, ranks: list[Losses], folder: Path, plan: str
 ) -> None:
     from peft import PeftModel
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ((expected, _),) = pool.run(
-        1, train, str(tmp_path / "alone"), "replicate=1", timeout_seconds=200
+    for found in ranks:
+        assert found[plan][0] == pytest.approx(alone["replicate=1"][0], rel=1e-5)
+    expected, trained = (
+        load_file(folder / name / "model.safetensors") for name in ("replicate=1", plan)
     )
-    for found, _ in pool.run(PLANS[plan], train, str(tmp_path / "run"), plan, timeout_seconds=200):
-        assert found == pytest.approx(expected, rel=1e-5)
-    alone, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "run"))
     adapters = {name for name in trained if "lora_" in name}
     assert len(adapters) == 2 * 2 * len(ALL)
-    assert all(torch.allclose(trained[name], alone[name], atol=1e-4) for name in trained)
+    assert all(torch.allclose(trained[name], expected[name], atol=1e-4) for name in trained)
     base = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    loaded = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapters")).state_dict()
+    loaded = PeftModel.from_pretrained(base, str(folder / plan / "adapters")).state_dict()
     assert all(torch.equal(loaded[name], trained[name]) for name in adapters)
     assert any(trained[name].any() for name in adapters if "lora_B" in name), (
         "they are zero before training"
     )
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
-def test_the_bits_are_those_of_one_process(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    ((_, alone),) = pool.run(
-        1, train, str(tmp_path / "alone"), "numerics=bitwise", timeout_seconds=200
-    )
-    found = pool.run(
-        2, train, str(tmp_path / "run"), f"{plan},numerics=bitwise", timeout_seconds=200
-    )
-    assert {fingerprint for _, fingerprint in found} == {alone}
+@pytest.mark.parametrize("plan", BITWISE)
+def test_the_bits_are_those_of_one_process(alone: Losses, ranks: list[Losses], plan: str) -> None:
+    assert {found[plan][1] for found in ranks} == {alone["numerics=bitwise"][1]}
