@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="pip install -e .[dev]"),
 ]
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+PLANS = ["replicate=2", "shard=2", "tensor=2"]
 CONFIG: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -61,7 +62,7 @@ def loss(output: Any, batch: Any) -> Any:
     )
 
 
-def train(run_dir: str, plan: str, build: Any, saving: bool = False) -> str:
+def train(run_dir: str, plan: str, build: Any, *, saving: bool = False) -> str:
     words = torch.randint(32, (32, 6), generator=torch.Generator().manual_seed(0))
     recipe = ls.Recipe(
         model=build,
@@ -80,24 +81,49 @@ def train(run_dir: str, plan: str, build: Any, saving: bool = False) -> str:
     ).fingerprint
 
 
+def train_each(folder: str) -> dict[str, str]:
+    found = {plan: train(f"{folder}/{plan}", plan, llama, saving=True) for plan in PLANS}
+    if find_spec("peft"):
+        found["adapters"] = train(f"{folder}/adapters", "shard=2", adapted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def fingerprints(pool: WorkerPool, runs: Path) -> dict[str, str]:
+    """The fingerprint of each run, of two processes: each has to import transformers."""
+    first, second = pool.run(2, train_each, str(runs), timeout_seconds=200)
+    assert first == second
+    return first
+
+
 def export(*arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [LOCKSTEP, "export", "--format", "huggingface", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2"])
-def test_a_folder_that_from_pretrained_loads(pool: WorkerPool, tmp_path: Path, plan: str) -> None:
-    fingerprints = set(
-        pool.run(2, train, str(tmp_path / "run"), plan, llama, True, timeout_seconds=200)
-    )
-    made = export(tmp_path / "run", tmp_path / "llama")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_folder_that_from_pretrained_loads(
+    fingerprints: dict[str, str], runs: Path, tmp_path: Path, plan: str
+) -> None:
+    made = export(runs / plan, tmp_path / "llama")
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith(f"{tmp_path / 'llama'}: ")
-    assert {ls.fingerprint(read(tmp_path / "llama"))} == fingerprints
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert ls.fingerprint(read(tmp_path / "llama")) == fingerprints[plan]
+
+
+@pytest.mark.usefixtures("fingerprints")
+def test_a_checkpoint_is_exported_too_and_nothing_is_overwritten(
+    runs: Path, tmp_path: Path
+) -> None:
+    (checkpoint,) = (runs / "shard=2" / "checkpoints").iterdir()
     assert export(checkpoint, tmp_path / "earlier").returncode == 0
     read(tmp_path / "earlier")
-    again = export(tmp_path / "run", tmp_path / "llama")
+    again = export(runs / "shard=2", tmp_path / "earlier")
     assert (again.returncode, "is there already; nothing is overwritten" in again.stderr) == (
         2,
         True,
@@ -114,24 +140,22 @@ def test_a_model_without_a_configuration_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_by_the_models_own_save_pretrained(pool: WorkerPool, tmp_path: Path) -> None:
-    fingerprint, _ = pool.run(
-        2, train, str(tmp_path / "run"), "shard=2", llama, timeout_seconds=200
-    )
-    ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "llama"), llama)
-    assert ls.fingerprint(read(tmp_path / "llama")) == fingerprint
+def test_by_the_models_own_save_pretrained(
+    fingerprints: dict[str, str], runs: Path, tmp_path: Path
+) -> None:
+    run = str(runs / "shard=2")
+    ls.export_pretrained(run, str(tmp_path / "llama"), llama)
+    assert ls.fingerprint(read(tmp_path / "llama")) == fingerprints["shard=2"]
     with pytest.raises(CheckpointError, match="nothing is overwritten"):
-        ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "llama"), llama)
+        ls.export_pretrained(run, str(tmp_path / "llama"), llama)
     with pytest.raises(CheckpointError, match="a Linear, without save_pretrained"):
-        ls.export_pretrained(
-            str(tmp_path / "run"), str(tmp_path / "other"), lambda: torch.nn.Linear(2, 2)
-        )
+        ls.export_pretrained(run, str(tmp_path / "other"), lambda: torch.nn.Linear(2, 2))
 
 
-def test_adapters_of_peft_are_written_alone(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("fingerprints")
+def test_adapters_of_peft_are_written_alone(runs: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    pool.run(2, train, str(tmp_path / "run"), "shard=2", adapted, timeout_seconds=200)
-    ls.export_pretrained(str(tmp_path / "run"), str(tmp_path / "adapters"), adapted)
+    ls.export_pretrained(str(runs / "adapters"), str(tmp_path / "adapters"), adapted)
     assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -139,7 +163,7 @@ def test_adapters_of_peft_are_written_alone(pool: WorkerPool, tmp_path: Path) ->
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
     from safetensors.torch import load_file
 
-    trained = load_file(tmp_path / "run" / "model.safetensors")
+    trained = load_file(runs / "adapters" / "model.safetensors")
     loaded = peft.PeftModel.from_pretrained(llama(), str(tmp_path / "adapters")).state_dict()
     adapters = {name for name in trained if "lora_" in name}
     assert adapters
