@@ -61,6 +61,17 @@ class TokenTrace:
     """(samples, all tokens): the document of each token. None: each sample is one."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """A layer of experts in a microbatch of the first step."""
+
+    choices: np.ndarray[Any, np.dtype[np.int64]]
+    """(tokens, k): the chosen experts."""
+    tokens: Vector
+    """(tokens, projections): sketches of the input."""
+    output: Vector
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
     """One step in the trace of one rank."""
@@ -74,6 +85,8 @@ class StepTrace:
     """Factor that turned the sum over the microbatches into the step's gradient."""
     tensors: Mapping[str, Summaries]
     """Summaries by kind: `gradients`, `states`, `parameters`, `buffers`."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """The terms of a loss that has several, by name."""
 
 
 @dataclass(slots=True)
@@ -139,6 +152,13 @@ class Trace:
         paths = self.folder.glob(f"tokens-{self.module_index}-{index}-*.safetensors")
         return [_tokens(path) for path in sorted(paths)]
 
+    def experts_of(self, index: int) -> dict[int, dict[str, LayerTrace]]:
+        """Return rank -> name -> layer of experts, for a microbatch of the first step."""
+        if self.folder is None:
+            return {}
+        paths = self.folder.glob(f"experts-{self.module_index}-{index}-*.safetensors")
+        return {int(path.stem.rpartition("-")[2]): _layers(path) for path in sorted(paths)}
+
     def tensor(self, step: int, kind: str, name: str) -> Vector | None:
         """Return the tensor itself, flat and in float64; None if the trace has only its summary."""
         file = self._files.get((step, kind))
@@ -194,8 +214,7 @@ def _trace(
             entry.gradient_order = entry.gradient_order or row["gradient_order"]
             kinds = ("gradients", "states", "parameters", "buffers")
             tensors = {kind: _summaries(row[kind]) for kind in kinds}
-            scalars = {name: row[name] for name in ("weight", "norm", "lr", "gain")}
-            entry.steps.append(StepTrace(loss=_or_nan(row["loss"]), tensors=tensors, **scalars))
+            entry.steps.append(_step(row, tensors))
     if not start["replicated"]:
         trace.ranks = {0: _merged([trace.ranks[rank] for rank in sorted(trace.ranks)])}
     return trace
@@ -210,6 +229,15 @@ def _microbatch(rank: int, row: Mapping[str, Any]) -> MicrobatchTrace:
         samples=tuple(row["samples"]),
         gradients=_summaries(row["gradients"]) if "gradients" in row else None,
         **{name: row[name] for name in names},
+    )
+
+
+def _step(row: Mapping[str, Any], tensors: Mapping[str, Summaries]) -> StepTrace:
+    return StepTrace(
+        loss=_or_nan(row["loss"]),
+        tensors=tensors,
+        terms=row.get("terms", {}),
+        **{name: row[name] for name in ("weight", "norm", "lr", "gain")},
     )
 
 
@@ -229,6 +257,21 @@ def _tokens(path: Path) -> TokenTrace:
         documents=found.pop("documents", None),
         sketches={name: np.asarray(each, dtype=np.float64) for name, each in found.items()},
     )
+
+
+def _layers(path: Path) -> dict[str, LayerTrace]:
+    with safe_open(path, framework="numpy") as opened:
+        names = [key.removesuffix("/choices") for key in opened.keys() if "/choices" in key]  # noqa: SIM118
+        return {
+            name: LayerTrace(
+                opened.get_tensor(f"{name}/choices"),
+                *(
+                    opened.get_tensor(f"{name}/{what}").astype(float)
+                    for what in ("tokens", "output")
+                ),
+            )
+            for name in names
+        }
 
 
 def _merged(ranks: list[RankTrace]) -> RankTrace:

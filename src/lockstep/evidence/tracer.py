@@ -11,8 +11,8 @@ line, of one of these kinds:
   rank has full parameters; together: the ranks that compute it together, each some of its tokens
 - logged: module (0), step, values; what the script has logged in the step, and got from
   `session.mean` and `session.gather`; by rank 0 alone
-- step: module, step, loss, weight, norm, lr, gain, gradient_order; the reduced gradients before
-  clipping; the parameters, buffers and optimizer states after the update
+- step: module, step, loss, terms, weight, norm, lr, gain, gradient_order; the reduced gradients
+  before clipping; the parameters, buffers and optimizer states after the update
 
 A tensor's summary has a fixed random projection. Projections are linear, and the mean square of the
 differences of two projections is an unbiased estimate of the tensors' squared distance. The tensors
@@ -20,7 +20,8 @@ of the first and the last requested step are also saved, in
 `step-<step>-<kind>-<module>-<rank>.safetensors`. Tensors are passed one at a time, because a full
 model may not fit into memory. If tokens are traced,
 `tokens-<module>-<microbatch>-<rank>.safetensors` has sketches of each token of a microbatch of the
-first step.
+first step. If experts are traced, `experts-<module>-<microbatch>-<rank>.safetensors` has for each
+layer the experts that its tokens choose, and sketches of its input and output.
 """
 
 from __future__ import annotations
@@ -163,6 +164,16 @@ class Tracer:
             for name, tensor in tensors.items():
                 add(name, token_sketches(tensor))
 
+    def experts(self, module: int, index: int, layers: Mapping[str, tuple[Tensor, ...]]) -> None:
+        """Write the layers of experts in a microbatch of the first step. `layers`: name -> tokens
+        (tokens, features), chosen experts (tokens, k), output (tokens, features)."""
+        path = self._folder / f"experts-{module}-{index}-{self._rank}.safetensors"
+        with tensor_file(path) as add:
+            for name, (tokens, choices, output) in layers.items():
+                add(f"{name}/choices", choices)
+                add(f"{name}/tokens", token_sketches(tokens[None])[0])
+                add(f"{name}/output", token_sketches(output[None])[0])
+
     def gradients(
         self, module: int, step: int, gradients: NamedTensors, *, gain: float = 1.0
     ) -> None:
@@ -182,17 +193,19 @@ class Tracer:
         parameters: NamedTensors,
         buffers: NamedTensors,
         states: NamedTensors,
+        terms: Mapping[str, float] | None = None,
         **scalars: float | None,
     ) -> bool:
         """Write a step after its update. Returns True after the last requested step.
 
-        `states`: the optimizers' state tensors, named parameter/state. `scalars`: loss, weight, lr,
-        and the norm used for clipping.
+        `states`: the optimizers' state tensors, named parameter/state. `terms`: the terms of a loss
+        that has several. `scalars`: loss, weight, lr, and the norm used for clipping.
         """
         row: dict[str, Any] = {
             name: value if name == "loss" or value is None or math.isfinite(value) else None
             for name, value in scalars.items()
         }
+        row |= {"terms": dict(terms)} if terms else {}
         row |= self._reduced.pop(module) | {"gradient_order": list(self._orders.pop(module, {}))}
         row["parameters"] = self._saved(module, step, "parameters", parameters)
         row |= {"buffers": self._summaries(buffers), "states": self._summaries(states)}

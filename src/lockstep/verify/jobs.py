@@ -42,6 +42,9 @@ class TraceRequest(ScriptRequest):
     tokens: bool = False
     """True if the first step's trace has sketches of each token's output. They tell where plans
     that share out sequences go wrong."""
+    experts: bool = False
+    """True if the first step's trace has sketches of each token before and after each layer of
+    experts. They tell where plans that divide experts go wrong."""
     uncompressed: bool = False
     """True if gradients are sent uncompressed, even if the recipe has `gradient_compression`."""
 
@@ -148,6 +151,7 @@ def reference_jobs(
             steps=steps,
             microbatch=microbatch,
             tokens=any(each.divides("tokens") for each, _ in plans),
+            experts=any(each.divides("experts") for each, _ in plans),
         )
     return jobs
 
@@ -177,6 +181,7 @@ def plan_job(plan: Plan, processes: int, steps: int, microbatch: int | None) -> 
         steps=steps,
         microbatch=microbatch,
         tokens=plan.divides("tokens"),
+        experts=plan.divides("experts"),
         uncompressed=True,
     )
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.base.errors import RecipeError
 from lockstep.base.nested import map_tensors
 from lockstep.base.torch_private import BatchNormBase, TorchDispatchMode
 from lockstep.comm.mesh import full_tensor
@@ -19,6 +20,8 @@ from lockstep.data.digests import sample_digests
 from lockstep.data.loader import Microbatch
 from lockstep.evidence.noise import add_noise, perturb_parameters
 from lockstep.evidence.tracer import NamedTensors, Tracer
+from lockstep.model.expert.find import ARGUMENTS, Experts, stacked_experts
+from lockstep.model.expert.routers import router_beside
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
@@ -67,6 +70,8 @@ class TraceHook(ControlHook):
         """The ranks that compute each microbatch with this one, each some of its tokens."""
         self._outputs: dict[int, SequenceOutput] = {}
         """The latest output of each train module in its first step, if tokens are traced."""
+        self._layers: dict[str, tuple[Tensor, ...]] = {}
+        """Name -> tokens, choices and output of each layer of experts in the latest forward."""
         self._in_microbatch = self._has_ended = False
         self._logged_steps = 0
 
@@ -121,6 +126,8 @@ class TraceHook(ControlHook):
         # in bitwise, a forward computes a single chunk
         if self._request.tokens and self.run.context.plan.numerics != "bitwise":
             module.model.register_forward_hook(partial(self._see_output, index))
+        if self._request.experts:
+            self._watch_experts(index, module)
         if self._request.eval_mode and module.parallel.streams is not None:
             # If there is no random stream per microbatch, a forward that draws random numbers
             # changes the default generators.
@@ -136,6 +143,7 @@ class TraceHook(ControlHook):
     def forward(self) -> Iterator[None]:
         """Record a forward, see `Probe`."""
         self.tracer.before_forward()
+        self._layers = {}
         finds_short_dtypes, self._finds_short_dtypes = self._finds_short_dtypes, False
         self._in_microbatch = True
         try:
@@ -191,6 +199,39 @@ class TraceHook(ControlHook):
         self._outputs[index] = found
         return viewed
 
+    def _watch_experts(self, index: int, module: TrainModule) -> None:
+        run, mesh = self.run, self.run.context.mesh
+        named = None if run.recipe is None else run.recipe.experts
+        layers = stacked_experts(module.model, named)
+        for name, each in layers.items():
+            each.module.register_forward_hook(
+                partial(self._see_experts, index, name), with_kwargs=True
+            )
+        if (ranks := mesh.axis("expert").size) > 1:
+            names = {
+                name: {
+                    "count": each.count,
+                    "parameters": [key for key in module.names if key.startswith(f"{name}.")],
+                    "router": _router(module, name, each),
+                }
+                for name, each in layers.items()
+            }
+            self.tracer.metadata(expert_ranks=ranks, experts=names)
+
+    def _see_experts(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Keep a layer of experts in the first step. A forward hook."""
+        given = [*args, *kwargs.values()]
+        if self._in_microbatch and not self._steps[index] and len(given) == ARGUMENTS:
+            self._layers[name] = given[0].detach(), given[1], output.detach()
+
     def without_backward(self, module: int, microbatch: int) -> None:
         """Record a microbatch without a backward, see `Probe`."""
         self._note_microbatch(module, microbatch, None)
@@ -221,6 +262,9 @@ class TraceHook(ControlHook):
             together=self._together,
             loads=None if balance is None else balance.counts_of_f(),
         )
+        if self._layers:
+            self.tracer.experts(module, index, self._layers)
+            self._layers = {}
 
     def _full_microbatch(self, microbatch: int) -> tuple[int, Sequence[int | str]]:
         """Return the number and the samples of a microbatch, or of the one that it is a slice
@@ -276,6 +320,7 @@ class TraceHook(ControlHook):
             number,
             self._steps[number],
             loss=result.loss(),
+            terms=result.term_losses(),
             weight=weight,
             norm=None if result.clip_norm is None else float(result.norm),
             lr=module.schedule.rates()["lr"],
@@ -295,6 +340,15 @@ def _unscaled(module: TrainModule, gradients: NamedTensors) -> NamedTensors:
     scale = 1.0 if module.loss_scale is None else module.loss_scale.value
     for name, gradient in gradients:
         yield name, gradient if gradient is None or scale == 1.0 else gradient / scale
+
+
+def _router(module: TrainModule, name: str, experts: Experts) -> list[str]:
+    """Return the names of the parameters of a layer's router; empty if it is not known."""
+    try:
+        router = router_beside(module.model, name, experts)
+    except RecipeError:
+        return []
+    return [each for each in module.names if each.startswith(f"{router}.")]
 
 
 def _states(module: TrainModule) -> NamedTensors:

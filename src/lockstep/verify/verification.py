@@ -15,7 +15,7 @@ from lockstep.evidence.trace import Trace
 from lockstep.plan import Plan
 from lockstep.scripts.line import ScriptLine
 from lockstep.verify import jobs
-from lockstep.verify.causes import balance, gradients, microbatches, tokens, updates
+from lockstep.verify.causes import balance, experts, gradients, microbatches, tokens, updates
 from lockstep.verify.causes.evidence import Evidence
 from lockstep.verify.compare import (
     DESCRIPTIONS,
@@ -40,7 +40,7 @@ MICROBATCH_SIZE_ULPS = 100.0
 dtype in the model."""
 
 _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
-    "initial": (microbatches.initial_weights,),
+    "initial": (experts.initial_values, microbatches.initial_weights),
     "samples": (microbatches.samples,),
     "batch": (microbatches.other_data,),
     "microbatch": (
@@ -57,10 +57,14 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
         microbatches.batchnorm_of_microbatch,
         microbatches.other_input,
     ),
-    "missing": (gradients.missing_gradient,),
+    "missing": (experts.router_gradient, gradients.missing_gradient),
     "gradients": (
         updates.earlier_update,
         balance.own_tokens,
+        balance.scaled_term,
+        experts.rows,
+        experts.router_gradient,
+        experts.wrong_factor,
         gradients.wrong_sum,
         microbatches.random_state,
         tokens.lost_tokens,
@@ -72,9 +76,9 @@ _CAUSES: Mapping[Check, Sequence[Callable[[Evidence], str | None]]] = {
         tokens.attention_backward,
     ),
     "sum": (gradients.wrong_sum,),
-    "norm": (updates.clipping,),
+    "norm": (experts.clipping, updates.clipping),
     "lr": (updates.learning_rate,),
-    "states": (updates.optimizer_state,),
+    "states": (experts.optimizer_state, updates.optimizer_state),
     "parameters": (updates.parameter_update,),
     "buffers": (updates.buffer,),
     "ranks": (updates.ranks_disagree,),

@@ -60,7 +60,7 @@ def find_routers(
             " name them in Recipe.experts, or leave balance out"
         )
     if routers is None:
-        names = [_router_beside(model, name, each) for name, each in found.items()]
+        names = [router_beside(model, name, each) for name, each in found.items()]
     else:
         names = _named(model, routers)
         if len(names) != len(found):
@@ -82,7 +82,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in modules if name in matches]
 
 
-def _router_beside(model: nn.Module, name: str, experts: Experts) -> str:
+def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
     """Return the name of the module beside the experts whose weight has a row for each expert.
     Raises `RecipeError`."""
     around = name.rpartition(".")[0]

@@ -1,7 +1,9 @@
-"""The cause of a balance loss that a rank computes from its own tokens' choices of experts."""
+"""Causes of a wrong balance loss: from a rank's own tokens' choices of experts, or of another size
+on more ranks."""
 
 from __future__ import annotations
 
+from lockstep.evidence.tensors import EXACT
 from lockstep.verify.causes.evidence import Evidence
 
 
@@ -29,4 +31,27 @@ def own_tokens(evidence: Evidence) -> str | None:
                     f" ranks {min(of_ranks)} to {max(of_ranks)} together are the reference's; sum"
                     " the counts over the ranks before the loss"
                 )
+    return None
+
+
+def scaled_term(evidence: Evidence) -> str | None:
+    """Check for one term of the loss that is wrong by the number of ranks."""
+    ours, theirs = (
+        trace.rank_0.steps[evidence.step].terms for trace in (evidence.reference, evidence.plan)
+    )
+    ratios = {
+        name: theirs[name] / value for name, value in ours.items() if value and name in theirs
+    }
+    wrong = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > EXACT}
+    if len(wrong) != 1 or len(ratios) < 2:
+        return None
+    ((name, ratio),) = wrong.items()
+    size = evidence.plan.world_size
+    for factor, what in ((1 / size, "shrinks"), (float(size), "grows")):
+        if abs(ratio / factor - 1) < EXACT:
+            return (
+                f"a term of the loss that {what} with the ranks: {name!r} is {ratio:.4g} times the"
+                f" reference's on {size} ranks, and the other terms are right; each rank's part is"
+                " over the weight of the whole batch already: do not divide or multiply it by ranks"
+            )
     return None

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from lockstep.evidence.tensors import EXACT, PROJECTIONS, Summaries, Vector
+from lockstep.evidence.tensors import COMPUTE_EPS, EXACT, PROJECTIONS, Summaries, Vector
 from lockstep.evidence.trace import MicrobatchTrace, RankTrace, Trace
 from lockstep.verify.compare import Difference
+
+MOST_NAMED = 4
+"""Largest number of tokens that a cause names."""
+Wrong = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,32 @@ class Evidence:
         """The plan's microbatches of the step, on all ranks."""
         return self.plan.microbatches_of(self.step)
 
+    @property
+    def token_tolerance(self) -> float:
+        """Largest difference of a token's sketch, relative to that of a typical token."""
+        return float(COMPUTE_EPS[self.reference.metadata.get("precision", "fp32")] ** 0.5)
+
     def of(self, *checks: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.check in checks]
 
     def names(self, *checks: str) -> list[str]:
         """Return the names of the tensors that differ according to these checks, each name once."""
         return list(dict.fromkeys(difference.name for difference in self.of(*checks)))
+
+
+def differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
+    """True for each token that differs by more than `tolerance` times the size of a typical token.
+    The last dim has a token's sketch."""
+    typical = float(np.sqrt(np.mean(expected**2)))
+    away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
+    wrong: Wrong = ~(away <= tolerance * typical)
+    return wrong
+
+
+def named(places: Sequence[int]) -> str:
+    if len(places) > MOST_NAMED:
+        return ", ".join(map(str, places[:MOST_NAMED])) + ", ..."
+    return enumerated(places)
 
 
 def enumerated(items: Sequence[object]) -> str:

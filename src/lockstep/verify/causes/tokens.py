@@ -15,16 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.evidence.tensors import COMPUTE_EPS, EXACT, Vector, exact_ratio
+from lockstep.evidence.tensors import EXACT, Vector, exact_ratio
 from lockstep.evidence.trace import TokenTrace
-from lockstep.verify.causes.evidence import Evidence, enumerated
+from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named
 
-MOST_NAMED = 4
-"""Largest number of tokens that a cause names."""
 MOSTLY = 0.9
 """Fraction of the tokens after a fault that must be wrong: a token may hardly attend to earlier
 ones."""
-Wrong = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ def pairs_at_cuts(evidence: Evidence) -> str | None:
         return None
     at = [place for place in wrong if place != last] or wrong
     share = "every cut" if len(at) >= len(begins) else f"{len(at)} of {len(begins)} cuts"
-    where = f"at {_named(at)} ({share})"
+    where = f"at {named(at)} ({share})"
     chosen = tokens.wrong["gradient"][:, at]
     expected = tokens.expected["gradient"][:, at][chosen].ravel()
     found = tokens.found["gradient"][:, at][chosen].ravel()
@@ -206,15 +203,16 @@ def _compared(evidence: Evidence, index: int) -> _Tokens | None:
     names = expected.keys() & found.keys()
     if any(expected[name].shape != found[name].shape for name in names):
         return None
-    precision = evidence.reference.metadata.get("precision", "fp32")
-    tolerance = COMPUTE_EPS[precision] ** 0.5
     return _Tokens(
         index,
         parts,
         reference[0].documents,
         expected,
         found,
-        {name: _differ(expected[name], found[name], tolerance) for name in sorted(names)},
+        {
+            name: differ(expected[name], found[name], evidence.token_tolerance)
+            for name in sorted(names)
+        },
     )
 
 
@@ -228,21 +226,6 @@ def _in_order(parts: Sequence[TokenTrace]) -> dict[str, Vector]:
     }
 
 
-def _differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
-    """True for each token that differs by more than `tolerance` times the size of a typical
-    token."""
-    typical = float(np.sqrt(np.mean(expected**2)))
-    away = np.sqrt(np.mean((found - expected) ** 2, axis=-1))
-    wrong: Wrong = ~(away <= tolerance * typical)
-    return wrong
-
-
 def _runs(part: TokenTrace) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the indices of a rank's tokens in runs of adjacent ones."""
     yield from np.split(part.places, np.flatnonzero(np.diff(part.places) != 1) + 1)
-
-
-def _named(places: Sequence[int]) -> str:
-    if len(places) > MOST_NAMED:
-        return ", ".join(map(str, places[:MOST_NAMED])) + ", ..."
-    return enumerated(places)

@@ -1,0 +1,296 @@
+"""Causes of differences if ranks divide the experts of each layer among them.
+
+The trace has, for the first step, the tokens that go into each layer of experts, the experts that
+they choose, and what comes out. If a layer's input and choices are right and its output is not, the
+fault is in the exchange of rows. Else the names of the wrong gradients tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.evidence.tensors import EXACT, Vector, exact_ratio
+from lockstep.evidence.trace import LayerTrace
+from lockstep.verify.causes.evidence import Evidence, Wrong, differ, enumerated, named, stacked
+
+MOSTLY = 0.9
+"""Fraction of the wrong tokens whose output must be that of another token."""
+
+
+def rows(evidence: Evidence) -> str | None:
+    """Check for a layer whose input and choices are right, and whose output is not."""
+    for index in sorted(evidence.expected_microbatches) if not evidence.step else ():
+        ours, theirs = evidence.reference.experts_of(index), evidence.plan.experts_of(index)
+        if len(ours) != 1 or len(theirs) != 1:
+            continue
+        ((_, expected_layers),), ((rank, found_layers),) = ours.items(), theirs.items()
+        where = f"in microbatch {index} on rank {rank}"
+        for name in _layers(evidence):
+            expected, found = expected_layers.get(name), found_layers.get(name)
+            if expected is None or found is None or not _same_input(expected, found, evidence):
+                break
+            wrong = differ(expected.output, found.output, evidence.token_tolerance)
+            if wrong.any():
+                layer = _Layer.of(evidence, name)
+                return _misplaced(expected, found, wrong, name, where) or _lost(
+                    layer, expected, found, wrong, where
+                )
+    return None
+
+
+def _same_input(expected: LayerTrace, found: LayerTrace, evidence: Evidence) -> bool:
+    return (
+        expected.tokens.shape == found.tokens.shape
+        and expected.choices.shape == found.choices.shape
+        and not differ(expected.tokens, found.tokens, evidence.token_tolerance).any()
+        and bool((expected.choices == found.choices).all())
+    )
+
+
+def _misplaced(
+    expected: LayerTrace, found: LayerTrace, wrong: Wrong, name: str, where: str
+) -> str | None:
+    """Check for tokens with the output of another token."""
+    at = np.flatnonzero(wrong)
+    away = np.linalg.norm(found.output[at, None] - expected.output[None], axis=-1)
+    nearest = away.argmin(1)
+    same = away.min(1) <= EXACT * np.linalg.norm(found.output[at], axis=-1)
+    if same.mean() < MOSTLY:
+        return None
+    first = int(np.flatnonzero(same)[0])
+    return (
+        f"rows returned to the wrong token: {where} the input of {name!r} and its choices are"
+        f" right, and token {at[first]} has the output of token {nearest[first]}"
+        f" ({len(at)} of {len(wrong)} tokens have another's)"
+    )
+
+
+def _lost(layer: _Layer, expected: LayerTrace, found: LayerTrace, wrong: Wrong, where: str) -> str:
+    """Return the cause for wrong tokens: the rows of some experts, or of all."""
+    at = f"{where} the input of {layer.name!r} and its choices are right, and its output is wrong"
+    for experts in layer.groups():
+        chose = np.isin(expected.choices, experts).any(1)
+        if chose.all() or (wrong & ~chose).any():
+            continue
+        right = np.flatnonzero(chose & ~wrong)
+        over = "" if right.size else "; none of them is right"
+        if right.size:
+            over = f"; the outputs of {len(right)} others that chose it are right"
+            if right.max() < np.flatnonzero(wrong).min():
+                over += ", the first ones: its rows over a capacity were dropped"
+        return (
+            f"rows of {layer.named(experts)} lost: {at} for tokens"
+            f" {named([int(each) for each in np.flatnonzero(wrong)])}, all of which chose it{over}"
+        )
+    return (
+        f"rows returned to the wrong token, or weighted by another token's weights: {at} for"
+        f" {int(wrong.sum())} of {len(wrong)} tokens, whichever experts they chose"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer of experts that ranks divide."""
+
+    name: str
+    count: int
+    """Number of experts."""
+    ranks: int
+    """Number of ranks that divide them."""
+
+    @classmethod
+    def of(cls, evidence: Evidence, name: str) -> _Layer:
+        ranks = evidence.plan.metadata["expert_ranks"]
+        return cls(name, _layers(evidence)[name]["count"], ranks)
+
+    def groups(self) -> list[list[int]]:
+        """Return each expert, then the experts of each rank."""
+        return [[each] for each in range(self.count)] + [
+            list(self.held(rank)) for rank in range(self.ranks)
+        ]
+
+    def held(self, rank: int) -> range:
+        each = self.count // self.ranks
+        return range(rank * each, (rank + 1) * each)
+
+    def named(self, experts: Sequence[int]) -> str:
+        rank = experts[0] // (self.count // self.ranks)
+        plural = "s" if len(experts) > 1 else ""
+        return f"expert{plural} {enumerated(experts)} (of rank {rank} of expert)"
+
+
+def router_gradient(evidence: Evidence) -> str | None:
+    """Check for a router's wrong gradient, if the loss and the layer's experts are right."""
+    wrong = set(evidence.names("missing", "gradients"))
+    first = evidence.first
+    for name, layer in _layers(evidence).items():
+        if first.name not in layer["router"] or evidence.of("loss"):
+            continue
+        if wrong.intersection(layer["parameters"]):
+            continue
+        found = evidence.plan.rank_0.steps[evidence.step].tensors["gradients"].get(first.name)
+        is_lost = found is None or not found.norm
+        what = f"the gradient of {first.name!r} is lost"
+        if not is_lost:
+            what = f"the gradient of {first.name!r} is wrong"
+        return (
+            f"a router's gradient: the loss and the gradients of the experts of {name!r} are right,"
+            f" and {what}; it comes from the weights of the chosen experts: multiply the experts'"
+            " outputs by the router's own weights, not by detached ones, where the tokens are"
+        )
+    return None
+
+
+def wrong_factor(evidence: Evidence) -> str | None:
+    """Check for gradients of experts that are wrong by the number of ranks; all others are
+    right."""
+    names, layers = evidence.names("gradients", "sum"), _layers(evidence)
+    if not names or not set(names) <= _parameters(evidence):
+        return None
+    tensors = (
+        trace.rank_0.steps[evidence.step].tensors["gradients"]
+        for trace in (evidence.reference, evidence.plan)
+    )
+    expected, found = (stacked(each, names) for each in tensors)
+    of = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
+    where = f"of {enumerated([repr(layer) for layer in of])}"
+    if len(of) > 2:
+        where = f"of {len(of)} layers, {of[0]!r} the first"
+    if factor := exact_ratio(expected, found):
+        return _times(evidence, factor, f"the gradients of the experts {where} are")
+    return _of_some_experts(evidence, names[0])
+
+
+def _times(evidence: Evidence, factor: float, what: str) -> str | None:
+    ranks = evidence.plan.metadata["expert_ranks"]
+    for power, title, reason in (
+        (1, f"expert gradient {ranks} times", "multiplied by the number of ranks of expert"),
+        (-1, f"expert gradient 1/{ranks} times", "divided by the number of ranks of expert"),
+    ):
+        if abs(factor / float(ranks) ** power - 1) < EXACT:
+            return (
+                f"{title}: {what} {factor:.4g} times what they should be, {reason}, and all other"
+                " gradients are right; an expert's gradient is complete when the rows of all ranks"
+                " have gone backward: divide or sum nothing over expert"
+            )
+    return None
+
+
+def _of_some_experts(evidence: Evidence, name: str) -> str | None:
+    """Check for the gradients of some experts. Needs the tensors themselves."""
+    of = next(key for key, each in _layers(evidence).items() if name in each["parameters"])
+    layer = _Layer.of(evidence, of)
+    both = _by_expert(evidence, layer, "gradients", name)
+    if both is None:
+        return None
+    expected, found = both
+    ratios = [exact_ratio(*pair) for pair in zip(expected, found, strict=True)]
+    sizes = np.linalg.norm(expected, axis=1)
+    wrong = np.flatnonzero(np.linalg.norm(found - expected, axis=1) > EXACT * sizes)
+    if not 0 < len(wrong) < layer.count:
+        return None
+    factors = [ratios[each] for each in wrong]
+    some = enumerated([int(each) for each in wrong])
+    what = f"the gradients of experts {some} of {name!r} are"
+    known = [factor for factor in factors if factor is not None]
+    if len(known) == len(factors) and np.ptp(known) < EXACT:
+        return _times(evidence, known[0], what)
+    held = {int(each) // (layer.count // layer.ranks) for each in wrong}
+    return (
+        f"gradients of some experts: {what} wrong, and those of the other experts are right; they"
+        f" are on rank {enumerated(sorted(held))} of expert: rows, or their gradients, of other"
+        " ranks' microbatches are missing or twice there"
+    )
+
+
+def clipping(evidence: Evidence) -> str | None:
+    """Check for a norm of all gradients but the experts that other ranks hold."""
+    step, layers = evidence.step, _layers(evidence)
+    entry = evidence.plan.ranks[evidence.first.rank].steps[step]
+    sizes = {name: each.norm for name, each in entry.tensors["gradients"].items() if each}
+    of_experts = [name for layer in layers.values() for name in layer["parameters"]]
+    norm, whole = entry.norm or 0.0, math.hypot(*sizes.values())
+    dense = math.hypot(*(size for name, size in sizes.items() if name not in of_experts))
+    if not of_experts or not norm < whole:
+        return None
+    text = (
+        f"norm without other ranks' experts: rank {evidence.first.rank} clips by {norm:.6g}, but"
+        f" the norm of the whole gradient is {whole:.6g}"
+    )
+    ranks = evidence.plan.metadata["expert_ranks"]
+    for rank in range(ranks):
+        if abs(_norm_of(evidence, rank, dense) / norm - 1) < EXACT:
+            return (
+                f"{text}; it is that of the experts of rank {rank} of expert and of all other"
+                " parameters: sum the experts' squares over expert"
+            )
+    if abs(dense / norm - 1) < EXACT:
+        return f"{text}; it is that of the other parameters alone: the experts' squares are missing"
+    return None
+
+
+def _norm_of(evidence: Evidence, rank: int, dense: float) -> float:
+    """Return the norm of the gradients of a rank's experts and of all other parameters; NaN if the
+    trace lacks the tensors."""
+    total = dense**2
+    for name, of in _layers(evidence).items():
+        layer = _Layer.of(evidence, name)
+        for parameter in of["parameters"]:
+            both = _by_expert(evidence, layer, "gradients", parameter)
+            if both is None:
+                return math.nan
+            total += float(np.square(both[1][list(layer.held(rank))]).sum())
+    return math.sqrt(total)
+
+
+def _by_expert(
+    evidence: Evidence, layer: _Layer, kind: str, name: str
+) -> tuple[Vector, Vector] | None:
+    """Return the reference's tensor and the plan's, with a row for each expert."""
+    expected, found = (
+        trace.tensor(evidence.step, kind, name) for trace in (evidence.reference, evidence.plan)
+    )
+    if expected is None or found is None or expected.shape != found.shape:
+        return None
+    return expected.reshape(layer.count, -1), found.reshape(layer.count, -1)
+
+
+def initial_values(evidence: Evidence) -> str | None:
+    """Check for experts that start from other values, although everything else starts right."""
+    names = evidence.names("initial")
+    if not set(names) <= _parameters(evidence):
+        return None
+    return (
+        f"the experts' initial values: only experts ({names[0]!r}) do not start from the"
+        " reference's values: each rank drew its own experts, from one seed on all ranks, so that"
+        " they are alike, or from a seed of the rank; draw all experts on every rank, and keep the"
+        " rank's own"
+    )
+
+
+def optimizer_state(evidence: Evidence) -> str | None:
+    """Check for optimizer state of experts that is wrong, although everything else is right."""
+    found = [name.rpartition("/")[0] for name in evidence.names("states")]
+    if not set(found) <= _parameters(evidence):
+        return None
+    return (
+        f"the optimizer's state of experts ({evidence.first.name!r}) differs while the gradient and"
+        " the state of all other parameters are right: it was reset, or it is that of another"
+        " rank's experts"
+    )
+
+
+def _layers(evidence: Evidence) -> Mapping[str, Any]:
+    """Return name -> parameters, router and count of each layer of experts. Empty if the plan does
+    not divide experts."""
+    layers: Mapping[str, Any] = evidence.plan.metadata.get("experts", {})
+    return layers
+
+
+def _parameters(evidence: Evidence) -> set[str]:
+    return {name for layer in _layers(evidence).values() for name in layer["parameters"]}
