@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training.test_balance import balance, recipe
 from verify.expert_faults import FAULTS, OtherRanksState
 
@@ -106,7 +107,9 @@ def train(folder: str, plan: str, faults: Sequence[str]) -> None:
         trace.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack, pytest.MonkeyPatch.context() as environment:
             stack.enter_context(FAULTS.get(fault, nullcontext)())
-            request = TraceRequest(folder=trace, steps=2, experts=True)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            steps = 2 if fault in (RIGHT, STATE) else 1
+            request = TraceRequest(folder=trace, steps=steps, float64=True, experts=True)
             for name, value in request.write(trace).items():
                 environment.setenv(name, value)
             with_balance = fault in WITH_BALANCE
@@ -169,6 +172,7 @@ def test_a_right_plan_passes(alone: Traces, divided: Traces, twin: str) -> None:
         [f"blocks.{block}.router.weight"] for block in (0, 1)
     ]
     assert divided[twin].experts_of(0).keys() == {0}
+    assert alone[twin].metadata["short_dtype_operations"] == [], "the trace has none"
 
 
 def test_every_fault_is_tried() -> None:

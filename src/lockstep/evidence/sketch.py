@@ -66,13 +66,16 @@ def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[A
 
 @torch.no_grad()
 def token_sketches(tensor: Tensor) -> Tensor:
-    """Return `TOKEN_PROJECTIONS` projections of each token of a tensor (samples, tokens, ...), in
-    float32 on the CPU. They are a fixed function of the token's numbers."""
+    """Return `TOKEN_PROJECTIONS` projections of each token of a tensor (samples, tokens, ...), on
+    the CPU, in float32 or the tensor's longer dtype. They are a fixed function of the token's
+    numbers."""
     rows = tensor.detach().reshape(*tensor.shape[:2], -1)
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
     generator = torch.Generator().manual_seed(rows.shape[2])
     shape = rows.shape[2], TOKEN_PROJECTIONS
     signs = torch.randint(0, 2, shape, generator=generator, dtype=torch.float32) * 2 - 1
-    return torch.cat([part.float().cpu() @ signs for part in torch.split(rows, _TOKENS, 1)], 1)
+    parts = torch.split(rows, _TOKENS, 1)
+    return torch.cat([part.to(dtype).cpu() @ signs.to(dtype) for part in parts], 1)
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from lockstep.model.expert.balance import (
     loads_of_samples,
     probabilities,
     summed_probabilities,
+    widened,
     z_loss,
 )
 from lockstep.model.expert.routers import (
@@ -296,7 +297,7 @@ class ExpertBalance:
                         " can change what it chooses; leave no_grad() and reentrant checkpointing"
                         " out, do not freeze it, or leave Balance.coefficient and Balance.z out"
                     )
-                values = logits.detach().float()
+                values = widened(logits.detach())
                 if bool((values >= 0).all()) and bool(((values.sum(-1) - 1).abs() < 1e-2).all()):
                     raise RecipeError(
                         f"the router {layer.router!r} returned probabilities: each row adds up to"

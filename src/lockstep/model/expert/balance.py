@@ -51,9 +51,14 @@ def chosen_per_token(load: Tensor) -> Tensor:
     return load[..., :-MORE].double() / tokens.double()
 
 
+def widened(logits: Tensor) -> Tensor:
+    """Return the logits in float32 at least."""
+    return logits if logits.dtype is torch.float64 else logits.float()
+
+
 def probabilities(logits: Tensor, scores: Literal["softmax", "sigmoid"]) -> Tensor:
     """Return the probabilities (tokens, experts) that a router gives, in float32 at least."""
-    wide = logits if logits.dtype is torch.float64 else logits.float()
+    wide = widened(logits)
     if scores == "softmax":
         return wide.softmax(-1)
     given = wide.sigmoid()
@@ -83,8 +88,7 @@ def averaged_over_layers(loads: Sequence[Tensor]) -> Tensor:
 
 def z_loss(logits: Tensor, counted: Tensor | None) -> Tensor:
     """Return the sum over tokens of logsumexp(logits)**2."""
-    wide = logits if logits.dtype is torch.float64 else logits.float()
-    each = wide.logsumexp(-1).square()
+    each = widened(logits).logsumexp(-1).square()
     return (each if counted is None else each * counted).sum()
 
 
