@@ -196,6 +196,7 @@ def _place_experts(
     eager = use_eager(found) if bitwise else []
     assert mesh.expert_mesh is not None
     leaves = divide_experts(
+        model,
         found,
         mesh.expert_mesh["expert"],
         ranks,

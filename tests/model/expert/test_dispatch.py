@@ -4,6 +4,7 @@ name on every rank."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +76,7 @@ def divided(model: nn.Module, *, is_dummy: bool | None = None, bitwise: bool = F
     experts = find_experts(model, None)
     check_experts(model, experts, ranks)
     divide_experts(
+        model,
         experts,
         mesh.torch_mesh["expert"],
         mesh.axis("expert"),
@@ -283,7 +285,22 @@ def refusals() -> dict[str, str]:
             lambda _, given: (given[0], given[1] + EXPERTS - 1, given[2])
         )
     note("outside", outside, batch)
+    for name, skipped in SKIPPED.items():
+        skips = divided(Layers())
+        skips(batch)
+        skips.forward = partial(without, skips, skipped[rank])  # type: ignore[method-assign]
+        note(name, skips, batch)
     return found
+
+
+SKIPPED = {"skips one": (None, 0), "skips the last": (1, None), "skip others": (0, 1)}
+"""Case -> the layer that a forward leaves out on each rank."""
+
+
+def without(layers: Layers, skipped: int | None, x: Tensor) -> Tensor:
+    for place, each in enumerate(layers):
+        x = x if place == skipped else each(x)
+    return x
 
 
 class Heads3(Heads):
@@ -301,7 +318,39 @@ def test_wrong_models_are_refused_on_all_ranks(pool: WorkerPool) -> None:
     assert "was called with (5, 3, 6) float64; experts are called with" in first["heads"]
     assert "1.experts was called with experts from 7 to 1" in first["outside"]
     assert "on rank 1 of the axis expert; it has the experts 0 to 7" in first["outside"]
-    assert len(first) == len(WRONG) + 3
+    for name, said in (
+        ("skips one", "rank 0 calls 0.experts and rank 1 leaves out 0.experts"),
+        ("skips the last", "rank 0 leaves out 1.experts and rank 1 calls 1.experts"),
+        ("skip others", "rank 0 leaves out 0.experts and rank 1 calls 0.experts"),
+    ):
+        assert f"in a forward, {said}, as with stochastic depth" in first[name]
+    assert len(first) == len(WRONG) + 3 + len(SKIPPED)
+
+
+def gradients_without_a_layer() -> float:
+    """Of layers of which all ranks leave the same ones out, and whose modules are called in another
+    order than that of the model."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = nn.Sequential(*Layers(), *Layers())
+    cut = divided(model)
+    for each in (model, cut):
+        each.forward = partial(in_order, each, [3, 0, 2])  # type: ignore[method-assign]
+    for batch in batches(ranks)[:-1]:
+        total(model, batch).backward()
+    total(cut, batches(ranks)[rank]).backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert len(expected) == 3 * 4
+    return off(whole_gradients(cut), expected)
+
+
+def in_order(layers: nn.Sequential, order: list[int], x: Tensor) -> Tensor:
+    for place in order:
+        x = layers[place](x)
+    return x
+
+
+def test_layers_that_all_ranks_leave_out(pool: WorkerPool) -> None:
+    assert all(found < 1e-14 for found in pool.run(2, gradients_without_a_layer))
 
 
 def test_experts_that_cannot_be_divided() -> None:

@@ -9,7 +9,7 @@ router stays on its rank. No row is dropped or padded. The host waits once, for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,10 @@ ComputeRows = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
 class Dispatch:
     """The forward of one module of experts, each of whose ranks holds some of the experts."""
 
-    name: str
+    names: Sequence[str]
+    """Of all modules of experts of the model."""
+    place: int
+    """Of this module among them."""
     experts: Experts
     world: World
     """The ranks of the axis `expert`."""
@@ -69,6 +72,10 @@ class Dispatch:
             made.leaves = Leaves(made.experts.module, self.world.size)
         return made
 
+    @property
+    def name(self) -> str:
+        return self.names[self.place]
+
     def install(self) -> None:
         """Replace the module's forward."""
         module: Any = self.experts.module
@@ -93,6 +100,14 @@ class Dispatch:
             is_dummy = self.exchange.is_dummy is True
             return self._dispatched(self.world, compute, tokens, index, weights, is_dummy=is_dummy)
 
+    def leave_out(self) -> None:
+        """Tell the other ranks that a forward leaves the module out. Raises `RecipeError`, on all
+        ranks, if another rank calls it."""
+        self._exchange_counts(self.world, self._nothing(), None)
+
+    def _nothing(self) -> Routing:
+        return Routing.empty(self.experts.count, self.world.device)
+
     def _dispatched(
         self,
         world: World,
@@ -106,11 +121,7 @@ class Dispatch:
         """Return the output for this rank's tokens, computed on all ranks of `world`. `compute`:
         computes this rank's experts. Every rank calls it."""
         samples, choices = index.shape
-        routing = (
-            Routing.empty(self.experts.count, index.device)
-            if is_dummy
-            else Routing.of(index, self.experts.count)
-        )
+        routing = self._nothing() if is_dummy else Routing.of(index, self.experts.count)
         sent, received, counts = self._exchange_counts(world, routing, index)
         came = _send(_Rows.apply(tokens, routing.order, choices), received, sent, world)  # type: ignore[no-untyped-call]
         local = local_experts(counts, len(came))[:, None].to(index.dtype)
@@ -155,23 +166,27 @@ class Dispatch:
         )
 
     def _exchange_counts(
-        self, world: World, routing: Routing, index: Tensor
+        self, world: World, routing: Routing, index: Tensor | None
     ) -> tuple[list[int], list[int], Tensor]:
         """Return the number of rows to send to each rank and to receive from each, and the counts
-        of the latter: (ranks, local experts). Raises `RecipeError` if a rank has chosen an expert
-        that does not exist."""
+        of the latter: (ranks, local experts). `index`: None if the module is left out. Raises
+        `RecipeError`, on all ranks, if one has chosen an expert that does not exist, or has called
+        another layer."""
         ranks, count = world.size, self.experts.count
         each = count // ranks
-        mine = torch.cat(
-            [routing.counts.view(ranks, each), routing.outside.expand(ranks, 1)], 1
-        ).contiguous()
+        counts = routing.counts.view(ranks, each)
+        call = counts.new_full((ranks, 1), 2 * self.place + (index is None))
+        mine = torch.cat([counts, routing.outside.expand(ranks, 1), call], 1)
         theirs = torch.empty_like(mine)
         all_to_all(theirs, mine, world)
         # the host waits here
-        sent, received, outside = torch.stack(
-            [mine[:, :each].sum(1), theirs[:, :each].sum(1), theirs[:, each]]
+        sent, received, outside, calls = torch.stack(
+            [mine[:, :each].sum(1), theirs[:, :each].sum(1), theirs[:, each], theirs[:, each + 1]]
         ).tolist()
+        if len(set(calls)) > 1:
+            raise RecipeError(self._differing(calls))
         if any(outside):
+            assert index is not None, "a module that is left out has no choice"
             own = [int(index.min()), int(index.max())] if int(routing.outside) else None
             rank, (least, most) = next(
                 (rank, found)
@@ -184,6 +199,20 @@ class Dispatch:
                 " these, as scores.topk(k) does"
             )
         return sent, received, theirs[:, :each]
+
+    def _differing(self, calls: Sequence[int]) -> str:
+        """Return the text of the error for ranks whose forwards call different layers."""
+        said = [
+            f"rank {rank} {'leaves out' if call % 2 else 'calls'} {self.names[call // 2]}"
+            for rank, call in enumerate(calls)
+        ]
+        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+        return (
+            f"in a forward, {said[0]} and {said[other]}, as with stochastic depth; each layer sends"
+            f" tokens to the experts of all ranks (expert={self.world.size}), so every microbatch"
+            " must call all layers of experts; multiply the output of a block by 0 instead of"
+            " leaving it out, or use replicate or shard instead of expert"
+        )
 
     def _computed(
         self, parameters: Parameters, rows: Tensor, local: Tensor, ones: Tensor, _: list[int]
@@ -257,6 +286,8 @@ class Dispatch:
         """Check the arguments of the first call, and prove the module's kind. A module that each
         rank has whole is left as it is if that fails. Raises `RecipeError` on all ranks."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
+            # all ranks must call this module before they prove it
+            self._exchange_counts(self.world, self._nothing(), self._nothing().order)
             try:
                 self._check_arguments(given)
                 self._is_checked = True

@@ -14,6 +14,7 @@ from lockstep.comm.world import World
 from lockstep.model.blocks import blocks_with_shared_parameters
 from lockstep.model.expert.dispatch import Dispatch
 from lockstep.model.expert.find import Experts
+from lockstep.model.expert.layer_calls import LayerCalls
 from lockstep.model.expert.leaves import Leaves
 from lockstep.model.placement import place_parameters
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
@@ -42,6 +43,7 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
 
 
 def divide_experts(
+    model: nn.Module,
     experts: Mapping[str, Experts],
     mesh: DeviceMesh,
     world: World,
@@ -56,13 +58,16 @@ def divide_experts(
     Returns, with bitwise numerics, the leaves of each module."""
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
-    for name, each in experts.items():
+    layers = []
+    for place, each in enumerate(experts.values()):
         materialize(each.module)
         for module in each.module.modules():
             place_parameters(module, mesh, lambda _: Shard(0))
         own = Leaves(each.module, world.size) if bitwise else None
-        Dispatch(name, each, world, exchange, proved, own).install()
+        layers.append(Dispatch(list(experts), place, each, world, exchange, proved, own))
+        layers[-1].install()
         leaves += [] if own is None else [own]
+    LayerCalls(model, layers)
     return leaves
 
 
@@ -72,8 +77,8 @@ def compute_by_rows(
     """Let modules of experts that each rank has whole compute as divided ones do, with the same
     bits. Modules that cannot are left as they are. `world`: this rank alone."""
     proved: set[tuple[object, ...]] = set()
-    for name, each in experts.items():
-        Dispatch(name, each, world, exchange, proved, None).install()
+    for place, each in enumerate(experts.values()):
+        Dispatch(list(experts), place, each, world, exchange, proved, None).install()
 
 
 def use_eager(experts: Mapping[str, Experts]) -> list[str]:

@@ -252,7 +252,7 @@ def _answer(found: Any, *_: Any) -> Any:
 
 
 def _balanced(
-    dispatch: Dispatch, world: World, routing: Routing, index: Tensor
+    dispatch: Dispatch, world: World, routing: Routing, index: Tensor | None
 ) -> tuple[list[int], list[int], Tensor]:
     """Return the numbers of rows if the router chooses all experts equally often."""
     ranks = range(world.size)

@@ -1,0 +1,49 @@
+"""The layers of experts that a forward leaves out, as stochastic depth does.
+
+Each call of a layer has collectives, which all ranks of the axis `expert` must make. A rank whose
+forward leaves a layer out tells the others, at the place in the order of layers, so that a forward
+that leaves it out on some ranks only is refused on all, instead of sending rows to another layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lockstep.model.expert.dispatch import Dispatch
+
+
+class LayerCalls:
+    """Watches the layers of experts that the forwards of a model call."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Dispatch]) -> None:
+        """`layers`: in the order of the model's modules."""
+        self._layers = layers
+        self._next: int | None = None
+        """The layer that is expected next; None outside of a forward of the model. (Recomputation
+        calls layers in another order.)"""
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+        for place, layer in enumerate(layers):
+            layer.experts.module.register_forward_pre_hook(
+                partial(self._before, place), prepend=True
+            )
+
+    def _begin(self, _: nn.Module, __: Any) -> None:
+        self._next = 0
+
+    def _before(self, place: int, _: nn.Module, __: Any) -> None:
+        if self._next is not None:
+            self._leave_out(place)
+            self._next = max(self._next, place + 1)
+
+    def _end(self, _: nn.Module, __: Any, ___: Any) -> None:
+        self._leave_out(len(self._layers))
+        self._next = None
+
+    def _leave_out(self, end: int) -> None:
+        for layer in self._layers[self._next : end]:
+            layer.leave_out()
