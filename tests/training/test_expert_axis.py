@@ -157,6 +157,31 @@ def test_ranks_that_share_out_experts_train_the_model_of_one_process(
             assert off(found, alone) < 1e-12, plan
 
 
+class Adapted(Generator):
+    """Trains the last layers alone. Its first tensor needs a gradient all the same, as with PEFT's
+    `enable_input_require_grads`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.words.register_forward_hook(lambda _, __, output: output.requires_grad_())
+
+
+def train_adapted(folder: str, plan: str) -> list[Trained]:
+    given: dict[str, Any] = {"model": Adapted, "sequence": None}
+    return [train(f"{folder}/{each}", each, **given) for each in (plan, f"{plan},numerics=bitwise")]
+
+
+def test_dummies_exchange_what_tensors_other_than_parameters_need(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    ((expected, _),) = pool.run(1, train_adapted, str(tmp_path), "replicate=1")
+    for several in pool.run(2, train_adapted, str(tmp_path), "expert=2"):
+        for found in several:
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
 def begin(run_dir: str, plan: str) -> str:
     """Train until it fails after a checkpoint."""
     given = {"plan": plan, "run_dir": run_dir, "hooks": [Fails()], "log_every": 1}
@@ -259,6 +284,27 @@ def astray() -> nn.Module:
     return model
 
 
+class Skipping(Generator):
+    """Leaves blocks out at random, as stochastic depth does; the remedy multiplies them by 0."""
+
+    def __init__(self, *, calls_all: bool = False) -> None:
+        super().__init__()
+        self.calls_all = calls_all
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.words(text)
+        for block, keep in zip(self.blocks, torch.rand(2) < 0.5, strict=True):
+            if self.calls_all:
+                x = x + keep * (block(x) - x)
+            elif keep:
+                x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def keeping() -> nn.Module:
+    return Skipping(calls_all=True)
+
+
 NAMED = ["blocks.*.experts"]
 REFUSED: list[tuple[str, dict[str, Any], type[UserError], str, tuple[str, dict[str, Any]]]] = [
     (
@@ -302,6 +348,20 @@ REFUSED: list[tuple[str, dict[str, Any], type[UserError], str, tuple[str, dict[s
         RecipeError,
         "was called with experts from 0 to 8 on rank",
         ("expert=2", {}),
+    ),
+    (
+        "expert=2",
+        {"model": Skipping},
+        RecipeError,
+        "multiply the output of a block by 0 instead of leaving it out",
+        ("expert=2", {"model": keeping}),
+    ),
+    (
+        "expert=2",
+        {"model": Skipping},
+        RecipeError,
+        "or use replicate or shard",
+        ("shard=2", {"model": Skipping}),
     ),
 ]
 

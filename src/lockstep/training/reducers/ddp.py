@@ -35,6 +35,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.torch_collectives import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
+from lockstep.training.reducers.dummies import leaves_of
 from lockstep.training.reducers.step_stats import (
     READY_TWICE,
     Number,
@@ -163,7 +164,10 @@ class DdpReducer:
         """See `GradientReducer.backward`. If the backward has other collectives (round-robin),
         `reduce` sends the buckets."""
         if is_dummy:
-            torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
+            leaves: Sequence[Tensor] = self._parameters
+            if not own_parameters_only:
+                leaves = leaves_of(total, leaves)
+            torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
             return
         self._remaining -= 1
         inputs = self._parameters if own_parameters_only else None

@@ -70,10 +70,7 @@ class RoundsReducer:
         every = [leaf for several in leaves for leaf in several]
         for leaf in every:
             leaf.grad = None
-        # a dummy takes part in all exchanges: its backward reaches all leaves, too
-        torch.autograd.backward(
-            total, grad_output, inputs=every if own_parameters_only or is_dummy else None
-        )
+        torch.autograd.backward(total, grad_output, inputs=every if own_parameters_only else None)
         for place, (parameter, several) in enumerate(zip(self._parameters, leaves, strict=True)):
             counts = not is_dummy or self._mesh.is_expert(parameter)
             if counts and any(leaf.grad is not None for leaf in several):
