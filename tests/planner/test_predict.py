@@ -39,6 +39,13 @@ def test_microbatches_that_a_run_would_not_split_are_not_split(changes: dict[str
         predict(given, Plan.parse("replicate=2,microbatch_splits=1"), MACHINE)
 
 
+def test_a_balance_over_microbatches_is_not_split() -> None:
+    for over, splits in (("microbatch", False), ("step", True)):
+        balance = ls.Balance(coefficient=0.1, over=over)  # type: ignore[arg-type]
+        given = recipe(balance=balance, experts=["blocks.*"])
+        assert is_splittable(given, model_size(recipe())) == splits
+
+
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2", "pipeline=2"])
 def test_an_eager_step_of_a_small_model_takes_as_long_as_its_host_launches_it(plan: str) -> None:
     found = predict(recipe(), Plan.parse(plan), MACHINE)

@@ -121,7 +121,9 @@ def rows_of(run_dir: str | Path, name: str) -> list[dict[str, Any]]:
 def off(found: Trained, expected: Trained) -> float:
     """The largest relative difference."""
     states = zip([*found[1], found[2]], [*expected[1], expected[2]], strict=True)
-    tensors = [(one[name], other[name]) for one, other in states for name in other]
+    tensors = [
+        (one[name].double(), other[name].double()) for one, other in states for name in other
+    ]
     numbers = zip(losses(found[3]), losses(expected[3]), strict=True)
     return max(
         *(float((one - other).norm() / other.norm().clamp(min=1e-9)) for one, other in tensors),
@@ -360,6 +362,39 @@ def test_a_resumed_run_knows_the_loads_of_the_step_before(pool: WorkerPool, tmp_
         )
 
 
+class Normed(Mixture):
+    """A mixture with SyncBatchNorm, over slices of microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(LONGEST).double()
+        self.words.register_forward_hook(lambda _, __, output: self.norm(output))
+
+
+def train_normed(folder: str, plan: str) -> list[Trained | str]:
+    """Over the step, and over microbatches."""
+    given: dict[str, Any] = {"model": Normed, "microbatch": 4}
+    found: list[Trained | str] = [train(f"{folder}/step", plan, **given)]
+    try:
+        found.append(train(f"{folder}/parts", plan, balance=balance(over="microbatch"), **given))
+    except RecipeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_the_balance_of_a_slice_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    ((expected, parts),) = pool.run(1, train_normed, str(tmp_path / "one"), "replicate=1")
+    assert not isinstance(parts, str)
+    for found, said in pool.run(2, train_normed, str(tmp_path / "two"), "replicate=2"):
+        assert off(found, expected) < 1e-11
+        assert "splits each microbatch over the ranks" in said
+
+
+def test_the_balance_of_the_step_does_not_depend_on_splits(tmp_path: Path) -> None:
+    whole = train(str(tmp_path / "whole"), "replicate=1", microbatch=4)
+    assert off(train(str(tmp_path / "parts"), "microbatch_splits=1", microbatch=4), whole) < 1e-11
+
+
 class OneForAll(MixtureBlock):
     """All tokens choose the first experts."""
 
@@ -407,6 +442,10 @@ class Odd(Mixture):
             block.other = nn.Linear(block.router.in_features, EXPERTS, bias=False).double()
         if fault == "two biases":
             block.register_buffer("other", torch.zeros(EXPERTS).double())
+        if fault == "not saved":
+            biases = block.bias
+            del block.bias
+            block.register_buffer("bias", biases, persistent=False)
         if fault == "rows":
             self.register_forward_pre_hook(lambda _, args: (args[0][:, 1:],))
 
@@ -442,6 +481,16 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
         RecipeError,
         "were called with 16 tokens in a microbatch of 2 x 9",
         {"model": lambda: Odd("rows"), "loss": square, "weight": None},
+    ),
+    (
+        RecipeError,
+        "the bias of the router 'blocks.0.router' was registered with persistent=False",
+        {"model": lambda: Odd("not saved")},
+    ),
+    (
+        RecipeError,
+        "so half a microbatch has another balance loss; leave microbatch_splits out",
+        {"balance": balance(over="microbatch"), "plan": "microbatch_splits=1"},
     ),
     (RecipeError, "a model without experts", {"model": lambda: Mixture(blocks=0)}),
     (RecipeError, "matches no module", {"balance": balance(routers=["gates.*"])}),

@@ -266,6 +266,11 @@ class OutOfMemory(ControlHook):
                 "an ls.Stream reads each microbatch from a shard of its own, so half a microbatch"
                 " would have other samples"
             )
+        elif any(each.balance.is_of_microbatches for each in run.training.balances):
+            self._unsplittable = (
+                "Balance(over='microbatch') takes the load of experts over one microbatch, so half"
+                " a microbatch has another balance loss"
+            )
         splits = run.context.plan.microbatch_splits
         if splits and self._unsplittable is not None:
             raise RecipeError(

@@ -65,8 +65,8 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
     if plan.microbatch_splits and not is_splittable(recipe, model_size(recipe)):
         raise RecipeError(
             f"microbatch_splits={plan.microbatch_splits}; half a microbatch of an ls.Stream has"
-            " other samples, and under BatchNorm other statistics; leave microbatch_splits out, or"
-            " give a smaller microbatch"
+            " other samples, under BatchNorm other statistics, and under Balance(over='microbatch')"
+            " another balance loss; leave microbatch_splits out, or give a smaller microbatch"
         )
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     traces = _traces(shape, machine, is_fake)
@@ -114,7 +114,8 @@ def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
 
 def is_splittable(recipe: Recipe, size: ModelSize) -> bool:
     """True if `Plan.microbatch_splits` can split microbatches."""
-    return not isinstance(recipe.data, Stream) and not size.has_batchnorm
+    depends = recipe.balance is not None and recipe.balance.is_of_microbatches
+    return not (isinstance(recipe.data, Stream) or size.has_batchnorm or depends)
 
 
 def _shape(recipe: Recipe, plan: Plan) -> _Shape:

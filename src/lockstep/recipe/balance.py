@@ -74,6 +74,11 @@ class Balance:
         """True if it adds a term to the loss."""
         return self.coefficient > 0 or self.z > 0
 
+    @property
+    def is_of_microbatches(self) -> bool:
+        """True if the balance loss depends on the microbatch that a sample is in."""
+        return self.coefficient > 0 and self.over == "microbatch"
+
 
 def _check_factor(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -139,6 +139,12 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
             " microbatch over the ranks, and only one of them reads its shard; use plain"
             " BatchNorm, with statistics of one microbatch, or a map-style dataset"
         )
+    if assignment.slices and any(each.balance.is_of_microbatches for each in training.balances):
+        raise RecipeError(
+            f"SyncBatchNorm on {mesh.data.size} data ranks with Balance(over='microbatch'); it"
+            " splits each microbatch over the ranks, so a rank knows the load of its slice alone;"
+            " choose over='step', or plain BatchNorm, with statistics of one microbatch"
+        )
     training.run.global_batch, training.run.microbatch = options.global_batch or 0, microbatch
     batching = Batching(
         samples=samples or options.global_batch or 0,

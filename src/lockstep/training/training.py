@@ -22,6 +22,7 @@ from lockstep.keys import RandomStream, key
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
+from lockstep.training.balance import ExpertBalance
 from lockstep.training.consensus import NOTHING, Consensus, Request, merge
 from lockstep.training.context import Context
 from lockstep.training.device_progress import DeviceProgress, EndedStep
@@ -201,6 +202,11 @@ class Training:
         """Number of models -> result of `_devices`."""
         self._has_ended = False
         self._saved_loss = math.nan
+
+    @property
+    def balances(self) -> list[ExpertBalance]:
+        """The balances of the models' experts."""
+        return [module.balance for module in self.modules if module.balance is not None]
 
     @property
     def loss(self) -> float:

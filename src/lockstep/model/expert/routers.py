@@ -127,14 +127,20 @@ def find_bias(model: nn.Module, layer: RoutedLayer) -> Tensor:
         and buffer.shape == (layer.experts.count,)
         and buffer.is_floating_point()
     }
-    named = [buffer for name, buffer in found.values() if name == BIAS]
-    several = named or [buffer for _, buffer in found.values()]
+    named = {each: pair for each, pair in found.items() if pair[0] == BIAS}
+    several = [buffer for _, buffer in (named or found).values()]
     if len(several) != 1:
         raise RecipeError(
             f"Balance.bias_rate: {len(several)} buffers around the router {layer.router!r} have the"
             f" shape ({layer.experts.count},); the bias is one such buffer, which the router adds"
             f" to its scores before it chooses; register it as {BIAS!r} in the router, or leave"
             " bias_rate out"
+        )
+    saved = model.state_dict(keep_vars=True).values()
+    if not any(each is several[0] for each in saved):
+        raise RecipeError(
+            f"Balance.bias_rate: the bias of the router {layer.router!r} was registered with"
+            " persistent=False, so it would be in no checkpoint; leave persistent=False out"
         )
     return several[0]
 
