@@ -118,13 +118,14 @@ def _over_processes(
     """Return the sum over all chunks for each parameter; None if no chunk uses it. `sums`: those of
     this process's chunks."""
     own, processes = axis.own_share, axis.processes
-    used = torch.tensor([float(bool(each.values)) for each in sums])
+    used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)
     nodes = cover(own.start, own.stop, axis.size)
     found: list[Tensor | None] = [None] * len(sums)
     wanted = []
-    for place, (parameter, each) in enumerate(zip(parameters, sums, strict=True)):
-        if not used[place]:
+    given = zip(parameters, sums, used.tolist(), strict=True)
+    for place, (parameter, each, uses) in enumerate(given):
+        if not uses:
             continue
         for leaf in each.missing(own):
             each.add(leaf, torch.zeros_like(parameter))
