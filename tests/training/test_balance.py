@@ -125,10 +125,9 @@ def off(found: Trained, expected: Trained) -> float:
         (one[name].double(), other[name].double()) for one, other in states for name in other
     ]
     numbers = zip(losses(found[3]), losses(expected[3]), strict=True)
-    return max(
-        *(float((one - other).norm() / other.norm().clamp(min=1e-9)) for one, other in tensors),
-        *(abs(one - other) / max(abs(other), 1e-9) for one, other in numbers),
-    )
+    each = [float((one - other).norm() / other.norm().clamp(min=1e-9)) for one, other in tensors]
+    each += [abs(one - other) / max(abs(other), 1e-9) for one, other in numbers]
+    return float(torch.tensor(each).max())  # NaN if any is
 
 
 def by_hand(
@@ -395,6 +394,28 @@ def test_the_balance_of_the_step_does_not_depend_on_splits(tmp_path: Path) -> No
     assert off(train(str(tmp_path / "parts"), "microbatch_splits=1", microbatch=4), whole) < 1e-11
 
 
+class Masked(Mixture):
+    """Its routers leave out the last expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            assert isinstance(block, MixtureBlock)
+            block.router.register_forward_hook(without_the_last)
+
+
+def without_the_last(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
+    return logits.masked_fill(torch.arange(EXPERTS) == EXPERTS - 1, -torch.inf)
+
+
+def test_a_router_may_mask_experts(tmp_path: Path) -> None:
+    _, gradients, _, _ = train(str(tmp_path), "replicate=1", model=Masked)
+    assert all(torch.isfinite(each).all() for of_step in gradients for each in of_step.values())
+    assert {row["loads"]["blocks.0.experts"][-1] for row in rows_of(tmp_path, "experts.jsonl")} == {
+        0
+    }
+
+
 class OneForAll(MixtureBlock):
     """All tokens choose the first experts."""
 
@@ -434,6 +455,8 @@ class Odd(Mixture):
             block.experts.register_forward_pre_hook(lambda _, args: (args[0], args[1] + 2, args[2]))
         if fault == "nan":
             block.router.register_forward_hook(lambda _, __, output: output * torch.nan)
+        if fault == "no expert":
+            block.router.register_forward_hook(lambda _, __, output: output - torch.inf)
         if fault == "probabilities":
             block.router.register_forward_hook(lambda _, __, output: output.softmax(-1))
         if fault == "frozen":
@@ -468,6 +491,11 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
         LossError,
         "router 'blocks.0.router' returned logits that are not finite for",
         {"model": lambda: Odd("nan")},
+    ),
+    (
+        LossError,
+        "logits that are not finite for",
+        {"model": lambda: Odd("no expert"), "balance": balance(over="microbatch", z=0.0)},
     ),
     (RecipeError, "returned probabilities", {"model": lambda: Odd("probabilities")}),
     (RecipeError, "have no gradient", {"model": lambda: Odd("frozen")}),

@@ -232,7 +232,8 @@ class ExpertBalance:
             shape = routed.samples, layer.experts.count + MORE
             load = torch.zeros(shape, dtype=torch.int64, device=device)
             for index, logits in zip(each.index, each.logits, strict=True):
-                finite = torch.isfinite(logits.detach()).all(-1)
+                # a router may mask some experts by -inf
+                finite = torch.isfinite(logits.detach().float().logsumexp(-1))
                 load += loads_of_samples(
                     index, finite, routed.counted, layer.experts.count, samples=routed.samples
                 )
