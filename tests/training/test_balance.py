@@ -215,6 +215,9 @@ PLANS = {
     4: ("shard=2,expert=2", "expert=2,context=2", "replicate=4,checkpointing=full"),
 }
 
+ONE_AXIS = ("replicate=2", "expert=2", "context=2")
+"""Plans that train all cases in the fast tier; the others train two of them there."""
+
 
 def mean_entropy(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
     """A mean over samples, of a sum over tokens."""
@@ -222,19 +225,25 @@ def mean_entropy(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
     return each.view(batch[0].shape).sum(1).mean() / LONGEST
 
 
-def train_each(folder: str, plans: Sequence[str]) -> list[Any]:
-    return each_of(train_all, folder, [(plan,) for plan in plans], may_refuse=False)
+def cases_of(plan: str, whole: bool) -> list[int]:
+    """Numbers of `CASES`: all of them, or those over the step and over the step before."""
+    chosen = range(len(CASES)) if whole or plan in ONE_AXIS else (0, len(CASES) - 1)
+    # dropout needs Recipe.sequence, and draws other numbers
+    return [number for number in chosen if "context" not in plan or "model" not in CASES[number]]
 
 
-def train_all(folder: str, plan: str) -> list[Trained]:
+def train_each(folder: str, plans: Sequence[str], whole: bool) -> list[Any]:
+    given = [(plan, cases_of(plan, whole)) for plan in plans]
+    return each_of(train_all, folder, given, may_refuse=False)
+
+
+def train_all(folder: str, plan: str, cases: Sequence[int]) -> list[Trained]:
     found = []
-    for number, case in enumerate(CASES):
-        changes = dict(case)
+    for number in cases:
+        changes = dict(CASES[number])
         if "loss" in changes:
             changes["loss"] = mean_entropy
         if "context" in plan:
-            if "model" in changes:
-                continue  # dropout needs Recipe.sequence, and draws other numbers
             changes["sequence"] = ls.Sequence(chunks=4)
         changes["tensor"] = {"blocks.*.mix": "colwise_gathered"} if "tensor" in plan else None
         found.append(train(f"{folder}/{number}", plan, **changes))
@@ -243,18 +252,25 @@ def train_all(folder: str, plan: str) -> list[Trained]:
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
-    (found,) = pool.run(1, train_all, str(tmp_path_factory.mktemp("alone")), "replicate=1")
+    cases = range(len(CASES))
+    (found,) = pool.run(1, train_all, str(tmp_path_factory.mktemp("alone")), "replicate=1", cases)
     return found
 
 
-@pytest.mark.parametrize("size", PLANS)
+@pytest.mark.parametrize(
+    ("size", "whole"),
+    [
+        *((size, False) for size in PLANS),
+        *(pytest.param(size, True, marks=pytest.mark.slow) for size in PLANS),
+    ],
+)
 def test_every_plan_learns_what_one_process_learns(
-    pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int
+    pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int, whole: bool
 ) -> None:
     plans = PLANS[size]
-    for rank in pool.run(size, train_each, str(tmp_path), plans, timeout_seconds=110):
+    for rank in pool.run(size, train_each, str(tmp_path), plans, whole, timeout_seconds=110):
         for plan, found in zip(plans, rank, strict=True):
-            expected = [each for n, each in enumerate(alone) if "context" not in plan or n != 1]
+            expected = [alone[number] for number in cases_of(plan, whole)]
             for mine, one in zip(found, expected, strict=True):
                 assert off(mine, one) < 1e-11, plan
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model.context.families import family
+from tiers import tier
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training.subjects import each_of, state_of
@@ -186,7 +187,7 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("size", PLANS)
+@pytest.mark.parametrize("size", [pytest.param(size, marks=tier(size)) for size in PLANS])
 def test_packed_documents_train_the_model_of_documents_one_by_one(
     pool: WorkerPool, tmp_path: Path, alone: Any, size: int
 ) -> None:
