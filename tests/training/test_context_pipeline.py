@@ -215,6 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda: Generator("one length")}, "the model cannot compute the first 17 of 37"),
     ({"model": lambda: Generator("dropped")}, "draws other random numbers for a part"),
     ({"sequence": None}, "give Recipe(sequence=ls.Sequence())"),
+    ({"stages": STAGES[::-1]}, "which comes first; a pipeline calls only the recipe's stages"),
     ({"loss": lambda output, batch: logits(output).mean()}, "the loss is not a sum over tokens"),
     (DOCUMENTS | {"collate": crossed}, "no token predicts the first of a document"),
 ]

@@ -213,15 +213,19 @@ class BoundaryDiscovery:
     def _signature(self, microbatch: PipelineMicrobatch) -> int:
         self._forwards.streams.start(microbatch.position)
         inputs = microbatch.inputs()
-        if self._model.training not in self._checked_modes:
-            self._sequential_check.check(inputs.call)
-            self._checked_modes.add(self._model.training)
+        self._check_sequential(inputs)
         described = [
             (list(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__
             for leaf in tree_leaves(inputs)
         ]
         text = f"{described} {self._model.training}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+    def _check_sequential(self, inputs: Arguments) -> None:
+        """Check the model's forward, once in each mode. Called on the first rank."""
+        if self._model.training not in self._checked_modes:
+            self._sequential_check.check(inputs.call)
+            self._checked_modes.add(self._model.training)
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
         """Find the boundaries of a microbatch by computing its stages one after another. Every rank
@@ -257,6 +261,8 @@ class BoundaryDiscovery:
             given = arguments
             if stage:
                 given = Arguments((received[0] if route[-1].single else received,), {})
+            else:
+                self._check_sequential(given)
             with (
                 self._forwards.around(self._forwards.own.index(stage)),
                 torch.no_grad(),
