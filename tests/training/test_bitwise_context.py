@@ -96,37 +96,44 @@ def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     return result.fingerprint, [result.loss, *result.metrics.values()]
 
 
-def train_all(run_dir: str, plan: str) -> list[Trained]:
-    return [train(f"{run_dir}/{number}", plan, **each) for number, each in enumerate(RECIPES)]
+def recipes_of(plan: str, whole: bool) -> list[int]:
+    """Numbers of `RECIPES`: all of them, or those of several terms and of documents."""
+    return [*range(len(RECIPES))] if whole or plan == PLANS[2][0] else [0, 2]
 
 
-def train_each(run_dir: str, plans: Sequence[str]) -> list[list[Trained]]:
-    return each_of(train_all, run_dir, [(plan,) for plan in plans], may_refuse=False)
+def train_all(run_dir: str, plan: str, whole: bool) -> list[Trained]:
+    return [
+        train(f"{run_dir}/{number}", plan, **RECIPES[number]) for number in recipes_of(plan, whole)
+    ]
 
 
-def logged(folder: Path) -> list[Any]:
-    return [learned(folder / str(number)) for number in range(len(RECIPES))]
+def train_each(run_dir: str, plans: Sequence[str], whole: bool) -> list[list[Trained]]:
+    return each_of(train_all, run_dir, [(plan, whole) for plan in plans], may_refuse=False)
 
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each recipe trains, and what it logs."""
     folder = tmp_path_factory.mktemp("alone")
-    (found,) = pool.run(1, train_all, str(folder), ALONE, timeout_seconds=60)
-    return found, logged(folder)
+    (found,) = pool.run(1, train_all, str(folder), ALONE, True, timeout_seconds=60)
+    return found, [learned(folder / str(number)) for number in range(len(RECIPES))]
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+    ("size", "whole"),
+    [(2, False), *(pytest.param(size, True, marks=pytest.mark.slow) for size in PLANS)],
 )
 def test_a_training_has_the_same_bits_on_any_number_of_processes(
-    pool: WorkerPool, tmp_path: Path, alone: Any, size: int
+    pool: WorkerPool, tmp_path: Path, alone: Any, size: int, whole: bool
 ) -> None:
-    ranks = pool.run(size, train_each, str(tmp_path), PLANS[size], timeout_seconds=140)
-    for number, plan in enumerate(PLANS[size]):
-        numbers = logged(tmp_path / str(number))
+    ranks = pool.run(size, train_each, str(tmp_path), PLANS[size], whole, timeout_seconds=140)
+    for place, plan in enumerate(PLANS[size]):
+        recipes = recipes_of(plan, whole)
+        expected = [[of_one[number] for number in recipes] for of_one in alone]
+        numbers = [learned(tmp_path / str(place) / str(number)) for number in recipes]
         for rank in ranks:
-            assert (rank[number], numbers) == alone, plan
+            assert [rank[place], numbers] == expected, plan
 
 
 def begin(run_dir: str, plan: str) -> str:
