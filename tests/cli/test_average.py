@@ -142,7 +142,7 @@ def test_weights_are_relative_and_a_run_of_none_is_left_out(trained: Path, out: 
 @pytest.mark.command
 def test_each_run_and_the_average_are_evaluated_by_the_recipe(trained: Path, out: str) -> None:
     ended = average(
-        trained, "a", "b", "far", "-o", out, "--evaluate", "train.py", "--nproc", "2", "--json"
+        trained, "a", "b", "-o", out, "--evaluate", "train.py", "--nproc", "2", "--json"
     )
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
