@@ -103,6 +103,21 @@ def extra(name: str, **given: Any) -> Training:
     return trains(model=partial(GPT, extra=name, dropout=0.0, **given))
 
 
+class Following(GPT):
+    """A model that updates a buffer in its forward."""
+
+    self_updating_buffers = ("fixed",)
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = super().forward(words)
+        with torch.no_grad():
+            self.fixed.lerp_(x.mean(), 0.1)
+        return x
+
+
 class Changed(GPT):
     """A model whose hidden states are changed before its blocks."""
 
@@ -358,6 +373,7 @@ SEQUENCES = [
     ),
     cut(extra("multihead"), "write it with linear layers and", GPTS),
     cut(extra("batch norm"), "use nn.LayerNorm or nn.RMSNorm", GPTS),
+    cut(with_model(Following), "update them between steps, in a hook's", GPTS),
     cut(extra("own attention"), "scaled_dot_product_attention(query, key, value, is_causal", GPTS),
     cut(extra("convolution"), "are on other ranks: use attention", GPTS),
     cut(extra("mean"), "normalise each token over its features", GPTS),

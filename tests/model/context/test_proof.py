@@ -81,6 +81,12 @@ class Short(GPT):
             return super().forward(words).bfloat16()
 
 
+class Counting(GPT):
+    """Says that its forward updates a buffer."""
+
+    self_updating_buffers = ("fixed",)
+
+
 MADE: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "right": (GPT, ""),
     "right, a slice, noise, not causal": (
@@ -99,6 +105,7 @@ MADE: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "own attention": (lambda: GPT(extra="own attention"), "computes attention of its own"),
     "own mask": (lambda: GPT(extra="own mask"), "its own mask (attn_mask)"),
     "batch norm": (lambda: GPT(extra="batch norm"), "blocks.0.batch_norm is a BatchNorm"),
+    "a self-updating buffer": (Counting, "the model has self_updating_buffers = ('fixed',)"),
     "cumsum": (lambda: GPT("cumsum"), "(cumsum) computes a running sum over tokens"),
     "class token": (lambda: GPT(extra="class token"), "without a dim 1 of 32 tokens"),
     "multihead": (

@@ -33,6 +33,7 @@ from lockstep.model.context.label_shift import has_tokens
 from lockstep.model.context.trial import tolerance
 from lockstep.model.forwards import Forwards
 from lockstep.model.pipeline.boundary import Around
+from lockstep.model.running_statistics import ATTRIBUTE
 
 Compute = Callable[[TokenLayout, Around], Any]
 """(layout, context of each stage's forward) -> the output of the rank's tokens."""
@@ -103,6 +104,13 @@ def check_modules(model: nn.Module, layout: TokenLayout) -> None:
                 f"{name or 'the model'} is a BatchNorm, and {layout.cut_by} cuts sequences; its"
                 " statistics would cover only the tokens of one rank; use nn.LayerNorm or"
                 f" nn.RMSNorm, or {layout.otherwise}"
+            )
+        if names := getattr(module, ATTRIBUTE, ()):
+            raise RecipeError(
+                f"{name or 'the model'} has {ATTRIBUTE} = {tuple(names)}, and {layout.cut_by} cuts"
+                " sequences; its forward would update them from the tokens of one rank; update"
+                " them between steps, in a hook's after_step for instance, or"
+                f" {layout.otherwise}"
             )
 
 
