@@ -43,9 +43,9 @@ class Dispatch:
     """The forward of one module of experts, each of whose ranks holds some of the experts."""
 
     names: Sequence[str]
-    """Of all modules of experts of the model."""
+    """The names of all modules of experts of the model."""
     place: int
-    """Of this module among them."""
+    """The number of this module among them."""
     experts: Experts
     world: World
     """The ranks of the axis `expert`."""
