@@ -10,6 +10,11 @@ from planner.subjects import recipe, traced
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.plan import Plan
+from lockstep.planner.machines.costs import Machine
+from lockstep.planner.machines.hardware import parse_target
+from lockstep.planner.predict import predict
+from lockstep.planner.prediction import SKEW
 from lockstep.planner.trace import TracedStep, memory_peak
 from lockstep.planner.tracing.tracer import model_size
 
@@ -77,6 +82,27 @@ def test_rows_go_to_their_experts_and_back() -> None:
         once = 4 * rows * WIDTH + 8 * EXPERTS / 4
         expected = 4 * once * MICROBATCHES / ranks * (ranks - 1) / ranks
         assert abs(sent / expected - 1) < 0.02
+
+
+def test_a_rank_whose_experts_are_chosen_more_often_receives_more_rows() -> None:
+    """Here twice as many as the mean. With 2 ranks that is every row."""
+    for ranks in (2, 4):
+        balanced, skewed = (
+            traced(f"expert={ranks}", GIVEN, skew=skew).sent_bytes()["all_to_all on expert"]
+            for skew in (1.0, SKEW)
+        )
+        assert abs(skewed / balanced - SKEW) < 0.05
+
+
+def test_a_prediction_has_both_figures() -> None:
+    machine = Machine.of(parse_target("2 x H100"), None)
+    experts, dense = (
+        predict(GIVEN, Plan.parse(plan), machine) for plan in ("expert=2", "replicate=2")
+    )
+    assert dense.skewed is None
+    assert experts.skewed is not None
+    assert experts.skewed.seconds >= experts.seconds
+    assert experts.skewed.peak_bytes > experts.peak.bytes
 
 
 def test_a_rank_holds_its_experts() -> None:

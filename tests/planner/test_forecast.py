@@ -17,7 +17,7 @@ from lockstep.planner.forecast import (
 from lockstep.planner.machines.costs import Interval
 from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.page import plan_page
-from lockstep.planner.prediction import Outcome, Prediction
+from lockstep.planner.prediction import Outcome, Prediction, Skewed
 from lockstep.planner.trace import Peak
 
 MEMORY = Peak(
@@ -235,3 +235,13 @@ def test_the_rate_is_that_of_a_machine() -> None:
     wide = replace(FAST, plan="shard=64")
     shown = forecast_on("64 x H100", Outcome(plan="shard=64", prediction=wide))
     assert shown.loader_rate(wide) == 16
+
+
+def test_a_plan_that_divides_experts_has_a_figure_for_a_skewed_router() -> None:
+    skewed = Skewed(seconds=0.7, peak_bytes=80_000_000_000)
+    experts = replace(FAST, plan="expert=8", skewed=skewed)
+    lines = list(forecast(*BOTH, Outcome(plan="expert=8", prediction=experts)).lines(5))
+    assert [line for line in lines if "rows" in line] == [
+        "expert=8, if one rank's experts get 2 times the mean number of rows: a step of 700 ms"
+        " instead of 500 ms, and 88 GB of memory there, more than a device has"
+    ]

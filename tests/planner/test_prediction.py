@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from lockstep.planner.forecast import Budget, budget
-from lockstep.planner.prediction import MARGIN, Prediction
+from lockstep.planner.prediction import MARGIN, Prediction, Skewed
 from lockstep.planner.trace import Peak
 
 NAMES = st.text(st.characters(codec="ascii", categories=["Ll"]), min_size=1, max_size=5)
@@ -58,6 +58,7 @@ def prediction(**changes: Any) -> Prediction:
         capacity_bytes=st.none() | BYTES,
         overhead_bytes=BYTES,
         sent_bytes=st.dictionaries(NAMES, BYTES),
+        skewed=st.none() | st.builds(Skewed, seconds=SECONDS, peak_bytes=BYTES),
         note=st.none() | st.text(max_size=9),
     )
 )

@@ -11,7 +11,7 @@ from lockstep.base.units import size
 from lockstep.plan import Plan
 from lockstep.planner.machines.costs import Interval
 from lockstep.planner.machines.hardware import Cluster
-from lockstep.planner.prediction import Outcome, Prediction
+from lockstep.planner.prediction import SKEW, Outcome, Prediction
 from lockstep.planner.search import closest
 
 HOURS_BETWEEN_FAILURES = 50_000.0
@@ -164,10 +164,24 @@ class Forecast:
             f" ({_rate(rate / self.cluster.devices_per_node)} in each of its processes)"
         )
         yield from self._budget(best)
+        yield from self._skewed(most)
         if best.note is not None:
             yield f"note: {best.note}"
         reasons = list(struck([each for each in self.outcomes if each.reason is not None]))
         yield from (f"not {each}" for each in reasons[:most])
+
+    def _skewed(self, most: int) -> Iterator[str]:
+        """Yield a line for each of the fastest plans that divides experts. `most=0`: of all."""
+        for each in self.fitting[: most or None]:
+            if each.skewed is not None:
+                needed = each.needed_for(each.skewed.peak_bytes)
+                is_too_large = each.capacity_bytes is not None and needed > each.capacity_bytes
+                yield (
+                    f"{each.plan}, if one rank's experts get {SKEW:g} times the mean number of"
+                    f" rows: a step of {time_in_words(each.skewed.seconds)} instead of"
+                    f" {time_in_words(each.seconds)}, and {size(needed)} of memory there"
+                    f"{', more than a device has' if is_too_large else ''}"
+                )
 
     def _nothing_fits(self) -> Iterator[str]:
         nearest = closest(self.outcomes)

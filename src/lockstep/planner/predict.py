@@ -11,7 +11,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.plan import Plan
 from lockstep.planner.machines.costs import Machine
-from lockstep.planner.prediction import Prediction, text
+from lockstep.planner.prediction import SKEW, Prediction, Skewed, text
 from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
 from lockstep.planner.trace import (
     ON_HOST,
@@ -95,7 +95,15 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
         capacity_bytes=machine.capacity_bytes,
         overhead_bytes=machine.overhead_bytes,
         sent_bytes=whole[0].sent_bytes(),
+        skewed=_skewed(shape, machine, is_fake) if shape.plan.divides("experts") else None,
     )
+
+
+def _skewed(shape: _Shape, machine: Machine, is_fake: bool) -> Skewed:
+    """Predict the step of the rank whose experts are chosen most."""
+    traces = _traces(shape, machine, is_fake, SKEW)
+    step = _simulated(_whole(traces, shape), machine.costs_of(shape.plan), shape, machine)
+    return Skewed(seconds=step.seconds, peak_bytes=memory_peak(traces[0]).bytes)
 
 
 def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[Costs], float]:
@@ -150,14 +158,16 @@ def _shape(recipe: Recipe, plan: Plan) -> _Shape:
     return _Shape(microbatch, count, traced, load, changed, unsplit)
 
 
-def _traces(shape: _Shape, machine: Machine, is_fake: bool) -> list[TracedStep]:
-    """Return the trace of the rank of each stage; without a pipeline, of one rank."""
+def _traces(shape: _Shape, machine: Machine, is_fake: bool, skew: float = 1.0) -> list[TracedStep]:
+    """Return the trace of the rank of each stage; without a pipeline, of one rank. `skew`: as in
+    `TraceOptions`."""
     cluster = machine.cluster
     options = TraceOptions(
         world_size=cluster.count,
         local_size=cluster.devices_per_node,
         is_gpu=machine.is_gpu,
         is_fake=is_fake,
+        skew=skew,
     )
     if shape.plan.pipeline == 1:
         return [trace_step(shape.recipe, shape.plan, options)]

@@ -15,6 +15,8 @@ from lockstep.scripts.request import ScriptRequest
 
 MARGIN = 0.08
 """Fraction of a device's memory that is kept free, for fragmentation and libraries."""
+SKEW = 2.0
+"""Rows of the rank whose experts are chosen most, in multiples of the mean over the ranks."""
 OUTCOMES, ENDED = "outcomes.jsonl", "ended.json"
 
 
@@ -56,6 +58,16 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skewed:
+    """A step in which one rank's experts get `SKEW` times the mean number of rows. Other figures
+    take it that the router chooses all experts equally often."""
+
+    seconds: float
+    peak_bytes: int
+    """Memory of that rank at its peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     plan: str
     microbatch: int
@@ -81,6 +93,8 @@ class Prediction:
     """Memory of the device's libraries."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that rank 0 sends, by collective and axis."""
+    skewed: Skewed | None = None
+    """None if the plan does not divide experts."""
     note: str | None = None
     """Note on how the step was traced."""
 
@@ -91,7 +105,11 @@ class Prediction:
     @property
     def needed_bytes(self) -> int:
         """Memory that a device must have."""
-        return math.ceil((self.peak.bytes + self.overhead_bytes) / (1 - MARGIN))
+        return self.needed_for(self.peak.bytes)
+
+    def needed_for(self, peak_bytes: int) -> int:
+        """Return the memory that a device must have for such a peak."""
+        return math.ceil((peak_bytes + self.overhead_bytes) / (1 - MARGIN))
 
     @property
     def fits(self) -> bool:
@@ -111,7 +129,9 @@ class Prediction:
         """Make a `Prediction` from the result of `as_json`."""
         derived = ("fits", "limit", "needed_bytes")
         given = {name: value for name, value in told.items() if name not in derived}
-        return cls(**{**given, "memory": [Peak(**each) for each in told["memory"]]})
+        memory = [Peak(**each) for each in told["memory"]]
+        skewed = told["skewed"] and Skewed(**told["skewed"])
+        return cls(**{**given, "memory": memory, "skewed": skewed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class Collective:
     """Distance of neighbours in the group, in ranks."""
     bytes: int
     """Size in bytes. all_reduce, all_gather, reduce_scatter: of the full tensor (summed, returned,
-    given). all_to_all: of this rank's tensor. broadcast, send: of the message."""
+    given). all_to_all: the larger of this rank's two tensors. broadcast, send: of the message."""
     axis: str = ""
     phase: Phase = "other"
 

@@ -252,12 +252,15 @@ class LoaderTime:
             by_limit, added = {LOADER: loading}, 0.0
         else:
             return noted
-        twice = prediction.seconds_with_twice.items()
+        twice, skewed = prediction.seconds_with_twice.items(), prediction.skewed
+        if skewed is not None:
+            skewed = replace(skewed, seconds=max(skewed.seconds + added, loading))
         return replace(
             noted,
             seconds=max(prediction.seconds + added, loading),
             by_limit=dict(sorted(by_limit.items(), key=lambda each: -each[1])),
             seconds_with_twice={name: max(each + added, loading) for name, each in twice},
+            skewed=skewed,
         )
 
 

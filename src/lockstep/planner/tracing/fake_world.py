@@ -159,7 +159,8 @@ class RecordedGroup(PythonProcessGroup):
 
     def alltoall_base(self, output: Tensor, given: Tensor, *options: Any) -> FakeWork:
         _fill(output, given)
-        return self._done("all_to_all", [output], [given], [output, given])
+        larger = max(output, given, key=lambda each: each.nbytes)
+        return self._done("all_to_all", [output], [larger], [output, given])
 
     def alltoall(self, outputs: list[Tensor], given: list[Tensor], options: Any = None) -> FakeWork:
         for output in outputs:
@@ -221,7 +222,7 @@ class RecordedMemory(SharedMemoryGroup):
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> None:
         _fill(output, tensor)
-        self._note("all_to_all", tensor, output, tensor)
+        self._note("all_to_all", max(tensor, output, key=lambda each: each.nbytes), output, tensor)
 
     def finish(self) -> None:
         """Do nothing: no collective is in progress."""

@@ -154,9 +154,9 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in SHORT else value
 
 
-def without_others(boundaries: Sequence[Sequence[Boundary]]) -> Iterator[Patch]:
+def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Iterator[Patch]:
     """Yield replacements for functions that would communicate with other ranks. `boundaries`: as in
-    `StageSplit`."""
+    `StageSplit`. `skew`: as in `TraceOptions`."""
     # The original compares the values of sharded and of full layers.
     yield FirstForwardCheck, {"compare": lambda *_: None}
     # The originals compare outputs and losses of cut sequences and of whole ones.
@@ -164,7 +164,7 @@ def without_others(boundaries: Sequence[Sequence[Boundary]]) -> Iterator[Patch]:
     yield cut, {name: partial(_answer, found) for name, found in checks.items()}
     # The originals compare the outputs of divided experts and of whole ones, and read the numbers
     # of rows that the ranks send each other.
-    yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _balanced}
+    yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _routed(skew)}
     # The original raises the error of another rank.
     yield PipelineFailure, {"raise_known": _raise_own}
     # The original asks the rank with the model's output for the kind of loss.
@@ -251,16 +251,22 @@ def _answer(found: Any, *_: Any) -> Any:
     return found
 
 
-def _balanced(
-    dispatch: Dispatch, world: World, routing: Routing, index: Tensor | None
-) -> tuple[list[int], list[int], Tensor]:
-    """Return the numbers of rows if the router chooses all experts equally often."""
-    ranks = range(world.size)
-    sent = [len(contiguous_range(len(routing.order), rank, world.size)) for rank in ranks]
-    received = [sent[world.rank]] * world.size
-    counts = routing.counts.new_zeros(world.size, dispatch.experts.count // world.size)
-    all_to_all(torch.empty_like(counts), counts, world)
-    return sent, received, counts
+def _routed(skew: float) -> Callable[..., tuple[list[int], list[int], Tensor]]:
+    def exchange_counts(
+        dispatch: Dispatch, world: World, routing: Routing, index: Tensor | None
+    ) -> tuple[list[int], list[int], Tensor]:
+        """Return the numbers of rows if the experts of the first rank are chosen `skew` times as
+        often as the mean, and all others equally often."""
+        rows, others = len(routing.order), world.size - 1
+        most = min(rows, round(skew * len(contiguous_range(rows, 0, world.size))))
+        rest = [len(contiguous_range(rows - most, rank, others)) for rank in range(others)]
+        sent = [most, *rest]
+        received = [sent[world.rank]] * world.size
+        counts = routing.counts.new_zeros(world.size, dispatch.experts.count // world.size)
+        all_to_all(torch.empty_like(counts), counts, world)
+        return sent, received, counts
+
+    return exchange_counts
 
 
 def _own_stages(

@@ -81,6 +81,8 @@ class TraceOptions:
     """False: real tensors, for a script that needs values."""
     boundaries: Sequence[Sequence[Boundary]] = ()
     """Those of `StageSplit`."""
+    skew: float = 1.0
+    """Rows that go to the first rank of `expert`, in multiples of the mean over its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ class LoneSession(RecipeSession):
         enter(listening(self.hook.recorder))
         enter(self.hook.recorder.streams_and_storages())
         gathered = self.hook.recorder.labelling(exchange.gather_keys, "keys and values")
-        patches = [*without_others(options.boundaries), unrecorded()]
+        patches = [*without_others(options.boundaries, options.skew), unrecorded()]
         patches.append((exchange, {"gather_keys": gathered}))
         if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
             # A schedule needs as many microbatches as stages, and a stream gives one microbatch of
