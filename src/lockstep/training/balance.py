@@ -233,7 +233,7 @@ class ExpertBalance:
             load = torch.zeros(shape, dtype=torch.int64, device=device)
             for index, logits in zip(each.index, each.logits, strict=True):
                 # a router may mask some experts by -inf
-                finite = torch.isfinite(logits.detach().float().logsumexp(-1))
+                finite = torch.isfinite(widened(logits.detach()).logsumexp(-1))
                 load += loads_of_samples(
                     index, finite, routed.counted, layer.experts.count, samples=routed.samples
                 )
