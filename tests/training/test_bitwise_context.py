@@ -113,7 +113,7 @@ def train_each(run_dir: str, plans: Sequence[str], whole: bool) -> list[list[Tra
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each recipe trains, and what it logs."""
+    """The models of the recipes, and what their trainings log."""
     folder = tmp_path_factory.mktemp("alone")
     (found,) = pool.run(1, train_all, str(folder), ALONE, True, timeout_seconds=60)
     return found, [learned(folder / str(number)) for number in range(len(RECIPES))]
