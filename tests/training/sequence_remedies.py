@@ -510,7 +510,7 @@ HUGGING_FACE = [
     ),
     cut(
         hugging_face(config={"attention_dropout": 0.1}, sequence=CHUNKS),
-        "set attention_dropout=0.0 in the configuration, or leave context out",
+        "set attention_dropout=0.0 in the configuration, or ",
         hugging_face(sequence=CHUNKS),
     ),
     cut(
