@@ -315,7 +315,7 @@ class Plan:
             raise PlanError(
                 f"pipeline={self.pipeline} with numerics=bitwise; a stage sums its microbatches'"
                 " gradients as they arrive, not in the canonical order; leave numerics=bitwise"
-                " out, or use replicate and shard"
+                " out, or use replicate, or shard without context"
             )
         if self.schedule == "zero-bubble" and given.get("shard", 1) != 1:
             raise PlanError(

@@ -122,16 +122,15 @@ class RecipeSession(Session):
             check_microbatch_is_fixed(plan, recipe.global_batch, recipe.microbatch)
         if recipe.inputs is None:
             _check_shorthand(plan, recipe)
-        if "auto" not in (
-            recipe.precision,
-            recipe.microbatch,
-            *(getattr(plan, name) for name in MEASURED),
-        ):
+        settings = {name: getattr(plan, name) for name in MEASURED}
+        settings |= {"precision": recipe.precision, "microbatch": recipe.microbatch}
+        automatic = [name for name, value in settings.items() if value == "auto"]
+        if not automatic:
             return opened.context
         if plan.context != 1:
             raise RecipeError(
-                f"auto with context={plan.context}; what is auto is timed with whole sequences;"
-                " give a value in the recipe and the plan"
+                f"{', '.join(automatic)} = auto with context={plan.context}; auto is chosen by"
+                " training with whole sequences; give a value"
             )
         if recipe.global_batch is None:
             raise RecipeError(

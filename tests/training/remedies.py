@@ -2025,7 +2025,7 @@ ELSEWHERE = {
     "only one axis can be auto; give the others a size": PLANS,
     "give shard two processes or more, or leave offload=yes out": PLANS,
     "the number of threads changes bits, so it is 1; leave threads out": PLANS,
-    "leave numerics=bitwise out, or use replicate and shard": PLANS,
+    "leave numerics=bitwise out, or use replicate, or shard without context": PLANS,
     "leave {name}={said} out, or use replicate and shard": PLANS,
     "choose schedule=1f1b or interleaved": PLANS,
     "of every microbatch until the backwards; choose schedule=1f1b": CHUNKED_PLANS,

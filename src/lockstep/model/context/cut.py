@@ -462,7 +462,7 @@ class SequenceCut:
                 raise RecipeError(
                     f"the model cannot compute the first {tokens} of {size[1]} tokens:"
                     f" {error}; a model of sequences takes any length: slice its tables, such as"
-                    " self.positions[:, :tokens]"
+                    " self.positions[:, :tokens]; or it fails with whole sequences too"
                 ) from error
 
         given = self.call_of(self._first_tokens(arguments, tokens))

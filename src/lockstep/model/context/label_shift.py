@@ -158,7 +158,10 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
     said = ""
     sums: list[list[float]] = []
     with torch.no_grad():
-        value = loss(output, batch)
+        try:
+            value = loss(output, batch)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise _of_a_part(str(error), layout, dim) from error
         if (dtype := _short_dtype(value)) is not None:
             raise LossError(
                 f"the loss is summed in {dtype}; under {layout.cut_by} it is computed for parts of"
@@ -176,13 +179,7 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
     if all(is_right):
         return None
     if said and not any(is_right):
-        raise LossError(
-            f"the loss cannot be computed for a part of the {tokens} tokens: {said}; under"
-            f" {layout.cut_by} it is called with the output of some tokens, and with their part of"
-            f" each tensor of the batch that has {tokens} tokens in dim {dim}; give labels that are"
-            " as long as the model's input, such as words = text[:, :-1] and labels = text[:, 1:]"
-            " in collate"
-        )
+        raise _of_a_part(said, layout, dim)
     if not any(is_right):
         found = [", ".join(f"{number:.6g}" for number in each) for each in (whole, *sums)]
         raise LossError(
@@ -191,11 +188,23 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
             f" under {layout.cut_by} it is computed for parts of the tokens, and these are summed;"
             " return ls.Sum(total), the sum over the tokens with a label, and give Recipe.weight"
             " = batch -> their number, instead of a mean over tokens, a loss of the last token,"
-            " or one of their mean"
+            " or one of their mean; labels may be shifted by one token, no further; what depends on"
+            " the place of a token belongs into the batch"
         )
     shift = is_right.index(True)
     _check_shared(loss, output, batch, cut, shift)
     return shift
+
+
+def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
+    """Return the error for a loss that cannot be computed for some tokens. `said`: its error."""
+    return LossError(
+        f"the loss cannot be computed for a part of the tokens: {said}; under {layout.cut_by} it is"
+        " called with the output of some tokens, and with their part of each tensor of the batch"
+        f" that has all tokens in dim {dim}; give labels that are as long as the model's input,"
+        " such as words = text[:, :-1] and labels = text[:, 1:] in collate; put other tensors as"
+        " long as the sequence into the batch, with a dim for the samples"
+    )
 
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
