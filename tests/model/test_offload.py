@@ -17,6 +17,7 @@ from model.second_device import ELSEWHERE, SecondDevice, There
 from tiers import spread
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Shard
 from training.subjects import recipe
 
 import lockstep as ls
@@ -103,6 +104,8 @@ def test_the_norm_is_exchanged_on_the_device_and_clips_on_the_cpu(
     alone = World(0, 1, 0, 2, ELSEWHERE, owns_group=False)
     mesh: Any = SimpleNamespace(
         larger=Plan(shard=2).larger,
+        world=alone,
+        parts=GPU,
         stages=alone,
         axis=lambda name: GPU if name == "shard" else alone,
     )
@@ -110,7 +113,12 @@ def test_the_norm_is_exchanged_on_the_device_and_clips_on_the_cpu(
     with SecondDevice():
         # A gradient's shape is that of the whole, its part that of the shard.
         whole = [
-            SimpleNamespace(shape=(2 * len(part), *part.shape[1:]), _local_tensor=part)
+            SimpleNamespace(
+                shape=(2 * len(part), *part.shape[1:]),
+                _local_tensor=part,
+                device_mesh=SimpleNamespace(mesh_dim_names=("shard",)),
+                placements=[Shard(0)],
+            )
             for part in gradients
         ]
         norm: Any = gradient_norm.GradientNorm(mesh, bitwise=bitwise).of(whole)  # type: ignore[arg-type]

@@ -164,7 +164,7 @@ class BoundaryDiscovery:
         self._model = model
         self._forwards = forwards
         self._stages = forwards.stages
-        self._world = world
+        self.world = world
         self._group = world.group or dist.group.WORLD
         self._failure = failure
         self._sequential_check = SequentialCheck(model, self._stages.parts)
@@ -197,14 +197,14 @@ class BoundaryDiscovery:
         """A hash of the shapes and types of each microbatch's inputs, computed on the first rank.
         Hosts exchange it without waiting for their devices."""
         numbers = torch.zeros(len(microbatches), dtype=torch.int64)
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             try:
                 signatures = [self._signature(microbatch) for microbatch in microbatches]
                 numbers = torch.tensor(signatures, dtype=torch.int64)
             except Exception as error:
                 self._failure.error = error
                 numbers.fill_(FAILED)
-        self._world.broadcast(numbers, 0)
+        self.world.broadcast(numbers, 0)
         found: list[int] = numbers.tolist()
         if FAILED in found:
             self._failure.raise_known()
@@ -297,7 +297,7 @@ class BoundaryDiscovery:
                         value = tuple(tensor.detach() for tensor in sendable_outputs(output))
                 except Exception as error:
                     self._failure.error = error
-            described = self._world.value_of(stage % self._stages.ranks, described)
+            described = self.world.value_of(stage % self._stages.ranks, described)
             if described is None:
                 self._failure.raise_known()
             if not is_last:
@@ -311,13 +311,13 @@ class BoundaryDiscovery:
         """Send the value, or receive it. Returns the input of the next stage if that stage is on
         this rank."""
         source, target = stage % self._stages.ranks, (stage + 1) % self._stages.ranks
-        if source == target or self._world.rank not in (source, target):
+        if source == target or self.world.rank not in (source, target):
             return value
-        if self._world.rank == source:
+        if self.world.rank == source:
             for tensor in value:
                 dist.send(tensor, group=self._group, group_dst=target)
             return ()
-        value = boundary.tensors(self._world.device)
+        value = boundary.tensors(self.world.device)
         for tensor in value:
             dist.recv(tensor.detach(), group=self._group, group_src=source)
         return value

@@ -278,7 +278,7 @@ def _own_stages(
     """Compute only this rank's stages of the next forward."""
     route, found = forwards.popleft(), None
     for stage in discovery._forwards.own:
-        received = route[stage - 1].tensors(discovery._world.device) if stage else ()
+        received = route[stage - 1].tensors(discovery.world.device) if stage else ()
         output = compute(stage, received, route[:stage])
         if stage == len(route):
             found = output
