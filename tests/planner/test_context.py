@@ -99,7 +99,7 @@ def test_attention_sends_the_bytes_of_its_exchange(ranks: int, exchange: str) ->
     expected = layers * each * ACTIVATION_BYTES
     sent = trace.sent_bytes()
     found = sum(sent.get(f"{kind} on context", 0) for kind in ("all_to_all", "broadcast"))
-    assert found == pytest.approx(expected, rel=0.02)
+    assert found == pytest.approx(expected, abs=0.02 * expected + 4096)
 
 
 def test_ranks_keep_their_part_of_the_activations() -> None:

@@ -894,8 +894,8 @@ def test_a_field_that_no_recipe_has_cannot_differ(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=(
-            r"^allow_change='stepps'; it names fields of the recipe, which are batch_loss,"
-            r" batch_sampler, blocks, clip_norm, "
+            r"^allow_change='stepps'; it names fields of the recipe, which are balance,"
+            r" batch_loss, batch_sampler, blocks, clip_norm, "
         ),
     ):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), allow_change=["stepps"])

@@ -347,7 +347,7 @@ REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
     (
         "context=2",
         {"microbatch": "auto"},
-        "give a value in the recipe and the plan",
+        "auto is chosen by training with whole sequences; give a value",
         [("context=2", {})],
     ),
     (
