@@ -307,7 +307,7 @@ def test_failing():
 
 @pytest.mark.command
 def test_the_session_fails_a_test_that_passes_and_leaves_something(tmp_path: Path) -> None:
-    for name in ("conftest.py", "before_torch.py", "forked.py", "processes.py"):
+    for name in ("conftest.py", "before_torch.py", "forked.py", "processes.py", "tiers.py"):
         (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
     (tmp_path / "test_it.py").write_text(TESTS_OF_A_SESSION)
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-c", os.devnull]
