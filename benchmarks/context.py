@@ -77,9 +77,8 @@ class Times(ls.Hook):
         self.ends.append(time.perf_counter())
 
 
-def measure(tokens: int, steps: int, plan: str, threads: int) -> float:
+def measure(tokens: int, steps: int, plan: str) -> float:
     """Return the seconds of a step. Runs in each process."""
-    torch.set_num_threads(threads)
     data = torch.randint(WORDS, (steps, tokens), generator=torch.Generator().manual_seed(0))
     recipe = ls.Recipe(
         model=lambda: LanguageModel(tokens),
@@ -90,7 +89,7 @@ def measure(tokens: int, steps: int, plan: str, threads: int) -> float:
         ),
         weight=lambda batch: batch[:, 1:].numel(),
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
-        sequence=None if plan == "replicate=1" else ls.Sequence(),
+        sequence=ls.Sequence() if "context" in plan else None,
         global_batch=1,
         steps=steps,
     )
@@ -115,22 +114,21 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     options = parser.parse_args()
     several = options.processes
-    sides: dict[str, tuple[int, str, int]] = {
-        "1 process, 1 thread": (1, "replicate=1", 1),
-        f"1 process, {several} threads": (1, "replicate=1", several),
+    sides = {
+        "1 process, 1 thread": (1, "replicate=1,threads=1"),
+        f"1 process, {several} threads": (1, f"replicate=1,threads={several}"),
         **{
             f"context={several}, {exchange}": (
                 several,
-                f"context={several},exchange={exchange}",
-                1,
+                f"context={several},exchange={exchange},threads=1",
             )
             for exchange in options.exchange
         },
     }
     found: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(options.rounds):
-        for name, (nproc, plan, threads) in sides.items():
-            args = (options.tokens, options.steps, plan, threads)
+        for name, (nproc, plan) in sides.items():
+            args = (options.tokens, options.steps, plan)
             found[name].append(options.tokens / ls.spawn(measure, nproc=nproc, args=args))
     table = Table(title=f"{options.tokens} tokens a sequence, {os.cpu_count()} cores")
     for column in ("side", "tokens/s", "ratio", "quartiles"):
