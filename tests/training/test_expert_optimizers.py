@@ -75,7 +75,7 @@ def per_tensor(model: nn.Module) -> Optimizer:
 OPTIMIZERS: list[Optimizers] = [adamw, fused, muon, per_expert, per_tensor]
 WHOLE = {
     ("expert=2", "per_tensor"),
-    *(("shard=2,expert=2", name) for name in ("muon", "per_expert", "per_tensor")),
+    *(("shard=2,expert=2", name) for name in ("muon", "per_tensor")),
 }
 """Plans and optimizers that step on gathered tensors."""
 
