@@ -213,6 +213,15 @@ def test_the_failure_is_the_ranks_without_what_torchrun_adds() -> None:
         f" default. \n{'*' * 41}\n"
     )
     assert failure_in(f"{banner}boom") == "boom"
+    unwritten = (
+        "--- Logging error ---\nTraceback (most recent call last):\n"
+        '  File "/lib/torch/distributed/run.py", line 1\nRuntimeError: reentrant call\n'
+        "Call stack:\n    result = agent.run()\nMessage: 'a %s'\nArguments: ('b',)\n"
+    )
+    assert failure_in(f"{unwritten}ValueError: boom\n{unwritten}{TORCHRUN}").splitlines()[-1] == (
+        "[rank1]: ValueError: boom"
+    )
+    assert failure_in(f"boom\n{unwritten}") == "boom"
 
 
 def test_an_abort_after_the_end_of_the_script_is_no_failure() -> None:

@@ -41,6 +41,8 @@ _AGENT_TRACEBACK = re.compile(
     re.MULTILINE,
 )
 _THREADS_BANNER = re.compile(r"^\*+\nSetting OMP_NUM_THREADS.*\n\*+\n", re.MULTILINE)
+_LOGGING_ERROR = re.compile(r"^--- Logging error ---\n(?:.*\n)*?Arguments: .*\n?", re.MULTILINE)
+"""Python's report of a line that could not be logged: at its end, torchrun has some."""
 _RANK_LINE = re.compile(r'"kind":\s*"rank"')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -205,7 +207,7 @@ def aborted_at_exit(error: str) -> bool:
 
 def failure_in(output: str) -> str:
     """Return the last lines that a failed script printed, without the lines that torchrun adds."""
-    output = _THREADS_BANNER.sub("", output)
+    output = _LOGGING_ERROR.sub("", _THREADS_BANNER.sub("", output))
     found = [pattern.search(output) for pattern in (_FAILED, _AGENT_TRACEBACK)]
     heads = [each.start() for each in found if each is not None]
     text = output[: min(heads)].rstrip() if heads else ""
