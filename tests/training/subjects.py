@@ -124,3 +124,18 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+Trained = tuple[dict[str, Tensor], list[float]]
+"""The state dict of a trained model, and its losses and metrics."""
+
+
+def off(found: Trained, expected: Trained) -> float:
+    """Return the largest relative difference; NaN if any is."""
+    (state, numbers), (state_of_one, numbers_of_one) = found, expected
+    each = [
+        float((state[name] - value).norm() / value.norm()) for name, value in state_of_one.items()
+    ]
+    pairs = zip(numbers, numbers_of_one, strict=True)
+    each += [abs(one - other) / abs(other) for one, other in pairs]
+    return float(torch.tensor(each, dtype=torch.float64).max())  # not Python's, which hides NaN

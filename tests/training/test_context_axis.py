@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import each_of, learned, state_of
+from training.subjects import Trained, each_of, learned, off, state_of
 
 import lockstep as ls
 from lockstep.base.errors import DataError, PlanError
@@ -169,9 +169,6 @@ class Last(ls.Hook):
         self.state = state_of(run.model)
 
 
-Trained = tuple[dict[str, Tensor], list[float]]
-
-
 def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     """Return the model, the last loss and the metrics."""
     last = Last()
@@ -185,16 +182,6 @@ def train_all(run_dir: str, plan: str, **more: Any) -> list[Trained]:
         train(f"{run_dir}/{number}", plan, **changes, **more)
         for number, changes in enumerate(RECIPES)
     ]
-
-
-def off(found: Trained, expected: Trained) -> float:
-    """The largest relative difference."""
-    (state, numbers), (state_of_one, numbers_of_one) = found, expected
-    each = [
-        float((state[name] - value).norm() / value.norm()) for name, value in state_of_one.items()
-    ]
-    pairs = zip(numbers, numbers_of_one, strict=True)
-    return max(*each, *(abs(one - other) / abs(other) for one, other in pairs))
 
 
 @pytest.fixture(scope="module")

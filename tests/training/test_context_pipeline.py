@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from training.subjects import each_of
+from training.subjects import Trained, each_of, off
 from training.test_context_axis import (
     TOKENS,
     WIDTH,
@@ -158,25 +158,12 @@ class Held(ls.Hook):
         self.state = {name: each.clone() for name, each in run.full_state_dict().items()}
 
 
-Trained = tuple[dict[str, Tensor], list[float]]
-
-
 def train(run_dir: str, plan: str, changes: dict[str, Any]) -> Trained:
     """Return the model, the loss and the metrics."""
     held = Held()
     given = {"model": Generator, "stages": STAGES, "tensor": None, "global_batch": 8, "steps": 2}
     result = ls.train(recipe(**given | changes), plan=plan, run_dir=run_dir, hooks=[held])
     return held.state, [result.loss, *result.metrics.values()]
-
-
-def off(found: Trained, expected: Trained) -> float:
-    """The largest relative difference."""
-    (state, numbers), (state_of_one, numbers_of_one) = found, expected
-    each = [
-        float((state[name] - value).norm() / value.norm()) for name, value in state_of_one.items()
-    ]
-    pairs = zip(numbers, numbers_of_one, strict=True)
-    return max(*each, *(abs(one - other) / abs(other) for one, other in pairs))
 
 
 def train_all(run_dir: str, plans: Sequence[str]) -> list[Trained]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import each_of, state_of
+from training.subjects import Trained, each_of, off, state_of
 
 import lockstep as ls
 from lockstep.base.errors import DataError, LossError, PlanError, RecipeError, UserError
@@ -116,23 +116,11 @@ class Last(ls.Hook):
         self.state = state_of(run.model)
 
 
-Trained = tuple[dict[str, Tensor], list[float]]
-
-
 def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     """Return the model, the last loss and the metrics."""
     last = Last()
     result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, hooks=[last], log_every=1)
     return last.state, [result.loss, *result.metrics.values()]
-
-
-def off(found: Trained, expected: Trained) -> float:
-    """The largest relative difference."""
-    (state, numbers), (state_of_one, numbers_of_one) = found, expected
-    each = [(state[name] - value).norm() / value.norm() for name, value in state_of_one.items()]
-    pairs = zip(numbers, numbers_of_one, strict=True)
-    each += [torch.tensor(abs(one - other) / abs(other)) for one, other in pairs]
-    return float(torch.stack(each).max())  # NaN if any is
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from training.subjects import each_of
-from training.test_expert_axis import Last, Trained, off, recipe
+from training.subjects import Trained, each_of, off
+from training.test_expert_axis import Last, recipe
 
 import lockstep as ls
 from lockstep.base.errors import DivergenceError
