@@ -1,6 +1,6 @@
 from hypothesis import given, strategies as st
 
-from lockstep.keys import MASK, RandomStream, key, mix
+from lockstep.keys import MASK, RandomStream, key, longer, mix
 
 parts = st.lists(st.integers(0, MASK), max_size=4)
 
@@ -28,6 +28,11 @@ def test_a_key_has_64_bits_and_parts_count_modulo_two_to_the_64(values):
 @given(st.integers(0, MASK), st.integers(0, 63))
 def test_one_bit_of_a_part_changes_about_half_of_the_key(part, bit):
     assert 8 <= (key(part) ^ key(part ^ 1 << bit)).bit_count() <= 56
+
+
+@given(parts, st.integers(0, MASK))
+def test_a_key_is_made_longer_by_one_part(some, last):
+    assert longer(key(*some), last) == key(*some, last)
 
 
 def test_mix_is_the_published_splitmix64():

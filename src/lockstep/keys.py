@@ -34,8 +34,8 @@ class RandomStream(IntEnum):
     """A call of a sampler: (seed, SAMPLER, epoch); in `ls.samplers`: (seed, SAMPLER, epoch or
     number of a part)."""
     HOOK = 9
-    """A call of a user's hook: (seed, HOOK, steps done, index of the hook, number of the
-    method)."""
+    """A call of a user's hook: (seed, HOOK, index of the hook, number of the method, steps
+    done)."""
     GRADIENT_HOOK = 10
     """The calls of the hooks on the gradients of a model: (seed, GRADIENT_HOOK, steps done, number
     of the model)."""
@@ -57,5 +57,10 @@ def key(*parts: int) -> int:
     taken modulo 2**64."""
     state = 0
     for part in parts:
-        state = mix(((state + GOLDEN) ^ part) & MASK)
+        state = longer(state, part)
     return state
+
+
+def longer(key: int, part: int) -> int:
+    """Return the key of the parts of `key` and one more."""
+    return mix(((key + GOLDEN) ^ part) & MASK)

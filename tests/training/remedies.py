@@ -1969,6 +1969,9 @@ ELSEWHERE = {
     "or use parameter.register_hook for each, whose hooks are called once per step": GRADIENT_HOOKS,
     "and let a hook return None for what it is not to change": GRADIENT_HOOKS,
     "and a load_state_dict() that loads it": OPTIMIZER_STATE,
+    "write optimizer=lambda model": (
+        "training/test_optimizers.py::test_the_remedy_for_an_optimizer_class_makes_the_optimizer"
+    ),
     "code of your own can ask torch.distributed.is_initialized()": COLLECTIVES,
     "so these would be counted once per rank; leave it out": COLLECTIVES,
     "for samples of all ranks, give Recipe.batch_loss": (

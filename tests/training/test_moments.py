@@ -272,8 +272,9 @@ def test_hooks_of_users_are_called_at_their_moments_only() -> None:
             self.calls += 1
 
     own = Own()
-    hooks = Hooks([Asked(), ls.Hook(), own])
-    run: Any = SimpleNamespace(step=0, context=SimpleNamespace(seed=0, device=torch.device("cpu")))
+    context: Any = SimpleNamespace(seed=0, device=torch.device("cpu"))
+    hooks = Hooks([Asked(), ls.Hook(), own], context)
+    run: Any = SimpleNamespace(step=0)
     hooks.call("between_steps", run)
     hooks.call("after_step", run)
     assert own.calls == 1
@@ -284,10 +285,11 @@ def test_every_hook_is_called_though_one_raises() -> None:
         def on_end(self, run: Any) -> None:
             raise ValueError("first")
 
-    run: Any = type("Stub", (), {"step": 0})()
+    run: Any = SimpleNamespace(step=0)
+    context: Any = SimpleNamespace(seed=0, device=torch.device("cpu"))
     moments = Moments()
     with pytest.raises(ValueError, match="first"):
-        Hooks([Raises(), moments, Raises()]).call_every("on_end", run)
+        Hooks([Raises(), moments, Raises()], context).call_every("on_end", run)
     assert moments.seen == ["on_end 0"]
 
 

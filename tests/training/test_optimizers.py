@@ -142,6 +142,11 @@ REFUSED: dict[str, tuple[Factory, str]] = {
         lambda model: torch.optim.SGD,
         "the optimizer factory returned <class 'torch.optim.sgd.SGD'> (a type); it must return",
     ),
+    "a class that is called with the model": (
+        partial(torch.optim.SGD, lr=0.1),
+        "Recipe.optimizer is the class SGD; it is called with the model, and the class takes"
+        " parameters (optimizer can only optimize Tensors, but one of the params is ",
+    ),
     "a list with something else": (
         lambda model: [torch.optim.SGD(model.parameters()), "more"],
         "the optimizer factory returned 'more' (a str); it must return a torch.optim.Optimizer,"
@@ -178,6 +183,16 @@ def test_optimizers_that_do_not_share_out_the_model_are_refused(name: str) -> No
     with pytest.raises(RecipeError) as caught:
         build_optimizers(factory, frozen_in_part())
     assert str(caught.value).startswith(message)
+
+
+def test_the_remedy_for_an_optimizer_class_makes_the_optimizer() -> None:
+    with pytest.raises(RecipeError) as caught:
+        build_optimizers(partial(torch.optim.SGD, lr=0.5, momentum=0.9), nn.Linear(2, 2))
+    remedy = str(caught.value).partition("write optimizer=")[2]
+    factory = eval(remedy, {"SGD": torch.optim.SGD})
+    [optimizer] = build_optimizers(factory, nn.Linear(2, 2))
+    assert optimizer.defaults["lr"] == 0.5
+    assert optimizer.defaults["momentum"] == 0.9
 
 
 def test_many_parameters_that_are_left_out_are_named_in_part() -> None:

@@ -47,6 +47,8 @@ class Mesh:
     """Axis over which gradients are summed -> why some or all of its ranks do not share memory."""
     bitwise: bool = False
     """True if the ranks of `tokens` sum losses and gradients in each microbatch's backward."""
+    alone: World = field(init=False)
+    """This process."""
     data: World = field(init=False)
     """The data ranks. Together they compute all microbatches of a step; on the other axes they have
     the same position as this rank."""
@@ -64,6 +66,8 @@ class Mesh:
     makes of it."""
 
     def __post_init__(self) -> None:
+        alone = replace(self.world, rank=0, size=1, owns_group=False)
+        object.__setattr__(self, "alone", alone)
         for name, asked in (
             ("data", _deals),
             ("replicas", _copies),
@@ -75,8 +79,7 @@ class Mesh:
         object.__setattr__(
             self, "parts", self._together(sharded or _names(self.larger, _divides_experts))
         )
-        alone_or_tokens = _alone(self.world) if self.bitwise else self.tokens
-        object.__setattr__(self, "loss_parts", alone_or_tokens)
+        object.__setattr__(self, "loss_parts", alone if self.bitwise else self.tokens)
 
     @classmethod
     def of(cls, world: World, plan: Plan) -> Mesh:
@@ -116,14 +119,14 @@ class Mesh:
 
     def axis(self, name: str) -> World:
         """Return the processes along one axis, including this one."""
-        return self.groups.get((name,)) or _alone(self.world)
+        return self.groups.get((name,)) or self.alone
 
     def along(self, asked: Callable[[Axis], bool]) -> World:
         """Return the processes along all axes of which `asked` is true."""
         return self._together(_names(self.larger, asked))
 
     def _together(self, names: tuple[str, ...]) -> World:
-        return self.groups[names] if names else _alone(self.world)
+        return self.groups[names] if names else self.alone
 
     def summed(self, parameter: Tensor | None = None) -> World:
         """Return the processes over which the gradient of a parameter is summed after the backward.
@@ -404,10 +407,6 @@ def _at_exit() -> None:
     and modules hold references to it in cycles."""
     forget_meshes()
     gc.collect()
-
-
-def _alone(world: World) -> World:
-    return replace(world, rank=0, size=1, owns_group=False)
 
 
 def _part(world: World, group: Any) -> World:

@@ -18,7 +18,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.data.digests import Digests
 from lockstep.data.generators import seed_generators
 from lockstep.data.positions import Position, position_in
-from lockstep.keys import RandomStream, key
+from lockstep.keys import RandomStream, key, longer
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.running_statistics import RunningStatistics
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
@@ -100,8 +100,9 @@ class Hooks:
     """A list of hooks. At each moment, only the hooks that override its method are called; users'
     hooks with seeded generators."""
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
+    def __init__(self, hooks: Sequence[Hook], context: Context) -> None:
         self.all = list(hooks)
+        self._context = context
         self.requesting = [
             hook.request
             for hook in hooks
@@ -125,8 +126,9 @@ class Hooks:
         method: Callable[..., None] = getattr(hook, moment)
         if moment == "on_event" or type(hook).__module__.startswith("lockstep."):
             return method  # an event may be recorded in the middle of a microbatch
-        place = self.all.index(hook), [*vars(Hook), *vars(ControlHook)].index(moment)
-        return partial(_call_seeded, method, place)
+        number = [*vars(Hook), *vars(ControlHook)].index(moment)
+        own = key(self._context.seed, RandomStream.HOOK, self.all.index(hook), number)
+        return partial(_call_seeded, method, own, self._context.device)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
         """Call method `moment` of all hooks even if one raises, then raise the first error."""
@@ -141,10 +143,9 @@ class Hooks:
 
 
 def _call_seeded(
-    method: Callable[..., None], place: tuple[int, int], run: Run, *arguments: Any
+    method: Callable[..., None], key: int, device: torch.device, run: Run, *arguments: Any
 ) -> None:
-    context = run.context
-    seed_generators(key(context.seed, RandomStream.HOOK, run.step, *place), context.device)
+    seed_generators(longer(key, run.step), device)
     method(run, *arguments)
 
 
@@ -155,7 +156,7 @@ class Training:
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context
         self.run = Run(context, self)
-        self.hooks = Hooks(hooks)
+        self.hooks = Hooks(hooks, context)
         self.code: Mapping[str, str] | None = None
         """Digests of the recipe's functions. None without `ls.train`."""
         self.modules: list[TrainModule] = []

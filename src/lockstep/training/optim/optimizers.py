@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -72,7 +73,7 @@ def build_optimizers(
     with collector_paused():
         import_module("torch._dynamo")  # the first optimizer of a process imports it
     with _empty_optimizers_allowed() if in_part else nullcontext():
-        made = factory(model)
+        made = _made(factory, model)
     optimizers = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -87,6 +88,24 @@ def build_optimizers(
         )
     _check_cover(model, optimizers)
     return optimizers
+
+
+def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
+    """Call the factory. Raises `RecipeError` if it is an optimizer's class, which takes
+    parameters."""
+    try:
+        return factory(model)
+    except TypeError as error:
+        made = factory.func if isinstance(factory, partial) else factory
+        if not (isinstance(made, type) and issubclass(made, Optimizer)):
+            raise
+        keywords = factory.keywords if isinstance(factory, partial) else {}
+        given = "".join(f", {name}={value!r}" for name, value in keywords.items())
+        raise RecipeError(
+            f"Recipe.optimizer is the class {made.__name__}; it is called with the model, and the"
+            f" class takes parameters ({error}); write optimizer=lambda model:"
+            f" {made.__name__}(model.parameters(){given})"
+        ) from error
 
 
 @contextmanager
