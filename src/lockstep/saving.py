@@ -34,6 +34,9 @@ class Saving:
     """Number of newest checkpoints to keep, at least 1."""
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
+    keep: Literal["log"] | None = None
+    """`log`: of the older checkpoints, those are kept whose distances double with their age: about
+    2 log2(n) of n. `lockstep replay` then begins near any old step. None: no such checkpoints."""
     best: str | None = None
     """Name of an evaluation metric. The run is saved at each new best value, independently of
     `every`, and that checkpoint is kept until a better one. None: no such checkpoint."""
@@ -60,6 +63,11 @@ class Saving:
             raise CheckpointError(
                 f"Saving(mode={self.mode!r}); it must be 'min' if a smaller value is better, else"
                 " 'max'"
+            )
+        if self.keep not in (None, "log"):
+            raise CheckpointError(
+                f"Saving(keep={self.keep!r}); it must be 'log' to keep old checkpoints at distances"
+                " that double with their age, or None"
             )
         if not self.each_epoch and not (
             parse_duration(self.every)

@@ -11,11 +11,12 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from lockstep.checkpoint.storage import CheckpointName
-from lockstep.checkpoint.writer import checkpoints_to_delete
+from lockstep.checkpoint.writer import checkpoints_to_delete, sparse_steps
 
 names = st.builds(CheckpointName, st.integers(0, 60), st.sampled_from(["0000000a", "0000000b"]))
 scores = st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf))
-to_delete = partial(checkpoints_to_delete, every=None, scores={}, mode="min")
+by_rules = partial(checkpoints_to_delete, sparse=False)
+to_delete = partial(by_rules, every=None, scores={}, mode="min")
 modes: st.SearchStrategy[Literal["min", "max"]] = st.sampled_from(["min", "max"])
 
 
@@ -33,9 +34,7 @@ def test_only_the_requested_checkpoints_are_kept(
 ) -> None:
     known = {name: score for name, score in given.items() if score is not None}
     newest = max(given, default=CheckpointName(0, "0000000a"))
-    gone = checkpoints_to_delete(
-        given, newest=newest, last=last, every=every, scores=known, mode=mode
-    )
+    gone = by_rules(given, newest=newest, last=last, every=every, scores=known, mode=mode)
     ordered = sorted(given)
     real = {
         name: score if mode == "min" else -score
@@ -57,7 +56,7 @@ def test_only_the_requested_checkpoints_are_kept(
         )
         assert (name in gone) == (not stays)
     assert (
-        checkpoints_to_delete(
+        by_rules(
             set(given) - set(gone), newest=newest, last=last, every=every, scores=known, mode=mode
         )
         == []
@@ -79,15 +78,11 @@ def test_deleting_after_each_save_is_as_deleting_once(
         there.append(CheckpointName(step, "0000000a"))
         if score is not None:
             known[there[-1]] = score
-        gone = checkpoints_to_delete(
-            there, newest=there[-1], last=last, every=every, scores=known, mode=mode
-        )
+        gone = by_rules(there, newest=there[-1], last=last, every=every, scores=known, mode=mode)
         there = [name for name in there if name not in gone]
     everyone = [CheckpointName(step, "0000000a") for step in range(len(found))]
     newest = max(everyone, default=CheckpointName(0, "0000000a"))
-    gone = checkpoints_to_delete(
-        everyone, newest=newest, last=last, every=every, scores=known, mode=mode
-    )
+    gone = by_rules(everyone, newest=newest, last=last, every=every, scores=known, mode=mode)
     assert there == [name for name in everyone if name not in gone]
 
 
@@ -108,3 +103,34 @@ def test_checkpoints_after_the_newest_are_not_counted() -> None:
     assert to_delete([*there, *damaged], newest=there[-1], last=1) == there[:2]
     assert to_delete([*there, *damaged], newest=there[-1], last=2) == there[:1]
     assert to_delete(damaged[1:], newest=there[-1], last=1) == []
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=200))
+def test_sparse_checkpoints_are_near_every_old_step(distances: list[int]) -> None:
+    saved: list[int] = []
+    kept: list[int] = []
+    for distance in distances:  # after each save, what is not kept is deleted
+        saved.append((saved or [0])[-1] + distance)
+        kept = sorted(sparse_steps([*kept, saved[-1]]))
+    assert {saved[0], saved[-1]} <= set(kept) <= set(saved)
+    for before, after in zip(kept, kept[1:], strict=False):
+        neighbours = saved.index(after) - saved.index(before) == 1
+        assert neighbours or after - before <= saved[-1] - after
+
+
+@given(st.integers(1, 400))
+def test_of_n_sparse_checkpoints_about_two_log_n_are_kept(count: int) -> None:
+    kept: list[int] = []
+    for step in range(count):
+        kept = sorted(sparse_steps([*kept, 10 * step]))
+    assert len(kept) <= 2 * math.log2(count) + 2
+
+
+def test_sparse_checkpoints_are_kept_besides_the_others() -> None:
+    there = [CheckpointName(step, "0000000a") for step in range(10, 170, 10)]
+    rules = partial(checkpoints_to_delete, newest=there[-1], scores={}, mode="min")
+    gone = rules(there, last=2, every=None, sparse=True)
+    assert [name.step for name in there if name not in gone] == [10, 80, 120, 140, 150, 160]
+    gone = rules(there, last=4, every=50, sparse=True)
+    left = [name.step for name in there if name not in gone]
+    assert left == [10, 50, 80, 100, 120, 130, 140, 150, 160]

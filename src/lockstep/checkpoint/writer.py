@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -132,23 +132,42 @@ def checkpoints_to_delete(
     newest: CheckpointName,
     last: int,
     every: int | None,
+    sparse: bool,
     scores: Scores,
     mode: Literal["min", "max"],
 ) -> list[CheckpointName]:
     """Return the complete checkpoints to delete, in order, after `newest` is committed.
 
-    Keeps the `last` newest checkpoints (at least 1), those at multiples of `every` steps, and the
-    earliest one with the best of `scores` (NaN counts as no score). Checkpoints later than `newest`
+    Keeps the `last` newest checkpoints (at least 1), those at multiples of `every` steps, those of
+    `sparse_steps` if `sparse`, and the earliest one with the best of `scores` (NaN counts as no
+    score). Checkpoints later than `newest`
     were found damaged when the run was resumed, and are not deleted.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
     if every is not None:
         kept |= {name for name in ordered if name.step % every == 0}
+    if sparse:
+        steps = sparse_steps(sorted({name.step for name in ordered}))
+        kept |= {name for name in ordered if name.step in steps}
     scored = [name for name in ordered if not math.isnan(scores.get(name, math.nan))]
     if scored:
         kept.add((min if mode == "min" else max)(scored, key=scores.__getitem__))
     return [name for name in ordered if name not in kept]
+
+
+def sparse_steps(steps: Sequence[int]) -> set[int]:
+    """Return the steps to keep of ascending, different `steps`. A step is deleted if the distance
+    between its neighbours is at most the distance from the later neighbour to the last step.
+
+    So distances between neighbours double with age, and about 2 log2(n) of n equidistant steps are
+    kept. As the last step moves on, distances that were allowed stay allowed.
+    """
+    kept: list[int] = []
+    for step, following in zip(steps, steps[1:], strict=False):
+        if not kept or following - kept[-1] > steps[-1] - following:
+            kept.append(step)
+    return {*kept, *steps[-1:]}
 
 
 def _retire(job: dict[str, Any]) -> str | None:

@@ -456,6 +456,7 @@ class Checkpointer:
         keep = {
             "last": self.saving.last,
             "every": self.saving.keep_every,
+            "sparse": self.saving.keep == "log",
             "mode": self.saving.mode,
             "scores": {str(name): value for name, value in self.scores.by_name.items()},
         }
