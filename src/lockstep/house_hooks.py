@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.base import accelerator
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.expert_loads import ExpertLoads
+from lockstep.hooks.gradient_checksum import GradientChecksum
 from lockstep.hooks.hang.watchdog import HangHook
 from lockstep.hooks.loss_check import CarriedState, LossCheck
 from lockstep.hooks.memory_images import MemoryImages
@@ -84,6 +85,7 @@ class HouseHooks:
                 *fills,
                 *user_hooks,
                 *evaluating,
+                GradientChecksum(),
                 self.metrics,
                 Preemption(termination, stop_at=environment.stop_at),
             ]
@@ -107,6 +109,8 @@ class HouseHooks:
             Stragglers(),
             # Likewise.
             ExpertLoads(),
+            # Likewise.
+            GradientChecksum(),
             # Detects a loss that is not finite before the step is compared or saved.
             self.metrics,
             # Detects a replica that differs before a save.

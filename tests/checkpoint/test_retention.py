@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import hypothesis.strategies as st
@@ -113,7 +114,7 @@ def test_sparse_checkpoints_are_near_every_old_step(distances: list[int]) -> Non
         saved.append((saved or [0])[-1] + distance)
         kept = sorted(sparse_steps([*kept, saved[-1]]))
     assert {saved[0], saved[-1]} <= set(kept) <= set(saved)
-    for before, after in zip(kept, kept[1:], strict=False):
+    for before, after in pairwise(kept):
         neighbours = saved.index(after) - saved.index(before) == 1
         assert neighbours or after - before <= saved[-1] - after
 

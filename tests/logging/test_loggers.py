@@ -54,7 +54,7 @@ def test_a_logger_is_told_what_the_files_say(tmp_path: Path) -> None:
     for line, (what, step, values) in zip(lines, notes.said[1:-1], strict=True):
         assert (what, step) == ("log", line["step"])
         assert {name: line[name] for name in values} == pytest.approx(values)
-        assert values.keys() == line.keys() - {"step", "time"}
+        assert values.keys() == line.keys() - {"step", "time", "gradient_checksum"}
 
 
 def test_a_run_that_fails_has_no_result(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.base.errors import UserError
 from lockstep.comm.mesh import full_tensor
+from lockstep.logging.run_files import CHECKSUM
 from lockstep.order import Order
 
 FEATURES = 6
@@ -100,9 +101,9 @@ def samples_at(start: int, stop: int, *, of: int, seed: int = 0) -> list[int]:
 
 
 def learned(run_dir: Path | str) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl without what was measured of time and memory, which differs from
-    run to run."""
-    measured = {"time", "samples_per_second", "weight_per_second", "memory_bytes", "mfu"}
+    """The numbers in the rows of metrics.jsonl without what was measured of time and memory, which
+    differs from run to run."""
+    measured = {"time", "samples_per_second", "weight_per_second", "memory_bytes", "mfu", CHECKSUM}
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 

@@ -9,6 +9,7 @@ the notes, writes the manifest and commits.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -164,7 +165,7 @@ def sparse_steps(steps: Sequence[int]) -> set[int]:
     kept. As the last step moves on, distances that were allowed stay allowed.
     """
     kept: list[int] = []
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in itertools.pairwise(steps):
         if not kept or following - kept[-1] > steps[-1] - following:
             kept.append(step)
     return {*kept, *steps[-1:]}

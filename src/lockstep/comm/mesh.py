@@ -165,6 +165,15 @@ class Mesh:
             return self.replicas
         return self._together(_copies_of_dense(self.larger))
 
+    def is_first(self, tensor: Tensor) -> bool:
+        """True if this rank is the first of those that hold the same part of a parameter or its
+        gradient. Stages of a pipeline hold other parameters."""
+        divided = divided_over(tensor)
+        return all(
+            axis.name in divided or _stacks(axis) or self.axis(axis.name).rank == 0
+            for axis in self.larger
+        )
+
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state dict of the whole model; in a pipeline, a rank has only a part of it.
         Every rank calls it."""

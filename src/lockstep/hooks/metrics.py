@@ -104,7 +104,9 @@ class Metrics(ControlHook):
             values["mfu"] = mfu
         terms = {} if result is None else result.term_losses()
         extra = {f"loss/{name}": value for name, value in terms.items()} | run.training.logged
-        run.context.recorder.step(run.training.source.step + 1, values, extra)
+        run.context.recorder.step(
+            run.training.source.step + 1, values, extra, checksum=run.training.checksum
+        )
 
 
 def check_metric(run: Run, name: str, of: str) -> None:

@@ -18,9 +18,10 @@ import crc32c
 from lockstep.base.closing import Closing
 from lockstep.base.errors import DataError, cannot_write
 from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
+from lockstep.logging.run_files import CHECKSUM
 
-RESERVED_NAMES = frozenset({"step", "time", "not_finite"})
-"""Keys that every line has; a metric cannot have one of these names."""
+RESERVED_NAMES = frozenset({"step", "time", "not_finite", CHECKSUM})
+"""Keys of lines that are no metrics; a metric cannot have one of these names."""
 
 _FLUSH_SECONDS = 1.0
 
@@ -33,14 +34,15 @@ class MetricsLog(Closing):
         self._clock = clock
         self._rows = (path / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = TensorBoardFile(path, clock())
-        self._waiting: list[tuple[int, float, dict[str, float]]] = []
+        self._waiting: list[tuple[int, float, dict[str, float], str | None]] = []
         self._flushed = -math.inf
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float], *, checksum: str | None = None) -> None:
         """Write a row; NaN and infinity become null and are named in `not_finite`. Raises
-        `DataError` for a value that is not a number, and for a reserved name."""
+        `DataError` for a value that is not a number, and for a reserved name. `checksum`: of the
+        gradient; in metrics.jsonl only."""
         now = self._clock()
-        self._waiting.append((step, now, _numbers(values)))
+        self._waiting.append((step, now, _numbers(values), checksum))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:
             self._flushed = now
             self.flush()
@@ -58,8 +60,11 @@ class MetricsLog(Closing):
         waiting, self._waiting = self._waiting, []
         try:
             # formatted here, many at once: this takes half as long as inside each step
-            for step, time_, numbers in waiting:
-                self._rows.write(json.dumps(_row(step, time_, numbers)) + "\n")
+            for step, time_, numbers, checksum in waiting:
+                row = _row(step, time_, numbers)
+                if checksum is not None:
+                    row[CHECKSUM] = checksum
+                self._rows.write(json.dumps(row) + "\n")
                 self._events.write(step, time_, numbers)
             self._rows.flush()
             self._events.flush()

@@ -247,9 +247,17 @@ class Recorder:
                 Progress(total_steps, stream=stream, start=self._first_step)
             )
 
-    def step(self, step: int, values: Mapping[str, float], extra: Mapping[str, float]) -> None:
-        """Record a logging step."""
-        self._write(step, {**values, **extra})
+    def step(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        extra: Mapping[str, float],
+        *,
+        checksum: str | None = None,
+    ) -> None:
+        """Record a logging step. `checksum`: of its gradient; loggers, which take numbers, do not
+        get it."""
+        self._write(step, {**values, **extra}, checksum)
         if self._progress is not None:
             names = ("loss", "lr", "samples_per_second")
             self._progress.update(step, **{name: values[name] for name in names}, extra=extra)
@@ -261,9 +269,9 @@ class Recorder:
         if self._progress is not None:
             self._progress.evaluation(step, values)
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, values: Mapping[str, float], checksum: str | None = None) -> None:
         if self._metrics is not None:
-            self._metrics.write(step, values)
+            self._metrics.write(step, values, checksum=checksum)
         if self._loggers is not None:
             self._loggers.log(step, values)
 

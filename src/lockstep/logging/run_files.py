@@ -30,6 +30,8 @@ RUN, RESULT, METRICS, RANKS, EXPERTS, EVENTS = (
     "experts.jsonl",
     "events.jsonl",
 )
+CHECKSUM = "gradient_checksum"
+"""The key of a row of metrics.jsonl that is no number: 16 hexadecimal digits."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
     "environment": {"host": str, "device": {"name": str}, "command_line": list,

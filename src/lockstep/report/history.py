@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.logging.run_files import CHECKSUM
 from lockstep.pages.chart import Series
 
 RunState = Literal["ended", "running", "unfinished", "preempted", "failed"]
@@ -19,7 +20,7 @@ PHASES = ("step", "data", "compute", "communication")
 
 MOST_SERIES = 1000
 """Largest number of metrics that are read; a page has a chart for each."""
-_NOT_METRICS = frozenset({"step", "time", "not_finite"})
+_NOT_METRICS = frozenset({"step", "time", "not_finite", CHECKSUM})
 LARGEST = 1e290
 _MOST = 2**53
 """Largest number of bytes or microseconds, because JavaScript represents no larger integers

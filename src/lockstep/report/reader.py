@@ -12,6 +12,7 @@ from lockstep.base.container import process_id_space
 from lockstep.base.errors import RunDirectoryError
 from lockstep.base.files import MOST_BITS, read_object
 from lockstep.logging.run_files import (
+    CHECKSUM,
     EVENTS,
     EXPERTS,
     METRICS,
@@ -86,7 +87,9 @@ def _is_metrics_row(row: Mapping[str, Any]) -> bool:
         _is_time(row["time"])
         and isinstance(not_finite, dict)
         and all(value in ("nan", "inf", "-inf") for value in not_finite.values())
-        and _are_numbers(value for name, value in row.items() if name != "not_finite")
+        and _are_numbers(
+            value for name, value in row.items() if name not in ("not_finite", CHECKSUM)
+        )
     )
 
 

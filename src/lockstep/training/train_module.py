@@ -302,6 +302,15 @@ class TrainModule:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
+    def counted_gradients(self) -> list[tuple[str, Tensor]]:
+        """Return the gradients by name. A gradient that several stages of a pipeline share is that
+        of the first of them."""
+        return [
+            (name, parameter.grad)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            if parameter.grad is not None and (self._tied is None or self._tied.counts(parameter))
+        ]
+
     def clip(self, clip_norm: float | None) -> None:
         if clip_norm is not None:
             gradients = self.gradients()
@@ -330,9 +339,7 @@ class TrainModule:
                 self.loss_scale.unscale(gradients)
         counted = gradients
         if self._tied is not None:
-            counted = [
-                p.grad for p in self.parameters if p.grad is not None and self._tied.counts(p)
-            ]
+            counted = [gradient for _, gradient in self.counted_gradients()]
         norm = (
             self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)
         ) / divisor

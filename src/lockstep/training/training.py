@@ -177,6 +177,8 @@ class Training:
         """The script's numbers for this step's line of metrics.jsonl."""
         self.measured: dict[str, float] = {}
         """The numbers of lockstep's own hooks for this step's line."""
+        self.checksum: str | None = None
+        """The checksum of the latest logging step's gradient, in hexadecimal digits."""
         self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
         """The progress of the device, if the host may be ahead of it."""
         self.is_consistent = True

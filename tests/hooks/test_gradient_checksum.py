@@ -1,0 +1,65 @@
+"""metrics.jsonl has a checksum of the gradient, and runs with the same gradients have the same
+checksums."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from training.subjects import each_of, recipe
+
+import lockstep as ls
+from lockstep.hooks.gradient_checksum import checksum_of
+from lockstep.logging.run_files import CHECKSUM
+from lockstep.testing.pool import WorkerPool
+
+CPU = torch.device("cpu")
+CASES = {
+    1: [("replicate=1,numerics=bitwise", 0), ("replicate=1,numerics=bitwise", 1)],
+    2: [("replicate=2,numerics=bitwise", 0), ("shard=2,numerics=bitwise", 0)],
+}
+
+
+def value(**gradients: Tensor) -> int:
+    return int(checksum_of(gradients.items(), CPU))
+
+
+@given(st.integers(0, 12), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_the_parts_of_a_gradient_add_up_to_its_checksum(cut: int, dtype: torch.dtype) -> None:
+    gradient = torch.randn(12, 3).to(dtype)
+    parts = checksum_of([("w", gradient[:cut])], CPU) + checksum_of([("w", gradient[cut:])], CPU)
+    assert value(w=gradient) == int(parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_one_bit_or_a_name_changes_it(dtype: torch.dtype) -> None:
+    gradient = torch.randn(5, 3).to(dtype)
+    flipped = gradient.clone()
+    flipped.view(torch.uint8)[2, 1] ^= 1
+    assert value(w=gradient) == value(w=gradient.t().contiguous().t())
+    assert len({value(w=gradient), value(w=flipped), value(v=gradient), value()}) == 4
+
+
+def checksums(folder: str, plan: str, seed: int) -> list[str]:
+    ls.train(recipe(seed=seed, steps=3, clip_norm=0.1), plan=plan, run_dir=folder, log_every=2)
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)[CHECKSUM] for line in lines]
+
+
+def checksums_of(folder: str, size: int) -> list[list[str]]:
+    found: list[list[str]] = each_of(checksums, folder, CASES[size], may_refuse=False)
+    return found
+
+
+def test_each_bitwise_plan_writes_the_same_checksums(pool: WorkerPool, tmp_path: Path) -> None:
+    (alone, other), (replicas, shards) = (
+        pool.run(size, checksums_of, str(tmp_path / str(size)), size)[0] for size in CASES
+    )
+    assert alone == replicas == shards
+    assert len({*alone, *other}) == 4, "another seed, other gradients; steps 2 and 3 are logged"
+    assert all(len(each) == 16 for each in alone)
