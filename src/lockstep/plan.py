@@ -380,8 +380,7 @@ class Plan:
         )
         if self.numerics == "bitwise":
             why = "with numerics=bitwise, experts are not summed over it in the canonical order yet"
-            several = ("shard", "context")
-            self._refuse_with("expert", *((name, given.get(name, 1), 1, why) for name in several))
+            self._refuse_with("expert", ("context", given.get("context", 1), 1, why))
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
         """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: its

@@ -6,7 +6,7 @@ share memory with the parameters, so that autograd keeps their gradients apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -32,28 +32,72 @@ class Leaves:
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         self._module = module
-        self._ranks = ranks
+        self.ranks = ranks
         self._tensors: dict[Key, list[Tensor]] = {}
 
     def parameters_of(self, rank: int) -> Parameters:
         """Return the tensors for rows of this rank of the axis."""
-        return {
-            key: self._of(key, parameter)[rank]
-            for key, parameter in divided_parameters(self._module)
-        }
+        return {key: self.of(key)[rank] for key, _ in divided_parameters(self._module)}
 
-    def of(self, parameter: Tensor) -> list[Tensor] | None:
-        """Return the tensors of each rank for a parameter; None for one of another module."""
-        for key, each in divided_parameters(self._module):
-            if each is parameter:
-                return self._of(key, each)
-        return None
+    def key_of(self, parameter: Tensor) -> Key | None:
+        """Return the place of a parameter; None for one of another module."""
+        pairs = divided_parameters(self._module)
+        return next((key for key, each in pairs if each is parameter), None)
 
-    def _of(self, key: Key, parameter: DTensor) -> list[Tensor]:
+    def of(self, key: Key) -> list[Tensor]:
+        """Return the tensors of each rank for a parameter. Under FSDP2: while it is gathered."""
+        module, name = key
+        parameter = own_parameters(module)[name]
         held = to_local(parameter).detach()
         tensors = self._tensors.setdefault(key, [])
-        if not tensors or tensors[0].data_ptr() != held.data_ptr():
-            tensors[:] = [held.detach() for _ in range(self._ranks)]
+        if not tensors or not tensors[0].is_set_to(held):
+            tensors[:] = [held.detach() for _ in range(self.ranks)]
         for each in tensors:
             each.requires_grad_(parameter.requires_grad)
         return tensors
+
+    def take(self, key: Key) -> list[Tensor | None]:
+        """Return the gradients for the rows of each rank, and clear them; None where a rank has
+        none."""
+        tensors = self._tensors.get(key)
+        return [None] * self.ranks if tensors is None else list(map(_take, tensors))
+
+
+class ParameterLeaves:
+    """The tensors that get the gradients of one parameter in a round: itself, or those for the rows
+    of each rank."""
+
+    def __init__(self, parameter: nn.Parameter, leaves: Sequence[Leaves]) -> None:
+        """`leaves`: of all modules of experts of the model."""
+        self._parameter = parameter
+        found = ((each, each.key_of(parameter)) for each in leaves)
+        self._place = next(((each, key) for each, key in found if key is not None), None)
+
+    @property
+    def are_apart(self) -> bool:
+        """True if the rows of each rank have a gradient of their own."""
+        return self._place is not None
+
+    @property
+    def count(self) -> int:
+        """The number of the tensors."""
+        return 1 if self._place is None else self._place[0].ranks
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors. Under FSDP2: while the parameter is gathered."""
+        if self._place is None:
+            return [self._parameter]
+        leaves, key = self._place
+        return leaves.of(key)
+
+    def take(self) -> list[Tensor | None]:
+        """Return their gradients, and clear them; None for a tensor without one."""
+        if self._place is None:
+            return [_take(self._parameter)]
+        leaves, key = self._place
+        return leaves.take(key)
+
+
+def _take(tensor: Tensor) -> Tensor | None:
+    gradient, tensor.grad = tensor.grad, None
+    return gradient

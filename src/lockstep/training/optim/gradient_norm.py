@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.base import accelerator
 from lockstep.comm.mesh import Mesh, divided_over, to_local
+from lockstep.comm.world import World
 
 PIECE_ELEMENTS = 2**15 - 1
 """Number of elements whose squares are summed at once: torch sums this many in one thread, and so
@@ -30,7 +31,7 @@ class GradientNorm:
 
     def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
         self._device = mesh.world.device
-        self._ranks = mesh.parts
+        self._mesh = mesh
         divided = [axis for axis in mesh.larger if not axis.same_state]
         self._in_parts = bool(divided)
         self._memory = None if self._in_parts else mesh.replicas.host_shared_memory
@@ -137,23 +138,36 @@ class GradientNorm:
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return Σ squares of each row of each gradient, in float64. Parts consist of full rows."""
-        rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
-        divided = [place for place, each in enumerate(gradients) if divided_over(each)]
         lengths = [len(part) if part.dim() else 1 for part in parts]
         squares = [each.to(self._device) for each in self._of_each(parts, squares_of_rows, lengths)]
-        if not divided:
-            return squares
-        ranks = self._ranks
+        experts = [place for place, each in enumerate(gradients) if self._mesh.is_expert(each)]
+        sharded = [place for place, each in enumerate(gradients) if divided_over(each)]
+        dense = [place for place in sharded if place not in experts]
+        rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
+        ranks = self._mesh.axis("expert")
+        of_rank = [count // ranks.size if at in experts else count for at, count in enumerate(rows)]
+        self._gather_rows(squares, dense, rows, self._mesh.shards())
+        if experts:
+            self._gather_rows(squares, experts, of_rank, self._mesh.shards(gradients[experts[0]]))
+            self._gather_rows(squares, experts, rows, ranks)
+        return squares
+
+    def _gather_rows(
+        self, squares: list[Tensor], places: Sequence[int], rows: Sequence[int], ranks: World
+    ) -> None:
+        """Replace the squares at these places by those of all ranks' rows. `rows`: the number of
+        all rows, for each gradient."""
+        if not places or ranks.size == 1:
+            return
         local_rows = [
-            [_local_rows(rows[place], rank, ranks.size) for place in divided]
+            [_local_rows(rows[place], rank, ranks.size) for place in places]
             for rank in range(ranks.size)
         ]
-        mine = torch.cat([self._empty(), *(squares[place] for place in divided)])
+        mine = torch.cat([self._empty(), *(squares[place] for place in places)])
         everyone = ranks.gather_rows(mine, [sum(counts) for counts in local_rows])
         pieces = torch.split(everyone, [count for counts in local_rows for count in counts])
-        for place, at in enumerate(divided):
-            squares[at] = torch.cat(pieces[place :: len(divided)])
-        return squares
+        for place, at in enumerate(places):
+            squares[at] = torch.cat(pieces[place :: len(places)])
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:

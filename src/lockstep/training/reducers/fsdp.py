@@ -35,12 +35,14 @@ from lockstep.base.torch_private import (
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
+from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
 from lockstep.model.weight_casts import check_uses
 from lockstep.training.reducers.gradient_hooks import (
     refuse_gradient_hooks,
     refuse_post_accumulate_hooks,
 )
+from lockstep.training.reducers.round_sum import RoundSum
 from lockstep.training.reducers.step_stats import (
     READY_TWICE,
     Number,
@@ -49,7 +51,6 @@ from lockstep.training.reducers.step_stats import (
     UnusedParameters,
 )
 from lockstep.training.reducers.tied import TiedGradients
-from lockstep.tree import Counter
 
 REPLICATE = "use replicate, under which parameters are plain tensors"
 
@@ -66,6 +67,7 @@ class FsdpReducer:
         bitwise: bool,
         max_microbatches: int,
         tied: TiedGradients | None = None,
+        leaves: Sequence[Leaves] = (),
     ) -> None:
         self._tied = tied
         reshard(model)  # a forward without a backward may have left parameters gathered
@@ -85,7 +87,13 @@ class FsdpReducer:
                 first = parameters_of_group.fsdp_params[0].sharded_param
             memory = mesh.shards(first).shared_memory
             scatter = (
-                OrderedScatter(mesh, parameters_of_group)
+                OrderedScatter(
+                    mesh.summed(first),
+                    mesh.replicas,
+                    parameters_of_group,
+                    shards=mesh.shards(first).size,
+                    leaves=leaves,
+                )
                 if bitwise
                 else Scatter(
                     memory,
@@ -101,7 +109,7 @@ class FsdpReducer:
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
         self._checked: set[nn.Module] = set()
-        self._used = _UsedParameters(model, self._parameters, mesh)
+        self._used = _UsedParameters(model, self._parameters, mesh, leaves)
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [
             group.register_forward_hook(each.watch)
@@ -255,13 +263,20 @@ class _UsedParameters:
     all-gathered parameters, which are in the graph. FSDP2 sets the gradients of other parameters to
     zeros."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        leaves: Sequence[Leaves],
+    ) -> None:
         self.is_dummy = False
+        self._leaves = [ParameterLeaves(parameter, leaves) for parameter in parameters]
         self._is_expert = [mesh.is_expert(parameter) for parameter in parameters]
         self.accumulations = 0
         self._parameters = parameters
         self.flags = [0.0] * len(parameters)
-        self._hooks: dict[int, Any] = {}
+        self._hooks: dict[int, list[Any]] = {}
         self._gathered: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -285,7 +300,7 @@ class _UsedParameters:
         self._versions = {name: version(gathered) for name, gathered in self._gathered.items()}
 
     def close(self) -> None:
-        for handle in [*self._handles, *self._hooks.values()]:
+        for handle in [*self._handles, *sum(self._hooks.values(), [])]:
             handle.remove()
 
     def refuse_hooks(self) -> None:
@@ -338,9 +353,11 @@ class _UsedParameters:
                     continue
                 self._gathered[full_name], self._versions[full_name] = parameter, version(parameter)
                 if place not in self._hooks:
-                    self._hooks[place] = parameter.register_post_accumulate_grad_hook(
-                        self._note(place)
-                    )  # type: ignore[no-untyped-call]
+                    leaves = self._leaves[place]
+                    self._hooks[place] = [
+                        each.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
+                        for each in (leaves.tensors() if leaves.are_apart else [parameter])
+                    ]
 
         return before
 
@@ -480,74 +497,85 @@ class Scatter(ReduceScatter):
 
 
 class OrderedScatter(Scatter):
-    """The sum over all microbatches of a step, in the order of `lockstep.tree`, over `shard` and
-    `replicate` together.
+    """The sum over all microbatches of a step, in the order of `lockstep.tree`, over all data axes
+    together (`round_sum.py`). Experts that are divided over ranks have a gradient for the rows of
+    each microbatch.
 
-    In round r, rank d of the n data ranks has microbatch r * n + d. Each shard of the gradient is
-    split into one slice for each of its replicas; an all-to-all sends every rank all leaves of its
-    slice, which it pushes into a binary counter. After the last round, the replicas all-gather
-    their slices of the sum. The sum replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has
-    offloaded them).
+    The sum replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has offloaded them).
     """
 
-    def __init__(self, mesh: Mesh, parameters: Any) -> None:
-        super().__init__(mesh.data.shared_memory, mesh.replicas, parameters)
-        self._data = mesh.data
-        self._shards = mesh.axis("shard").size
+    def __init__(
+        self,
+        world: World,
+        replicas: World,
+        parameters: Any,
+        *,
+        shards: int,
+        leaves: Sequence[Leaves],
+    ) -> None:
+        """`world`: the ranks over which the gradients are summed. `leaves`: see
+        `ParameterLeaves`."""
+        super().__init__(world.shared_memory, replicas, parameters)
+        self._shards = shards
+        self._sum_of_rounds = RoundSum(world, replicas)
+        self._trainable = [
+            each
+            for each in ([] if parameters is None else parameters.fsdp_params)
+            if each.sharded_param.requires_grad
+        ]
+        self._leaves = [ParameterLeaves(each.sharded_param, leaves) for each in self._trainable]
 
     def begin(self, count: int) -> None:
         super().begin(count)
-        self._remaining = count
-        self._counter: Counter[Tensor] = Counter(Tensor.add_, start=0, count=count)
-
-    def next_round(self, *, is_dummy: bool, last: bool) -> None:
-        super().next_round(is_dummy=is_dummy, last=last)
-        self._leaves: Tensor | None = None
+        self._sum_of_rounds.begin(count)
+        self._take_leaves()  # the loss of another model may have left gradients
 
     def _sum(
         self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
-        width = output.numel()
-        slice_size = -(-width // self._replicas.size)
-        outgoing = sent.new_zeros(self._replicas.size, self._shards, slice_size)
-        shards = sent.view(self._shards, width)
-        for replica in range(self._replicas.size):
-            part = shards[:, replica * slice_size : (replica + 1) * slice_size]
-            outgoing[replica, :, : part.shape[1]] = part
-        leaves = torch.empty_like(outgoing).view(self._data.size, slice_size)
-        if self._memory is not None:
-            sizes = [slice_size] * self._data.size
-            self._memory.all_to_all(leaves.view(-1), outgoing.view(-1), sizes, sizes)
-        else:
-            dist.all_to_all_single(leaves.view(-1), outgoing.view(-1), group=self._data.group)
+        given = sent.view(1, self._shards, -1)
+        if taken := self._take_leaves():
+            leaves = zip(*taken, strict=True)
+            given = torch.stack([self._in_shards(leaf, sent) for leaf in leaves])
+        self._sum_of_rounds.add(given)
         output.zero_()
-        if self._leaves is None:
-            self._leaves, self._width = leaves, width
-        else:
-            self._leaves += leaves
         return None
 
     def end_round(self, *, last: bool) -> None:
-        if self._leaves is None:
-            return  # a group without parameters
-        for leaf in self._leaves[: self._remaining]:
-            self._counter.push(leaf)
-        self._remaining -= self._data.size
+        if not self._trainable:
+            return
+        if self._sum_of_rounds.is_round_empty:  # no rank has called the modules yet
+            none = [None] * len(self._trainable)
+            like = to_local(self._trainable[0].sharded_param)
+            zeros = self._in_shards(none, like)
+            self._sum_of_rounds.add(torch.stack([zeros] * self._leaves[0].count))
+        self._sum_of_rounds.end_round()
         if last:
-            (root,) = self._counter.values
-            if self._replicas.size > 1:
-                root = self._replicas.gather_rows(root, [root.numel()] * self._replicas.size)[
-                    : self._width
-                ]
-            self._write_gradients(root)
+            self._write_gradients(self._sum_of_rounds.finish())
+
+    def _take_leaves(self) -> list[list[Tensor | None]]:
+        """Return the gradients for the rows of each rank, for each parameter, and clear them. []
+        if FSDP2 has the gradients."""
+        return [each.take() for each in self._leaves if each.are_apart]
+
+    def _in_shards(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
+        """Return the gradients of all parameters as FSDP2 sends them: (shards, numbers of a padded
+        shard). None: zeros."""
+        rows = []
+        for gradient, each in zip(gradients, self._trainable, strict=True):
+            row = like.new_zeros(self._shards, each.padded_sharded_param_size.numel())
+            if gradient is not None:
+                row.view(-1)[: gradient.numel()] = gradient.reshape(-1)
+            rows.append(row)
+        return torch.cat(rows, 1)
 
     def _write_gradients(self, flat: Tensor) -> None:
         """Replace the gradients by the sum. `flat`: this rank's padded shards, concatenated."""
-        trainable = [
-            each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
-        ]
-        gradients = [to_local(each.sharded_param.grad) for each in trainable]
-        flat = flat.to(gradients[0].device)
-        padded = [each.padded_sharded_param_size.numel() for each in trainable]
-        for gradient, part in zip(gradients, torch.split(flat, padded), strict=True):
+        gradients = [each.sharded_param.grad for each in self._trainable]
+        if any(gradient is None for gradient in gradients):
+            return  # no rank has called the modules yet
+        held = list(map(to_local, gradients))
+        flat = flat.to(held[0].device)
+        padded = [each.padded_sharded_param_size.numel() for each in self._trainable]
+        for gradient, part in zip(held, torch.split(flat, padded), strict=True):
             gradient.copy_(part[: gradient.numel()].view_as(gradient))

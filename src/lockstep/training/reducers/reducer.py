@@ -99,7 +99,8 @@ def build_reducer(
     leaves: Sequence[Leaves],
 ) -> GradientReducer:
     """Build the reducer of a model. Every rank calls it. `tied`: parameters that stages share, with
-    a pipeline only. `complete`: see `PostBackwardReducer`. `leaves`: see `RoundsReducer`."""
+    a pipeline only. `complete`: see `PostBackwardReducer`. `leaves`: see
+    `ParameterLeaves`."""
     if choice.reducer is RoundsReducer:
         return RoundsReducer(parameters, mesh, leaves, max_microbatches=max_microbatches)
     if choice.reducer is DdpReducer:
@@ -112,7 +113,13 @@ def build_reducer(
         )
     if choice.reducer is FsdpReducer:
         return FsdpReducer(
-            model, parameters, mesh, bitwise=bitwise, max_microbatches=max_microbatches, tied=tied
+            model,
+            parameters,
+            mesh,
+            bitwise=bitwise,
+            max_microbatches=max_microbatches,
+            tied=tied,
+            leaves=leaves,
         )
     return PostBackwardReducer(
         parameters, mesh, max_microbatches=max_microbatches, complete=complete, tied=tied

@@ -1,8 +1,6 @@
 """Gradient reduction in the canonical order for models whose experts are on several ranks.
 
-In round r, rank d of the n data ranks has microbatch r * n + d. After each backward, an all-to-all
-sends each rank its slice of the gradients of all microbatches of the round, which it pushes into
-binary counters. After the last round, ranks all-gather the slices of the sum. A rank with experts
+After each backward, the gradients of the round are exchanged (`round_sum.py`). A rank with experts
 has a gradient of them for each microbatch whose rows it has computed, and exchanges it only with
 the ranks that hold the same experts.
 """
@@ -12,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
-from lockstep.comm.world import World
-from lockstep.model.expert.leaves import Leaves
+from lockstep.model.expert.leaves import Leaves, ParameterLeaves
+from lockstep.training.reducers.round_sum import RoundSum
 from lockstep.training.reducers.step_stats import (
     Number,
     StepStats,
@@ -28,7 +24,6 @@ from lockstep.training.reducers.step_stats import (
     UnusedParameters,
     gradient_versions,
 )
-from lockstep.tree import Counter
 
 
 class RoundsReducer:
@@ -44,14 +39,14 @@ class RoundsReducer:
     ) -> None:
         self._parameters = list(parameters)
         self._mesh = mesh
-        self._leaves = leaves
+        self._leaves = [ParameterLeaves(parameter, leaves) for parameter in self._parameters]
         places: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place, parameter in enumerate(parameters):
             places.setdefault((mesh.is_expert(parameter), parameter.dtype), []).append(place)
-        self._sums = [
-            _RoundSum(mesh.summed(self._parameters[several[0]]), several)
-            for several in places.values()
-        ]
+        self._sums: list[tuple[RoundSum, list[int]]] = []
+        for several in places.values():
+            world = mesh.summed(self._parameters[several[0]])
+            self._sums.append((RoundSum(world, world), several))
         self._unused = UnusedParameters(self._parameters, mesh.summed())
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
@@ -59,33 +54,38 @@ class RoundsReducer:
         self._count = count
         self._mine = assignment.indices(count, self._mesh.data.rank)
         self._used = [0.0] * len(self._parameters)
-        for each in self._sums:
+        for each, _ in self._sums:
             each.begin(count)
         self._clear()
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        leaves = [self._leaves_of(parameter) for parameter in self._parameters]
-        every = [leaf for several in leaves for leaf in several]
-        for leaf in every:
-            leaf.grad = None
-        torch.autograd.backward(total, grad_output, inputs=every if own_parameters_only else None)
-        for place, (parameter, several) in enumerate(zip(self._parameters, leaves, strict=True)):
+        inputs = None
+        if own_parameters_only:
+            inputs = [leaf for several in self._leaves for leaf in several.tensors()]
+        self._clear()  # the loss of another model may have left gradients
+        torch.autograd.backward(total, grad_output, inputs=inputs)
+        taken = [each.take() for each in self._leaves]
+        for place, (parameter, gradients) in enumerate(zip(self._parameters, taken, strict=True)):
             counts = not is_dummy or self._mesh.is_expert(parameter)
-            if counts and any(leaf.grad is not None for leaf in several):
+            if counts and any(gradient is not None for gradient in gradients):
                 self._used[place] = 1.0
-        for each in self._sums:
-            each.push(list(zip(*(leaves[place] for place in each.places), strict=True)))
-        self._clear()
+        for summed, places in self._sums:
+            gradients = [
+                [_flat(gradient, self._parameters[place]) for gradient in taken[place]]
+                for place in places
+            ]
+            flat = [torch.cat(leaf) for leaf in zip(*gradients, strict=True)]
+            summed.add(torch.stack(flat)[:, None])
+            summed.end_round()
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        for each in self._sums:
-            flat = each.finish()
-            held = [self._parameters[place] for place in each.places]
-            parts = torch.split(flat, [to_local(parameter).numel() for parameter in held])
+        for total, places in self._sums:
+            held = [self._parameters[place] for place in places]
+            parts = torch.split(total.finish(), [to_local(each).numel() for each in held])
             for parameter, part in zip(held, parts, strict=True):
                 parameter.grad = _like(parameter, part)
         packed = self._vector.pack(self._used, self._mine, values, weights, flag)
@@ -101,54 +101,13 @@ class RoundsReducer:
         """Nothing to do: there are no hooks on the model."""
 
     def _clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _leaves_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Return the tensors that get the gradient of each microbatch of a round on this rank."""
-        found = (each.of(parameter) for each in self._leaves)
-        return next((several for several in found if several is not None), [parameter])
+        for each in self._leaves:
+            each.take()
 
 
-class _RoundSum:
-    """The sum of some parameters' gradients over all microbatches, in the order of
-    `lockstep.tree`."""
-
-    def __init__(self, world: World, places: list[int]) -> None:
-        """`world`: the ranks that hold the same parameters. `places`: of the parameters."""
-        self.places = places
-        self._world = world
-
-    def begin(self, count: int) -> None:
-        self._remaining = count
-        self._counter: Counter[Tensor] = Counter(Tensor.add_, start=0, count=count)
-
-    def push(self, leaves: list[tuple[Tensor, ...]]) -> None:
-        """Add the gradients of a round. `leaves`: for each microbatch on this rank, the tensors
-        that hold its gradient."""
-        flat = torch.stack([torch.cat(list(map(_gradient, several))) for several in leaves])
-        ranks = self._world.size
-        microbatches, self._numbers = flat.shape
-        width = -(-self._numbers // ranks)
-        given = F.pad(flat, (0, width * ranks - self._numbers)).view(microbatches, ranks, width)
-        given = given.transpose(0, 1).contiguous()
-        received = given
-        if ranks > 1:
-            received = torch.empty_like(given)
-            dist.all_to_all_single(received, given, group=self._world.group)
-        for leaf in received.view(-1, width)[: max(0, self._remaining)]:
-            self._counter.push(leaf)
-        self._remaining -= ranks * microbatches
-
-    def finish(self) -> Tensor:
-        """Return the sum, flat."""
-        (root,) = self._counter.values
-        counts = [len(root)] * self._world.size
-        return self._world.gather_rows(root, counts)[: self._numbers]
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    if gradient is None:
+        gradient = torch.zeros_like(to_local(parameter))
     return to_local(gradient).reshape(-1)
 
 
