@@ -64,11 +64,11 @@ PACED_BY: dict[Divided, str] = {
 }
 """The reason why ranks cannot each compute at their own speed, by what their axis divides last. For
 an axis that is missing here: `TOGETHER`."""
-IN_ONE_FORWARD = {
-    "shard": "FSDP2 gathers the parameters of a block for one forward at a time",
-    "expert": "each forward sends the tokens of a whole microbatch to experts",
-}
-"""Axis -> the reason why its ranks cannot compute chunks of a sequence in turn."""
+ONE_FORWARD = (
+    "chunks of a sequence are computed in turn, and FSDP2 gathers the parameters of a block for one"
+    " forward at a time"
+)
+"""The reason why ranks of `shard` cannot compute chunks of a sequence in turn."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
@@ -346,13 +346,11 @@ class Plan:
 
     def _check_bitwise_context(self, given: dict[str, Any]) -> None:
         both = f"context={self.context} with numerics=bitwise"
-        for name in ("shard", "expert"):
-            if (size := given.get(name, 1)) != 1:
-                raise PlanError(
-                    f"{both} and {name}={size}; chunks of a sequence are computed in turn, and"
-                    f" {IN_ONE_FORWARD[name]}; leave numerics=bitwise out, or use replicate instead"
-                    f" of {name}={size}"
-                )
+        if (size := given.get("shard", 1)) != 1:
+            raise PlanError(
+                f"{both} and shard={size}; {ONE_FORWARD}; leave numerics=bitwise out, or use"
+                f" replicate instead of shard={size}"
+            )
         if self.exchange == "heads":
             raise PlanError(
                 f"{both} and exchange=heads; each chunk attends with all heads, so that its bits do"
@@ -378,9 +376,6 @@ class Plan:
                 "the ranks of a stage do not exchange tokens yet",
             ),
         )
-        if self.numerics == "bitwise":
-            why = "with numerics=bitwise, experts are not summed over it in the canonical order yet"
-            self._refuse_with("expert", ("context", given.get("context", 1), 1, why))
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
         """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: its

@@ -105,7 +105,8 @@ def test_the_norm_is_exchanged_on_the_device_and_clips_on_the_cpu(
     mesh: Any = SimpleNamespace(
         larger=Plan(shard=2).larger,
         world=alone,
-        parts=GPU,
+        shards=lambda: GPU,
+        is_expert=lambda gradient: False,
         stages=alone,
         axis=lambda name: GPU if name == "shard" else alone,
     )
@@ -183,8 +184,8 @@ def test_the_canonical_sum_goes_from_the_device_to_gradients_on_the_cpu() -> Non
         SimpleNamespace(sharded_param=p, padded_sharded_param_size=s)
         for p, s in zip([first, frozen, second], sizes, strict=True)
     ]
-    mesh: Any = SimpleNamespace(data=GPU, replicas=GPU, axis=lambda name: GPU)
-    scatter = OrderedScatter(mesh, SimpleNamespace(fsdp_params=held))
+    group = SimpleNamespace(fsdp_params=held)
+    scatter = OrderedScatter(GPU, GPU, group, shards=2, leaves=[])
     there = There(torch.arange(9.0))
     with SecondDevice() as device:
         scatter._write_gradients(there)

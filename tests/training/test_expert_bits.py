@@ -8,26 +8,42 @@ from typing import Any
 
 import pytest
 import torch
-from model.expert.models import Counted
+from model.expert.models import Counted, StackedExperts
 from torch import Tensor, nn
+from training import test_balance as balanced
 from training.subjects import each_of
 from training.test_expert_axis import Block, Generator, entropy, first, recipe
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
 
-CASES = {
-    1: [("replicate=1", "own"), ("replicate=1", "transformers")],
+ALONE = "replicate=1"
+CASES: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     2: [
-        ("expert=2", "own"),
-        ("expert=2,checkpointing=full", "own"),
-        ("replicate=2", "own"),
-        ("shard=2", "own"),
-        ("expert=2", "transformers"),
+        ("expert=2", ("own", "uneven", "balanced", "chunks", "transformers")),
+        ("expert=2,checkpointing=full", ("own", "chunks")),
+        ("replicate=2", ("own", "chunks")),
+        ("shard=2", ("own", "uneven", "balanced")),
+        ("context=2", ("chunks",)),
     ],
-    4: [("expert=4", "own"), ("replicate=2,expert=2", "own")],
+    4: [
+        ("shard=2,expert=2", ("uneven", "balanced", "transformers")),
+        ("shard=2,expert=2,checkpointing=full", ("own",)),
+        ("expert=2,context=2", ("chunks",)),
+    ],
 }
-"""Number of processes -> plans and models."""
+"""Number of processes -> plans and names of `RECIPES`."""
+SLOW: dict[int, list[tuple[str, tuple[str, ...]]]] = {
+    4: [
+        ("expert=4", ("own", "chunks", "transformers")),
+        ("replicate=2,expert=2", ("own", "uneven", "balanced", "chunks")),
+        ("replicate=2,shard=2", ("own", "balanced")),
+        ("shard=2,expert=2,sharding=gradients", ("own", "balanced")),
+        ("shard=2,expert=2,checkpointing=selective", ("own", "uneven", "transformers")),
+        ("expert=2,context=2,checkpointing=full", ("chunks",)),
+        ("replicate=2,context=2,checkpointing=selective", ("chunks",)),
+    ],
+}
 
 
 class Unnamed(Block):
@@ -36,6 +52,15 @@ class Unnamed(Block):
     def __init__(self) -> None:
         super().__init__()
         self.experts = Counted()
+
+
+class Six(Block):
+    """With six experts, three on each of two ranks: two and one on the ranks of `shard`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(self.router.in_features, 6, bias=False)
+        self.experts = StackedExperts(6)
 
 
 def qwen() -> nn.Module:
@@ -56,37 +81,63 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "own": {"model": lambda: Generator(Unnamed).float()},
-    "transformers": {"model": qwen, "inputs": words, "loss": entropy_of_logits},
+def small(**changes: Any) -> ls.Recipe:
+    """Steps of three microbatches, with dropout and clipping."""
+    given: dict[str, Any] = {
+        "model": lambda: Generator(Unnamed).float(),
+        "evaluation": None,
+        "sequence": None,
+        "steps": 2,
+        "optimizer": adamw,
+        "inputs": first,
+        **changes,
+    }
+    return recipe(**given)
+
+
+RECIPES: dict[str, ls.Recipe] = {
+    "own": small(),
+    "uneven": small(
+        model=lambda: Generator(Six).float(), global_batch=8, microbatch=1, precision="bf16"
+    ),
+    "balanced": balanced.recipe(steps=3, optimizer=adamw, clip_norm=0.1, microbatch=3),
+    "chunks": small(sequence=ls.Sequence(chunks=4)),
+    "transformers": small(model=qwen, inputs=words, loss=entropy_of_logits),
 }
 
 
-def fingerprint(folder: str, plan: str, model: str) -> tuple[str, str, list[Any]]:
-    """The model, its fingerprint, and the modules that compute one expert after another."""
-    small = {"evaluation": None, "sequence": None, "steps": 2, "optimizer": adamw, "inputs": first}
-    made = ls.train(
-        recipe(**(small | MODELS[model])), plan=f"{plan},numerics=bitwise", run_dir=folder
-    )
+def fingerprint(folder: str, plan: str, name: str) -> tuple[str, list[Any]]:
+    """The fingerprint, and the modules that compute one expert after another."""
+    made = ls.train(RECIPES[name], plan=f"{plan},numerics=bitwise", run_dir=folder)
     eager = [each.details["modules"] for each in made.events if each.name == "experts-eager"]
-    return model, made.fingerprint, eager
+    return made.fingerprint, eager
 
 
-def fingerprints(folder: str, size: int) -> list[Any]:
-    return each_of(fingerprint, folder, CASES[size], may_refuse=False)
+def fingerprints(folder: str, cases: Sequence[tuple[str, str]]) -> list[Any]:
+    return each_of(fingerprint, folder, cases, may_refuse=False)
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process trains."""
+    cases = [(ALONE, name) for name in RECIPES]
+    (found,) = pool.run(1, fingerprints, str(tmp_path_factory.mktemp("alone")), cases)
+    return dict(zip(RECIPES, found, strict=True))
 
 
 @pytest.mark.timeout(120)
-def test_one_fingerprint(pool: WorkerPool, tmp_path: Path) -> None:
-    found = [
-        each
-        for size in CASES
-        for rank in pool.run(size, fingerprints, str(tmp_path / str(size)), size)
-        for each in rank
-    ]
-    for model in MODELS:
-        digests = {digest for name, digest, _ in found if name == model}
-        assert len(digests) == 1, [each for each in found if each[0] == model]
+@pytest.mark.parametrize(
+    "cases", [CASES, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"]
+)
+def test_one_fingerprint(
+    pool: WorkerPool, tmp_path: Path, alone: dict[str, Any], cases: Any
+) -> None:
+    for size in cases:
+        pairs = [(plan, name) for plan, names in cases[size] for name in names]
+        for rank in pool.run(size, fingerprints, str(tmp_path / str(size)), pairs):
+            assert [(pair, each) for pair, each in zip(pairs, rank, strict=True)] == [
+                ((plan, name), alone[name]) for plan, name in pairs
+            ]
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
-    for model, _, eager in found:
-        assert eager == ([layers] if model == "transformers" else [])
+    for name, (_, eager) in alone.items():
+        assert eager == ([layers] if name == "transformers" else [])

@@ -170,7 +170,7 @@ def parallelize(
         )
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
-    cut = _sequence_cut(model, mesh, plan, sequence, pipeline)
+    cut = _sequence_cut(model, mesh, plan, sequence, pipeline, leaves)
     return Parallelized(streams, pipeline, shared, cut, leaves, eager)
 
 
@@ -213,6 +213,7 @@ def _sequence_cut(
     plan: Plan,
     sequence: RecipeSequence | None,
     pipeline: Pipeline | None,
+    leaves: Sequence[Leaves],
 ) -> SequenceCut | None:
     if mesh.tokens.size == 1 and sequence is None:
         return None
@@ -220,7 +221,7 @@ def _sequence_cut(
         from lockstep.model.context.chunked_sequence import ChunkedSequenceCut
 
         assert sequence is not None, "refused without"
-        return ChunkedSequenceCut(model, mesh.tokens, sequence)
+        return ChunkedSequenceCut(model, mesh.tokens, sequence, leaves)
     from lockstep.model.context.cut import SequenceCut
 
     return SequenceCut(model, mesh.tokens, sequence, plan.exchange, pipeline)

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.base import accelerator
 from lockstep.base.torch_private import keeps_graph
@@ -25,11 +25,11 @@ from lockstep.tree import LeavesInAnyOrder, cover, fold
 Scalar = Tensor | float
 
 
-def sum_losses(values: Sequence[Any], axis: ChunkAxis, parameters: Sequence[nn.Parameter]) -> Any:
+def sum_losses(values: Sequence[Any], axis: ChunkAxis, parameters: Sequence[Tensor]) -> Any:
     """Return the loss of all chunks, in the form of each of `values`, the losses of this process's
     chunks. Every process calls it, also the backward. The backward computes the gradients of the
-    parameters in the threads of the chunks, and sums them over the chunks of all processes. What is
-    no loss is returned as it is."""
+    `parameters`, which are leaves of autograd's graph, in the threads of the chunks, and sums them
+    over the chunks of all processes. What is no loss is returned as it is."""
     rows = [list(_scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):
         return values[0]
@@ -73,7 +73,7 @@ class _WithGradient(torch.autograd.Function):
 def _gradients(
     rows: Sequence[Sequence[Scalar]],
     axis: ChunkAxis,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     gradient: Tensor,
 ) -> list[Tensor | None]:
     """Return the gradients of the parameters, summed over all chunks. `rows`: the losses of this

@@ -21,6 +21,7 @@ from lockstep.model.context.cut import MOST_LAYOUTS, SequenceCut
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.kernels import Chosen
 from lockstep.model.context.label_shift import LossFunction, has_tokens
+from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.recipe.sequence import Sequence
 
 
@@ -28,8 +29,12 @@ class ChunkedSequenceCut(SequenceCut):
     """A `SequenceCut` whose forward and loss are called once for each of this process's chunks, in
     threads. The chunks are the ranks of an axis, so each is computed as on a process of its own."""
 
-    def __init__(self, model: nn.Module, processes: World, sequence: Sequence) -> None:
+    def __init__(
+        self, model: nn.Module, processes: World, sequence: Sequence, leaves: Sequences[Leaves]
+    ) -> None:
+        """`leaves`: see `ParameterLeaves`."""
         super().__init__(model, processes, sequence, "keys")
+        self._leaves = [(each, ParameterLeaves(each, leaves)) for each in model.parameters()]
         self._threads = ChunkThreads(processes.device)
         self._chunk_layouts: dict[int, list[TokenLayout]] = {}
 
@@ -45,10 +50,11 @@ class ChunkedSequenceCut(SequenceCut):
             return output, self._loss_of(loss, output, batch, cut)
 
         pairs = self._threads.run([partial(compute, layout) for layout in layouts])
-        parameters = [each for each in self._model.parameters() if each.requires_grad]
+        trained = (leaves for each, leaves in self._leaves if each.requires_grad)
+        tensors = [tensor for leaves in trained for tensor in leaves.tensors()]
         axis = layouts[0].world
         assert isinstance(axis, ChunkAxis)
-        value = sum_losses([value for _, value in pairs], axis, parameters)
+        value = sum_losses([value for _, value in pairs], axis, tensors)
         return [output for output, _ in pairs], value
 
     def whole(self, output: Any) -> Any:

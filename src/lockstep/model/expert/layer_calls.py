@@ -7,6 +7,7 @@ that leaves it out on some ranks only is refused on all, instead of sending rows
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,15 +17,21 @@ from torch import nn
 from lockstep.model.expert.dispatch import Dispatch
 
 
+class _Forward(threading.local):
+    """The forward of the model that runs in this thread."""
+
+    next: int | None = None
+    """The layer that is expected next; None outside of a forward. (Recomputation calls layers in
+    another order.)"""
+
+
 class LayerCalls:
     """Watches the layers of experts that the forwards of a model call."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Dispatch]) -> None:
         """`layers`: in the order of the model's modules."""
         self._layers = layers
-        self._next: int | None = None
-        """The layer that is expected next; None outside of a forward of the model. (Recomputation
-        calls layers in another order.)"""
+        self._forward = _Forward()
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
         for place, layer in enumerate(layers):
@@ -33,17 +40,17 @@ class LayerCalls:
             )
 
     def _begin(self, _: nn.Module, __: Any) -> None:
-        self._next = 0
+        self._forward.next = 0
 
     def _before(self, place: int, _: nn.Module, __: Any) -> None:
-        if self._next is not None:
+        if self._forward.next is not None:
             self._leave_out(place)
-            self._next = max(self._next, place + 1)
+            self._forward.next = max(self._forward.next, place + 1)
 
     def _end(self, _: nn.Module, __: Any, ___: Any) -> None:
         self._leave_out(len(self._layers))
-        self._next = None
+        self._forward.next = None
 
     def _leave_out(self, end: int) -> None:
-        for layer in self._layers[self._next : end]:
+        for layer in self._layers[self._forward.next : end]:
             layer.leave_out()
