@@ -251,13 +251,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "context=2,compile=yes",
             "context=2 with compile=yes; attention is replaced while the forward runs",
         ),
-        (
-            "expert=2,shard=2,numerics=bitwise",
-            (
-                "expert=2 with shard=2; with numerics=bitwise, experts are not summed over it in"
-                " the canonical order yet; leave shard=2 out, or expert"
-            ),
-        ),
         ("expert=2,compile=yes", "expert=2 with compile=yes; the number of tokens of each expert"),
         ("expert=2,shard=2,offload=yes", "expert=2 with offload=yes; experts are not moved"),
         ("expert=2,tensor=2", "expert=2 with tensor=2; layers are not sharded beside experts yet"),

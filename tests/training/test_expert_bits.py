@@ -12,7 +12,7 @@ from model.expert.models import Counted, StackedExperts
 from torch import Tensor, nn
 from training import test_balance as balanced
 from training.subjects import each_of
-from training.test_expert_axis import Block, Generator, entropy, first, recipe
+from training.test_expert_axis import WORDS, Block, Generator, entropy, first, recipe
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
@@ -141,3 +141,49 @@ def test_one_fingerprint(
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     for name, (_, eager) in alone.items():
         assert eager == ([layers] if name == "transformers" else [])
+
+
+SHORT, LONG = 3, 6
+
+
+class Texts(torch.utils.data.Dataset[list[Tensor]]):
+    """Texts of `SHORT` and `LONG` words in turn."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, place: int) -> list[Tensor]:
+        text = torch.arange(place, place + (SHORT, LONG)[place % 2]) % WORDS
+        return [text, text.roll(1)]
+
+
+def short(chunks: int) -> ls.Recipe:
+    """With fewer words than chunks in some microbatches."""
+    return small(
+        data=Texts(), microbatch=1, global_batch=8, steps=1, sequence=ls.Sequence(chunks=chunks)
+    )
+
+
+def train_short(folder: str, plan: str, chunks: int) -> str:
+    return ls.train(short(chunks), plan=f"{plan},numerics=bitwise", run_dir=folder).fingerprint
+
+
+def train_each_short(folder: str, cases: Any) -> list[str]:
+    return each_of(train_short, folder, cases)
+
+
+def test_ranks_whose_sequences_have_other_numbers_of_chunks_are_refused(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """And what the error recommends trains the model of one process."""
+    cases = [("replicate=2", 4), ("expert=2", SHORT), ("expert=2", 4)]
+    (expected,) = pool.run(
+        1, train_each_short, str(tmp_path / "alone"), [(ALONE, 4), (ALONE, SHORT)]
+    )
+    for *right, said in pool.run(2, train_each_short, str(tmp_path), cases):
+        assert right == expected
+        assert f"in {SHORT} chunks" in said
+        assert (
+            f"give sequences of at least 4 tokens, ls.Sequence(chunks={SHORT}), or use replicate"
+            " instead of expert" in said
+        )

@@ -26,7 +26,7 @@ from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
-from lockstep.model.context.active import handled
+from lockstep.model.context.active import active, handled
 from lockstep.model.context.trial import SMALL
 from lockstep.model.expert.find import ARGUMENTS, Experts
 from lockstep.model.expert.leaves import Key, Leaves, Parameters, divided_parameters
@@ -175,7 +175,7 @@ class Dispatch:
         ranks, count = world.size, self.experts.count
         each = count // ranks
         counts = routing.counts.view(ranks, each)
-        call = counts.new_full((ranks, 1), 2 * self.place + (index is None))
+        call = counts.new_full((ranks, 1), self._call(index is None))
         mine = torch.cat([counts, routing.outside.expand(ranks, 1), call], 1)
         theirs = torch.empty_like(mine)
         all_to_all(theirs, mine, world)
@@ -200,13 +200,28 @@ class Dispatch:
             )
         return sent, received, theirs[:, :each]
 
+    def _call(self, is_left_out: bool) -> int:
+        """Return a number that says what this rank calls, and in how many chunks."""
+        sequence = None if self.leaves is None else active()
+        chunks = 0 if sequence is None else sequence.layout.chunks
+        return 2 * (self.place + len(self.names) * chunks) + is_left_out
+
     def _differing(self, calls: Sequence[int]) -> str:
-        """Return the text of the error for ranks whose forwards call different layers."""
-        said = [
-            f"rank {rank} {'leaves out' if call % 2 else 'calls'} {self.names[call // 2]}"
-            for rank, call in enumerate(calls)
-        ]
+        """Return the text of the error for ranks that differ in `_call`."""
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+        chunks, places = zip(*(divmod(call // 2, len(self.names)) for call in calls), strict=True)
+        if chunks[other] != chunks[0]:
+            return (
+                f"rank 0 computes its microbatch in {chunks[0]} chunks, and rank {other} in"
+                f" {chunks[other]}; with numerics=bitwise each chunk sends its tokens to the"
+                f" experts of all ranks (expert={self.world.size}), and a sequence of fewer tokens"
+                f" than chunks has fewer; give sequences of at least {max(chunks)} tokens,"
+                f" ls.Sequence(chunks={min(chunks)}), or use replicate instead of expert"
+            )
+        said = [
+            f"rank {rank} {'leaves out' if call % 2 else 'calls'} {self.names[place]}"
+            for rank, (call, place) in enumerate(zip(calls, places, strict=True))
+        ]
         return (
             f"in a forward, {said[0]} and {said[other]}, as with stochastic depth; each layer sends"
             f" tokens to the experts of all ranks (expert={self.world.size}), so every microbatch"
