@@ -4,7 +4,10 @@ name on every rank."""
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +40,7 @@ from lockstep.comm.world import World
 from lockstep.model.block_wrappers import checkpoint_activations
 from lockstep.model.expert.divide import check_experts, divide_experts
 from lockstep.model.expert.find import find_experts
+from lockstep.model.expert.layer_calls import LayerCalls
 from lockstep.model.expert.routing import Routing, local_experts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Plan
@@ -363,3 +367,43 @@ def test_experts_that_cannot_be_divided() -> None:
     ):
         with pytest.raises(PlanError, match=said):
             check_experts(wrong, find_experts(wrong, None), ranks)
+
+
+class TwoLayers(nn.Module):
+    """Waits between its layers."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.wait = nn.Identity(), nn.Identity(), wait
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.wait()
+        return self.second(x)  # type: ignore[no-any-return]
+
+
+def test_a_forward_in_another_thread_leaves_no_layer_out() -> None:
+    """As chunks of a sequence do, which take turns."""
+    left_out: list[int] = []
+    arrived, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            arrived.set()
+            assert goes_on.wait(10)
+
+    model = TwoLayers(wait)
+    layers: Any = [
+        SimpleNamespace(
+            experts=SimpleNamespace(module=module), leave_out=partial(left_out.append, place)
+        )
+        for place, module in enumerate([model.first, model.second])
+    ]
+    LayerCalls(model, layers)
+    other = threading.Thread(target=model, args=(torch.zeros(1),))
+    other.start()
+    assert arrived.wait(10)
+    model(torch.zeros(1))
+    goes_on.set()
+    other.join()
+    assert left_out == []

@@ -48,6 +48,7 @@ class Leaves:
         """Return the tensors of each rank for a parameter. Under FSDP2: while it is gathered."""
         module, name = key
         parameter = own_parameters(module)[name]
+        assert parameter is not None, "it was a parameter"
         held = to_local(parameter).detach()
         tensors = self._tensors.setdefault(key, [])
         if not tensors or not tensors[0].is_set_to(held):

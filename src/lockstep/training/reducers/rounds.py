@@ -72,11 +72,11 @@ class RoundsReducer:
             if counts and any(gradient is not None for gradient in gradients):
                 self._used[place] = 1.0
         for summed, places in self._sums:
-            gradients = [
+            flattened = [
                 [_flat(gradient, self._parameters[place]) for gradient in taken[place]]
                 for place in places
             ]
-            flat = [torch.cat(leaf) for leaf in zip(*gradients, strict=True)]
+            flat = [torch.cat(leaf) for leaf in zip(*flattened, strict=True)]
             summed.add(torch.stack(flat)[:, None])
             summed.end_round()
 
