@@ -1952,10 +1952,6 @@ ELSEWHERE = {
     "sum in float32: output.float()": CONTEXT,
     "leave exchange=heads out, or numerics=bitwise": CONTEXT,
     "leave numerics=bitwise or sequence out, or use replicate": CONTEXT,
-    "or use replicate instead of expert": (
-        "training/test_expert_bits.py"
-        "::test_ranks_whose_sequences_have_other_numbers_of_chunks_are_refused"
-    ),
     "any number of processes if the recipe has them; give Recipe(sequence=ls.Sequence())": CONTEXT,
     "choose colwise and rowwise in": "training/test_context_axis.py::test_ranks_that_share_out_tokens_train_the_model_of_one_process",
     "use machines of one kind, or numerics=fast": (

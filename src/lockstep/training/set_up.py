@@ -25,7 +25,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.digests import differing_part
 from lockstep.model.sync_batchnorm import training_batchnorms
-from lockstep.plan import ONE_FORWARD, MEASURED, Plan
+from lockstep.plan import MEASURED, ONE_FORWARD, Plan
 from lockstep.recipe.checks import Precision
 from lockstep.recipe.code import Digests, other_sources
 from lockstep.recipe.sequence import Sequence as RecipeSequence

@@ -276,7 +276,7 @@ class _UsedParameters:
         self.accumulations = 0
         self._parameters = parameters
         self.flags = [0.0] * len(parameters)
-        self._hooks: dict[int, list[Any]] = {}
+        self._hooked: set[int] = set()
         self._gathered: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -300,7 +300,7 @@ class _UsedParameters:
         self._versions = {name: version(gathered) for name, gathered in self._gathered.items()}
 
     def close(self) -> None:
-        for handle in [*self._handles, *sum(self._hooks.values(), [])]:
+        for handle in self._handles:
             handle.remove()
 
     def refuse_hooks(self) -> None:
@@ -352,12 +352,12 @@ class _UsedParameters:
                 ):
                     continue
                 self._gathered[full_name], self._versions[full_name] = parameter, version(parameter)
-                if place not in self._hooks:
+                if place not in self._hooked:
+                    self._hooked.add(place)
                     leaves = self._leaves[place]
-                    self._hooks[place] = [
-                        each.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
-                        for each in (leaves.tensors() if leaves.are_apart else [parameter])
-                    ]
+                    for each in leaves.tensors() if leaves.are_apart else [parameter]:
+                        handle = each.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
+                        self._handles.append(handle)
 
         return before
 
