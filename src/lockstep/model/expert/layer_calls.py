@@ -24,6 +24,9 @@ class _Forward(threading.local):
     """The layer that is expected next; None outside of a forward. (Recomputation calls layers in
     another order.)"""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward()
+
 
 class LayerCalls:
     """Watches the layers of experts that the forwards of a model call."""
