@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ from lockstep.recipe.code import RecipeCode
 from lockstep.recipe.recipe import Recipe
 from lockstep.saving import Best
 from lockstep.session import Session
-from lockstep.training.balance import balance_experts
 from lockstep.training.context import Context
 from lockstep.training.loss import with_loss_in_model
 from lockstep.training.recovery import Recovery
@@ -170,11 +168,8 @@ class RecipeSession(Session):
             head=recipe.head,
             experts=recipe.experts,
             weights=recipe.weights,
+            balance=recipe.balance,
         )
-        if recipe.balance is not None:
-            module = run.training.modules[0]
-            module.balance = balance_experts(recipe, module.model, module.executor, self.context)
-            run.include("balance", module.balance)
         metric = run.training.modules[0].schedule.metric
         if metric is not None and all(each.every is None for each in recipe.evaluations.values()):
             raise RecipeError(
@@ -193,16 +188,6 @@ class RecipeSession(Session):
             self.house.evaluation.prepare(run, recipe)
         if run.rank == 0:
             save_configuration(run.model, run.dir / CONFIGURATION)
-
-    @property
-    def weight(self) -> Callable[[Any], Any] | None:
-        """The weight function of the recipe's terms, and of those that its balance adds."""
-        balance = self.recipe.balance
-        if balance is None or not balance.has_terms:
-            return self.recipe.weight
-        joined = self.training.modules[0].balance
-        assert joined is not None, "build comes first"
-        return joined.weight
 
     def result(self, seconds: float, *, is_trained: bool) -> Result:
         """Write the final weights, unless the run was only evaluated, and the result."""

@@ -94,7 +94,7 @@ def train_in(session: RecipeSession) -> Result:
         sampler=recipe.sampler,
         batch_sampler=recipe.batch_sampler,
         collate=recipe.collate,
-        weight=session.weight,
+        weight=session.recipe.weight,
     ):
         step.compute(recipe.inputs, house.loss_check.watched(run, recipe))
         step.commit(clip_norm=recipe.clip_norm)

@@ -25,6 +25,7 @@ from lockstep.model.shard import error_of_sharding
 from lockstep.model.weight_casts import error_of_autocast
 from lockstep.opening import Opened, RunRequest, open_run
 from lockstep.plan import Plan
+from lockstep.recipe.balance import Balance
 from lockstep.recipe.checks import Precision
 from lockstep.recipe.code import Digests
 from lockstep.recipe.recipe import Evaluation, Weights
@@ -247,12 +248,14 @@ class Session:
         head: str | None = None,
         experts: Sequence[str] | None = None,
         weights: Weights | str | os.PathLike[str] | None = None,
+        balance: Balance | None = None,
     ) -> tuple[Any, Any]:
         """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns
         what the two functions returned; the model is on this rank's device. Its initial values
         depend on the session's seed only, not on the plan; `weights` replaces them. `blocks`,
-        `tensor`, `stages`, `sequence`, `head`, `experts` and `weights`: as in `Recipe`. May be
-        called again, for another model, unless the plan has a pipeline. Raises `RecipeError`."""
+        `tensor`, `stages`, `sequence`, `head`, `experts`, `weights` and `balance`: as in `Recipe`.
+        May be called again, for another model, unless the plan has a pipeline. Raises
+        `RecipeError`."""
         how = ModelOptions(
             blocks=blocks,
             tensor=tensor,
@@ -260,6 +263,7 @@ class Session:
             sequence=sequence,
             head=head,
             experts=experts,
+            balance=balance,
         )
         module = prepare(
             self.training,
@@ -294,6 +298,8 @@ class Session:
         are used. Each step must commit all models. Raises `DataError`, `RecipeError`,
         `LossError`."""
         training, run = self.training, self.run
+        for each in training.balances:
+            weight = each.joined_weight(weight)
         sizes = (global_batch, microbatch, steps, epochs, drop_last)
         options = loop.LoopOptions(data, *sizes, collate, weight, sampler, batch_sampler)
         batching = loop.lay_out_loop(training, options)

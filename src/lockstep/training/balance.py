@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,14 +29,14 @@ from lockstep.model.expert.routers import (
     Choices,
     RoutedLayer,
     RoutingRecorder,
-    find_bias,
     find_routers,
 )
+from lockstep.model.pipeline.stages import Stages
+from lockstep.plan import Plan
 from lockstep.recipe.balance import Balance
-from lockstep.recipe.recipe import Loss, Recipe, Sum
-from lockstep.training.context import Context
-from lockstep.training.executor import Executor, SerialExecutor
-from lockstep.training.loss import SINGLE
+from lockstep.recipe.checks import in_words
+from lockstep.recipe.recipe import Loss, Sum
+from lockstep.training.loss import SINGLE, Weights
 
 BALANCE_TERMS = BALANCE, ROUTER_Z = "balance", "router_z"
 """The names of the terms."""
@@ -43,8 +44,10 @@ BALANCE_TERMS = BALANCE, ROUTER_Z = "balance", "router_z"
 
 @dataclass(slots=True)
 class Routed:
-    """The choices of all routers for one microbatch, on this rank."""
+    """The choices of all routers for one microbatch, on this rank; of those in one stage of a
+    pipeline."""
 
+    microbatch: int
     choices: list[Choices]
     samples: int
     counted: Tensor | None
@@ -59,18 +62,23 @@ class ExpertBalance:
 
     def __init__(
         self,
-        recipe: Recipe,
+        balance: Balance,
         recorder: RoutingRecorder,
-        biases: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
         mesh: Mesh,
+        inputs: Callable[[Any], Any] | None,
+        *,
+        counts_first: bool,
     ) -> None:
-        assert recipe.balance is not None, "made for a recipe with a balance"
-        self.balance: Balance = recipe.balance
+        """`biases`: of each layer that is on this rank, if they move. `inputs`: as in `Recipe`.
+        `counts_first`: True if loads must be known before the first backward."""
+        self.balance = balance
+        self.counts_first = counts_first
         self.recorder = recorder
         self.layers: Sequence[RoutedLayer] = recorder.layers
         self._biases = biases
         self._mesh = mesh
-        self._recipe = recipe
+        self._inputs = inputs
         self._widths = [layer.experts.count + MORE for layer in self.layers]
         self.loads = self._zeros()
         """The loads of all layers in the latest step's global batch, one after another."""
@@ -82,6 +90,9 @@ class ExpertBalance:
         """Steps since a token chose the expert, in the columns of the experts."""
         self._known: Tensor | None = None
         """The loads of the global batch, if they are known before the backward."""
+        self._of_microbatches: dict[int, Tensor] = {}
+        """The loads of this rank's microbatches by sample, of all stages of a pipeline, if a stage
+        needs the others'."""
         self._has_seen_logits = False
         self._of_f: Tensor | None = None
         """The loads that the latest balance loss took f of."""
@@ -99,9 +110,13 @@ class ExpertBalance:
         """Return the load of each layer."""
         return list(torch.split(loads, self._widths, dim=-1))
 
-    def weight(self, batch: Any) -> dict[str, Any]:
-        """Return the denominators of a batch: of the recipe's own terms, and of the balance."""
-        own = {} if self._recipe.weight is None else self._recipe.weight(batch)
+    def joined_weight(self, weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+        """Return a weight function of the loss's own terms and of the balance's. `weight`: of its
+        own terms."""
+        return partial(self._weight, weight) if self.balance.has_terms else weight
+
+    def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
+        own = {} if weight is None else weight(batch)
         named = dict(own) if isinstance(own, Mapping) else {SINGLE: own}
         return joined(named, self._denominators(batch))
 
@@ -118,7 +133,7 @@ class ExpertBalance:
     def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
         """Return the samples of a batch, the tokens of each, and (samples, tokens) True for the
         tokens that count. Raises `RecipeError`."""
-        arguments = None if self._recipe.inputs is None else self._recipe.inputs(batch)
+        arguments = None if self._inputs is None else self._inputs(batch)
         counted = None
         if self.balance.tokens is not None:
             counted = self.balance.tokens(batch)
@@ -149,43 +164,61 @@ class ExpertBalance:
         return len(first), first.shape[1] if has_tokens else 1, None
 
     @property
-    def needs_step(self) -> bool:
-        """True if the loads of the global batch must be known before the first backward."""
-        return self.balance.over == "step" and self.balance.coefficient > 0
+    def term_names(self) -> list[str]:
+        """The names of the terms that are added to the loss."""
+        sizes = zip(BALANCE_TERMS, (self.balance.coefficient, self.balance.z), strict=True)
+        return [name for name, size in sizes if size]
 
     def begin(self) -> None:
         """Begin the accumulation of a gradient."""
-        self._mine, self._known = self._zeros(), None
+        self._mine, self._known, self._of_microbatches = self._zeros(), None, {}
 
-    def routed(self, batch: Any) -> Routed:
-        """Return the choices of the latest recorded forward. `batch`: its batch. Raises
-        `RecipeError`."""
+    def routed(self, microbatch: int, batch: Any) -> Routed:
+        """Return the choices of the recorded forward. `batch`: its batch. Raises `RecipeError`."""
         choices = self.recorder.take()
         samples, counted = self._counted(batch, choices)
-        return Routed(choices, samples, counted)
+        return Routed(microbatch, choices, samples, counted)
 
     def count(self, routed: Routed) -> None:
         """Add the loads of a microbatch to those of the step, unless they are known."""
-        if self._known is None:
-            self._mine += self._loads_of(routed).sum(0)
+        if self._known is not None:
+            return
+        loads = self._loads_of(routed)
+        self._mine += loads.sum(0)
+        if self.counts_first and self.balance.over != "step":
+            before = self._of_microbatches.get(routed.microbatch, 0)  # of earlier stages
+            self._of_microbatches[routed.microbatch] = loads + before
 
     def know_loads(self) -> None:
         """Sum the loads of all microbatches before the first backward. Every rank calls it."""
         self._known = self._summed()
+        if self._of_microbatches:
+            summed = torch.cat(list(self._of_microbatches.values()))
+            self._mesh.stages.all_reduce(summed)
+            self._mesh.tokens.all_reduce(summed)
+            sizes = [len(each) for each in self._of_microbatches.values()]
+            parts = torch.split(summed, sizes)
+            self._of_microbatches = dict(zip(self._of_microbatches, parts, strict=True))
 
     def terms(self, loss: Any, routed: Routed) -> Any:
         """Return the loss of a microbatch with the terms of the balance. Ranks that share out a
         microbatch's tokens call it together. Raises `LossError` and `RecipeError`."""
+        self.check_own(loss)
         if not self.balance.has_terms:
             return loss
-        if isinstance(loss, Loss):
+        own = dict(loss) if isinstance(loss, Mapping) else {SINGLE: loss}
+        return {**own, **self.terms_of(routed)}
+
+    def check_own(self, loss: Any) -> None:
+        """Raise `LossError` if the terms of the balance cannot be added to a loss."""
+        if self.balance.has_terms and isinstance(loss, Loss):
             raise LossError(
                 "Recipe.balance with an ls.Loss, whose denominator is known only after the forward;"
                 " the terms of the balance have others; return ls.Sum(total) and give"
                 " Recipe.weight = batch -> its denominator"
             )
-        named = dict(loss) if isinstance(loss, Mapping) else {SINGLE: loss}
-        return joined(named, self._terms(routed))
+        if isinstance(loss, Mapping):
+            joined(loss, dict.fromkeys(self.term_names))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
         """Return the number of samples, and True for each of this rank's tokens that counts, or
@@ -241,7 +274,10 @@ class ExpertBalance:
         routed.loads = torch.cat(columns, dim=1)
         return routed.loads
 
-    def _terms(self, routed: Routed) -> dict[str, Sum]:
+    def terms_of(self, routed: Routed) -> dict[str, Sum]:
+        """Return the terms of the balance for one microbatch, or for a stage's part of it. Ranks
+        that share out a microbatch's tokens call it together. Raises `LossError` and
+        `RecipeError`."""
         self._check_logits(routed.choices)
         found = {}
         if self.balance.coefficient:
@@ -280,9 +316,11 @@ class ExpertBalance:
         if self.balance.over == "step":
             assert self._known is not None, "counted before the first backward"
             return self._known
-        loads = self._loads_of(routed)
+        is_known = self.counts_first and routed.microbatch in self._of_microbatches
+        loads = self._of_microbatches[routed.microbatch] if is_known else self._loads_of(routed)
         found = loads.clone() if self.balance.over == "sample" else loads.sum(0)
-        self._mesh.tokens.all_reduce(found)
+        if not is_known:
+            self._mesh.tokens.all_reduce(found)
         return found
 
     def _check_logits(self, choices: Sequence[Choices]) -> None:
@@ -312,8 +350,8 @@ class ExpertBalance:
 
     def _summed(self) -> Tensor:
         summed = self._mine.clone()
-        self._mesh.data.all_reduce(summed)
-        self._mesh.tokens.all_reduce(summed)
+        for ranks in (self._mesh.data, self._mesh.tokens, self._mesh.stages):
+            ranks.all_reduce(summed)
         return summed
 
     def check(self, step: int) -> None:
@@ -341,10 +379,11 @@ class ExpertBalance:
         gate = torch.as_tensor(applied, device=self.loads.device)
         self._idle = torch.where(self.loads > 0, 0, self._idle + 1)
         self._previous = torch.where(gate, self.loads, self._previous)
-        for bias, load in zip(self._biases, self.of_layers(self.loads), strict=False):
-            change = self.balance.bias_rate * bias_step(load).to(bias.dtype) * gate
-            with torch.no_grad():
-                bias += change.to(bias.device)
+        for bias, load in zip(self._biases, self.of_layers(self.loads), strict=True):
+            if bias is not None:
+                change = self.balance.bias_rate * bias_step(load).to(bias.dtype) * gate
+                with torch.no_grad():
+                    bias += change.to(bias.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"previous": self._previous, "idle": self._idle}
@@ -365,15 +404,31 @@ class ExpertBalance:
         return torch.zeros(sum(self._widths), dtype=torch.int64, device=self._mesh.world.device)
 
 
-def balance_experts(
-    recipe: Recipe, model: nn.Module, executor: Executor, context: Context
-) -> ExpertBalance:
-    """Watch the routers of a model that was prepared. Raises `RecipeError` and `PlanError`."""
-    balance = recipe.balance
-    assert balance is not None, "a recipe with a balance"
-    plan = context.plan
+def check_balance(
+    balance: Balance,
+    plan: Plan,
+    inputs: Callable[[Any], Any] | None,
+    *,
+    others: Sequence[ExpertBalance],
+) -> None:
+    """Raise `RecipeError` or `PlanError` if a balance cannot be kept. `inputs`: as in `Recipe`.
+    `others`: the balances of models that were prepared before."""
+    if not isinstance(balance, Balance):
+        raise RecipeError(
+            f"balance is {in_words(balance)}; give ls.Balance(coefficient=0.01), or None"
+        )
+    if others:
+        raise RecipeError(
+            "balance in a second session.prepare; the terms of both would have one name; leave it"
+            " out in one of the two"
+        )
+    if inputs is None and balance.tokens is None:
+        raise RecipeError(
+            "session.prepare(balance=...) without tokens; the tokens of a batch must be known"
+            " before the forward; give ls.Balance(tokens=lambda batch: mask), of shape (samples,"
+            " tokens)"
+        )
     for name, why in (
-        ("pipeline", "the loss of a router on an earlier stage does not reach it"),
         ("compile", "compiled blocks do not show what their routers return"),
         ("data_parallel", "its threads call copies of the routers"),
     ):
@@ -381,25 +436,75 @@ def balance_experts(
         if value is True or value not in (1, False):
             said = f"{name}={'yes' if value is True else value}"
             raise PlanError(f"{said} with Recipe.balance; {why}; leave {said} or balance out")
-    if recipe.sequence is not None and context.bitwise:
-        raise PlanError(
-            "numerics=bitwise with Recipe.balance and Recipe.sequence; each chunk of a sequence is"
-            " computed by itself, and the balance is over the tokens of a microbatch; leave"
-            " numerics=bitwise, balance or sequence out"
-        )
+
+
+def routed_layers(
+    model: nn.Module, balance: Balance, experts: Sequence[str] | None
+) -> list[RoutedLayer]:
+    """Return the layers of experts that a balance is of. Call it before the model is parallelized.
+    `experts`: as in `Recipe`. Raises `RecipeError`."""
     refuse_own_balance(model)
-    layers = find_routers(model, recipe.experts, balance.routers)
+    layers = find_routers(model, experts, balance.routers, with_bias=balance.bias_rate > 0)
     counts = {layer.experts.count for layer in layers}
     if not balance.per_layer and len(counts) > 1:
         raise RecipeError(
             f"Balance.per_layer=False, and layers have {sorted(counts)} experts; means over layers"
             " need the same number in each; leave per_layer out"
         )
-    biases = [find_bias(model, layer) for layer in layers] if balance.bias_rate else []
-    recorder = RoutingRecorder(model, layers)
-    assert isinstance(executor, SerialExecutor), "pipelines are refused"
-    executor.recorder = recorder
-    return ExpertBalance(recipe, recorder, biases, context.mesh)
+    return layers
+
+
+def balance_experts(
+    model: nn.Module,
+    balance: Balance,
+    layers: Sequence[RoutedLayer],
+    mesh: Mesh,
+    inputs: Callable[[Any], Any] | None,
+    stages: Stages | None,
+) -> ExpertBalance:
+    """Watch the routers of a model that was parallelized. `layers`: result of `routed_layers`.
+    `inputs`: as in `Recipe`. `stages`: of a pipeline."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    biases = [None if layer.bias is None else buffers.get(layer.bias) for layer in layers]
+    needs_all_stages = stages is not None and (
+        not balance.per_layer or _is_on_several_stages(model, layers, stages)
+    )
+    is_of_loads = balance.over == "step" or (needs_all_stages and balance.over != "previous")
+    return ExpertBalance(
+        balance,
+        RoutingRecorder(model, layers),
+        biases,
+        mesh,
+        inputs,
+        counts_first=balance.coefficient > 0 and is_of_loads,
+    )
+
+
+def _is_on_several_stages(model: nn.Module, layers: Sequence[RoutedLayer], stages: Stages) -> bool:
+    """True if a layer of experts is called in several stages."""
+    held = [
+        {
+            id(each)
+            for place in places
+            for each in model.get_submodule(stages.parts[place]).modules()
+        }
+        for places in stages.ranges
+    ]
+    return any(sum(id(layer.experts.module) in of for of in held) > 1 for layer in layers)
+
+
+def own_weights(weights: Weights | None) -> Weights | None:
+    """Return the denominators without those of the balance."""
+    if weights is None:
+        return None
+    own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
+    return own or None
+
+
+def balance_weights(weights: Weights | None) -> Weights:
+    """Return the denominators of the balance."""
+    assert weights is not None, "a balance has some"
+    return {name: weights[name] for name in BALANCE_TERMS if name in weights}
 
 
 def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@ pipeline's stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,12 @@ from lockstep.data.loader import Microbatch
 from lockstep.keys import key
 from lockstep.logging.flops import Flops
 from lockstep.model.expert.routers import RoutingRecorder
-from lockstep.model.pipeline.boundary import Arguments, PipelineLoss, PipelineMicrobatch
+from lockstep.model.pipeline.boundary import (
+    Arguments,
+    PipelineLoss,
+    PipelineMicrobatch,
+    StageTerm,
+)
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.training.loss import Contribution
 
@@ -71,15 +76,31 @@ class Accumulation(Protocol):
         """Record a microbatch whose gradient has been accumulated. `part`: None if another rank
         computes its loss."""
 
+    def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
+        """Count the choices that routers made in the latest forward."""
+
+    @property
+    def balance_terms(self) -> Sequence[str]:
+        """The names of the terms that the balance of experts adds to the loss."""
+
+    def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
+        """Return the terms of the balance in the latest forward of a stage; None if it has none."""
+
 
 class Executor(Protocol):
     """Computes this rank's microbatches of one model. Every rank makes the same calls."""
 
     why_no_loop: str | None
     """The reason why the script cannot loop over microbatches itself; None if it can."""
+    recorder: RoutingRecorder | None
+    """Records the choices of routers in each microbatch's forward."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         """Compute forward and backward of all microbatches of a step."""
+
+    def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
+        """Compute the forwards of a step without gradients, in which `recorder` records, and call
+        `step.count_choices` after each of them, of each stage of a pipeline."""
 
     def evaluate(
         self,
@@ -113,31 +134,31 @@ class SerialExecutor:
     streams: ModuleRandomStreams | None
     why_no_loop: str | None = None
     recorder: RoutingRecorder | None = None
-    """Records the choices of routers in each microbatch's forward."""
 
     def train(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         for microbatch, batch in step.batches():
             self._check(inputs, loss, batch)
-            with self.autocast, self.flops.counting(microbatch.size), self._recording():
+            self._record()
+            with self.autocast, self.flops.counting(microbatch.size):
                 # no name for the output: it would live through the next microbatch's forward
                 value = self._computed(inputs, loss, batch)[1]
             step.accumulate(value)
 
-    def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> Iterator[Microbatch]:
-        """Compute the forwards of a step without gradients. Yields each microbatch when `recorder`
-        has recorded its forward."""
+    def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
         for microbatch, batch in step.batches():
             self._check(inputs, loss, batch)
             # the model may change the batch in place
             copied = map_tensors(batch, Tensor.clone)
-            with torch.no_grad(), self.autocast, self._recording():
+            self._record()
+            with torch.no_grad(), self.autocast:
                 output = self._output(inputs, copied)
                 if inputs is None:  # the loss calls the model
                     loss(output, copied)
-            yield microbatch
+            step.count_choices(microbatch, batch)
 
-    def _recording(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.recorder is None else self.recorder.recording()
+    def _record(self) -> None:
+        if self.recorder is not None:
+            self.recorder.start()
 
     def evaluate(
         self,
@@ -220,6 +241,7 @@ class PipelineExecutor:
         self.why_no_loop: str | None = (
             f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
         )
+        self.recorder: RoutingRecorder | None = None
         self._pipeline = pipeline
         self._device = pipeline.world.device
         self._autocast = autocast
@@ -232,6 +254,7 @@ class PipelineExecutor:
             )
         fetched = step.fetched()
         parts: dict[int, Contribution] = {}
+        added = step.balance_terms
 
         def score(microbatch: Microbatch, batch: Any, output: Any, of_output: Loss) -> PipelineLoss:
             with step.without_backward():
@@ -242,7 +265,14 @@ class PipelineExecutor:
             else:
                 parts[microbatch.index] = part._replace(total=part.total.detach())
             record = [part.value, 0.0 if part.weight is None else part.weight]
-            return PipelineLoss(part.total, step.grad_output(part), record)
+            return PipelineLoss(part.total, step.grad_output(part), [*record, *[0.0] * len(added)])
+
+        def term(microbatch: Microbatch, batch: Any) -> StageTerm | None:
+            part = step.balance_part(microbatch, batch)
+            if part is None:
+                return None
+            values = [part.terms[name] for name in added]
+            return StageTerm(part.total * step.grad_output(part), [0.0, 0.0, *values])
 
         microbatches = [
             self._microbatch(
@@ -252,14 +282,52 @@ class PipelineExecutor:
                 batch,
                 partial(score, microbatch, batch),
                 is_dummy=microbatch.is_dummy,
+                before=self._record,
+                term=partial(term, microbatch, batch),
             )
             for microbatch, batch in fetched
         ]
-        rows = self._pipeline.run(microbatches, columns=2)
-        for (microbatch, _), (value, weight) in zip(fetched, rows, strict=True):
-            if not microbatch.is_dummy:
-                value = value.item() if value.is_cpu else value
-                step.record(microbatch, value, weight, parts.get(microbatch.index))
+        rows = self._pipeline.run(microbatches, columns=2 + len(added))
+        for (microbatch, _), (value, weight, *more) in zip(fetched, rows, strict=True):
+            if microbatch.is_dummy:
+                continue
+            part = parts.get(microbatch.index)
+            if added and part is not None:
+                part = part.with_terms(dict(zip(added, more, strict=True)))
+            value = torch.stack([value, *more]).sum() if added else value
+            value = value.item() if value.is_cpu else value
+            step.record(microbatch, value, weight, part)
+
+    def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
+        assert inputs is not None, "a pipeline is refused without"
+        fetched = iter(step.fetched())
+        while several := list(islice(fetched, self._together)):
+            copies = [(item, map_tensors(batch, Tensor.clone)) for item, batch in several]
+            self._pipeline.forward(
+                [
+                    self._microbatch(
+                        step.random_position(item),
+                        inputs,
+                        loss,
+                        batch,
+                        lambda _, __: None,
+                        is_dummy=item.is_dummy,
+                        before=self._record,
+                        term=partial(step.count_choices, item, batch),
+                    )
+                    for item, batch in copies
+                ]
+            )
+
+    def _record(self) -> None:
+        if self.recorder is not None:
+            self.recorder.start()
+
+    @property
+    def _together(self) -> int:
+        """Number of microbatches whose activations are in memory at once in a forward without
+        backward."""
+        return EVALUATED_TOGETHER * len(self._pipeline.stages.ranges)
 
     def evaluate(
         self,
@@ -276,9 +344,7 @@ class PipelineExecutor:
             with torch.autocast(self._device.type, enabled=False):
                 return score(item, batch, output, value)
 
-        while several := list(
-            islice(items, EVALUATED_TOGETHER * len(self._pipeline.stages.ranges))
-        ):
+        while several := list(islice(items, self._together)):
             batches = [to_device(item.batch, self._device) for item in several]
             results = self._pipeline.forward(
                 [
@@ -299,9 +365,12 @@ class PipelineExecutor:
         score: Callable[[Any, Loss], Any],
         *,
         is_dummy: bool = False,
+        before: Callable[[], object] = lambda: None,
+        term: Callable[[], StageTerm | None] = lambda: None,
     ) -> PipelineMicrobatch:
         """Return a microbatch for the pipeline; the first one in each mode is used to check a cut
-        model. `score`: (output, loss) -> the microbatch's result."""
+        model. `score`: (output, loss) -> the microbatch's result. `before`, `term`: as in
+        `PipelineMicrobatch`."""
         cut = self._cut
         if cut is None:
 
@@ -313,6 +382,8 @@ class PipelineExecutor:
                 lambda: Arguments.of(model_arguments(inputs, batch)),
                 scored,
                 is_dummy=is_dummy,
+                before=before,
+                term=term,
             )
         seed_generators(key(*position), self._device)
         arguments = model_arguments(inputs, batch)
@@ -330,6 +401,8 @@ class PipelineExecutor:
             lambda: cut.arguments_of(model_arguments(inputs, batch), own),
             scored_part,
             is_dummy=is_dummy,
+            before=before,
+            term=term,
             around=partial(cut.around, own),
         )
 

@@ -174,6 +174,11 @@ class Contribution(NamedTuple):
     def kind(self) -> LossKind:
         return LossKind(self.weight is not None, list(self.terms), self.repeats)
 
+    def with_terms(self, more: Mapping[str, Tensor]) -> Contribution:
+        """Return it with the recorded numbers of more terms."""
+        own = self.terms or {SINGLE: torch.as_tensor(self.value, dtype=torch.float64)}
+        return self._replace(terms={**own, **more})
+
 
 def contribution(
     loss: Any,

@@ -12,13 +12,16 @@ from torch.optim import Optimizer
 from lockstep.base.errors import RecipeError
 from lockstep.data.generators import seed_generators
 from lockstep.keys import RandomStream, key
+from lockstep.model.expert.routers import RoutedLayer
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.parallelize import Parallelized, parallelize
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange, use_exchange
+from lockstep.recipe.balance import Balance
 from lockstep.recipe.checks import check_factory
 from lockstep.recipe.recipe import Weights
 from lockstep.recipe.sequence import Sequence as RecipeSequence
 from lockstep.training import precision
+from lockstep.training.balance import balance_experts, check_balance, routed_layers
 from lockstep.training.context import Context
 from lockstep.training.optim import optimizers as optim
 from lockstep.training.optim.element_wise import needing_whole_tensors
@@ -42,12 +45,15 @@ class ModelOptions:
     sequence: RecipeSequence | None = None
     head: str | None = None
     experts: Sequence[str] | None = None
+    balance: Balance | None = None
 
 
 class ParallelModel(NamedTuple):
     built: InitialModel
     parallel: Parallelized
     pretrained: PretrainedWeights | None
+    routed: Sequence[RoutedLayer]
+    """The layers of experts, if they are balanced."""
 
 
 def build_model(
@@ -83,6 +89,8 @@ def build_model(
         model.to(context.device)
     model.train()
     use_exchange(model, exchange)
+    balance = options.balance
+    routed = [] if balance is None else routed_layers(model, balance, options.experts)
     with carried_over(model, context.plan):
         parallel = parallelize(
             built,
@@ -99,7 +107,7 @@ def build_model(
             exchange=exchange,
         )
     built.check_values(context.world)
-    return ParallelModel(built, parallel, pretrained)
+    return ParallelModel(built, parallel, pretrained, routed)
 
 
 def prepare(
@@ -126,6 +134,9 @@ def prepare(
             f"a second session.prepare with pipeline={context.plan.pipeline}; a pipeline computes"
             " one model's stages; use another plan, or make the two one model"
         )
+    inputs = None if training.run.recipe is None else training.run.recipe.inputs
+    if options.balance is not None:
+        check_balance(options.balance, context.plan, inputs, others=training.balances)
     made = build_model(
         context,
         factory,
@@ -192,5 +203,12 @@ def prepare(
         schedule=schedule,
         steppers=steppers,
     )
+    if options.balance is not None:
+        stages = None if parallel.pipeline is None else parallel.pipeline.stages
+        module.balance = balance_experts(
+            model, options.balance, made.routed, context.mesh, inputs, stages
+        )
+        module.executor.recorder = module.balance.recorder
+        training.run.include("balance", module.balance)
     training.modules.append(module)
     return module

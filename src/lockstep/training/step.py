@@ -22,10 +22,10 @@ from lockstep.model.model_snapshot import remark_on_modes
 from lockstep.model.shard import reshard
 from lockstep.recipe.checks import check_clip_norm
 from lockstep.recipe.recipe import Gathered
-from lockstep.training.balance import ExpertBalance, Routed
+from lockstep.training.balance import ExpertBalance, Routed, balance_weights, own_weights
 from lockstep.training.batch_loss import BatchLoss
-from lockstep.training.executor import SerialExecutor, call_model
-from lockstep.training.loss import SINGLE, Contribution, LossKind, contribution
+from lockstep.training.executor import call_model
+from lockstep.training.loss import SINGLE, Contribution, LossKind, Weights, contribution
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.set_up import Remark
@@ -107,10 +107,8 @@ class Step:
             loss = self._over_batch(self._modules[number], inputs, loss)
         self._begin(number)
         balance = self._modules[number].balance
-        if balance is not None:
-            balance.begin()
-            if balance.needs_step and not self._hold_backwards():
-                self._count_first(balance, inputs, loss)
+        if balance is not None and balance.counts_first and not self._hold_backwards():
+            self._count_first(balance, inputs, loss)
         executor.train(self, inputs, loss)
         if balance is not None and self._held is not None:
             self._release(balance)
@@ -118,8 +116,10 @@ class Step:
     def _hold_backwards(self) -> bool:
         """Let backwards wait until all forwards of the step are done, if that takes no more memory
         than a plan allows: with one microbatch on each rank, or if blocks keep only their
-        inputs. The same on every rank."""
+        inputs. The same on every rank. A pipeline has its own order."""
         assigned, plan = self.source.layout.assignment, self._training.context.plan
+        if plan.divides("layers"):
+            return False
         most = max(len(assigned.with_dummies(self.count, rank)) for rank in range(assigned.ranks))
         keeps_inputs = (
             plan.checkpointing == "full"
@@ -138,14 +138,39 @@ class Step:
         loss: Callable[[Any, Any], Any],
     ) -> None:
         """Count the loads of the global batch by forwards without gradients."""
-        executor = self._module.executor
-        assert isinstance(executor, SerialExecutor), "pipelines are refused"
         self.source.keep()
-        for microbatch in executor.forwards(self, inputs, loss):
-            if not microbatch.is_dummy:
-                balance.count(balance.routed(microbatch.batch))
+        self._module.executor.forwards(self, inputs, loss)
         reshard(self._module.model)
         balance.know_loads()
+
+    def count_choices(self, microbatch: Microbatch, batch: Any) -> None:
+        """Count the choices that routers made in the latest forward."""
+        balance = self._module.balance
+        assert balance is not None, "forwards are counted for it"
+        routed = balance.routed(microbatch.index, batch)
+        if not microbatch.is_dummy:
+            balance.count(routed)
+
+    @property
+    def balance_terms(self) -> Sequence[str]:
+        """The names of the terms that the balance of experts adds to the loss."""
+        balance = self._module.balance
+        return () if balance is None else balance.term_names
+
+    def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
+        """Return the terms of the balance in the latest forward of a pipeline's stage; None if it
+        has none."""
+        balance = self._module.balance
+        if balance is None:
+            return None
+        routed = balance.routed(microbatch.index, batch)
+        if microbatch.is_dummy:
+            return None
+        balance.count(routed)
+        if not balance.term_names or not any(layer.logits for layer in routed.choices):
+            return None
+        terms = balance.terms_of(routed)
+        return self._contribution(terms, microbatch, balance_weights(self.weights))
 
     def _release(self, balance: ExpertBalance) -> None:
         """Compute the backwards that were held."""
@@ -174,12 +199,20 @@ class Step:
         """
         for module in self._modules:
             _check_loop(module)
+        if any(balance.counts_first for balance in self._training.balances):
+            raise RecipeError(
+                "step.microbatches with Balance(over='step'); the loads of the global batch must be"
+                " known before the first backward; call step.compute(inputs, loss), with inputs and"
+                " loss as in a Recipe, or choose another over, such as 'previous'"
+            )
         if not dummies:
             self._refuse_dummies()
         return self._loop()
 
     def _loop(self) -> Iterator[Any]:
         for _, batch in self.batches():
+            for balance in self._training.balances:
+                balance.recorder.start()
             yield batch
         if self.is_dummy:
             self._current = None
@@ -213,7 +246,7 @@ class Step:
             )
         balance = self._module.balance
         if balance is not None:
-            routed = balance.routed(self.current.batch)
+            routed = balance.routed(self.current.index, self.current.batch)
             if not self.current.is_dummy:
                 balance.count(routed)
             if self._held is not None:
@@ -229,7 +262,8 @@ class Step:
                 f"after step {self.index}, microbatch {current.index}: a second backward; each"
                 " microbatch has one: add the losses and call it on their sum"
             )
-        part = self.contribution(loss, current)
+        weights = own_weights(self.weights) if module.balance is None else self.weights
+        part = self._contribution(loss, current, weights)
         grad_output = module.grad_output(part)
         if not current.is_dummy:
             if not self._is_repeated:
@@ -249,14 +283,22 @@ class Step:
         self._note_gradients()
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
-        """Check the result of a loss function. Raises `LossError`."""
+        """Check the result of a loss function that a pipeline's schedule has called. Raises
+        `LossError`."""
+        if self._module.balance is not None:
+            self._module.balance.check_own(loss)
+        return self._contribution(loss, microbatch, own_weights(self.weights))
+
+    def _contribution(
+        self, loss: Any, microbatch: Microbatch, weights: Weights | None
+    ) -> Contribution:
         assert self._module.prescale is not None, "begin_step comes first"
         return contribution(
             loss,
             samples=microbatch.size,
             step_samples=self.samples,
             batch=microbatch.batch,
-            weights=self.weights,
+            weights=weights,
             prescale=self._module.prescale,
         )
 
@@ -559,6 +601,8 @@ class Step:
             self._check_gradients()
             self._has_begun, self._number, self._module = True, number, self._modules[number]
             self._module.begin_step(self.count, self.samples, self.source.layout.assignment)
+            if self._module.balance is not None:
+                self._module.balance.begin()
             self._note_gradients()
             self._seen: list[int] = []
             self._values: list[Number] = []

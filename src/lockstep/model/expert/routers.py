@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +32,8 @@ class RoutedLayer:
     experts: Experts
     router: str
     """Name of the module that returns the logits."""
+    bias: str | None = None
+    """Name of the buffer that is added to the scores before experts are chosen, if it moves."""
 
 
 @dataclass(slots=True)
@@ -48,10 +49,15 @@ class Choices:
 
 
 def find_routers(
-    model: nn.Module, experts: Sequence[str] | None, routers: Sequence[str] | None
+    model: nn.Module,
+    experts: Sequence[str] | None,
+    routers: Sequence[str] | None,
+    *,
+    with_bias: bool = False,
 ) -> list[RoutedLayer]:
-    """Return the layers of experts with their routers, in the order of the model's modules.
-    `experts`, `routers`: as in `Recipe` and `Balance`. Raises `RecipeError`."""
+    """Return the layers of experts with their routers, in the order of the model's modules. Call it
+    before the model is parallelized. `experts`, `routers`: as in `Recipe` and `Balance`.
+    `with_bias`: True if each router has a bias to move. Raises `RecipeError`."""
     found = find_experts(model, experts)
     if not found:
         raise RecipeError(
@@ -69,7 +75,10 @@ def find_routers(
                 f" {first_few(list(found))}; each layer of experts has one router; name as many"
             )
     pairs = zip(found.items(), names, strict=True)
-    return [RoutedLayer(name, each, router) for (name, each), router in pairs]
+    return [
+        RoutedLayer(name, each, router, bias_of(model, name, each, router) if with_bias else None)
+        for (name, each), router in pairs
+    ]
 
 
 def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -95,9 +104,7 @@ def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
     ]
     # a module beside the experts comes before one that is deeper
     nearest = min((each.count(".") for each, _ in others), default=0)
-    candidates = [
-        f"{around}.{each}" if around else each for each, _ in others if each.count(".") == nearest
-    ]
+    candidates = [_joined(around, each) for each, _ in others if each.count(".") == nearest]
     if len(candidates) != 1:
         seen = first_few(candidates) if candidates else "no module"
         raise RecipeError(
@@ -112,37 +119,42 @@ def _scores(module: nn.Module, experts: int) -> bool:
     return weight is not None and weight.dim() == 2 and weight.shape[0] == experts
 
 
-def find_bias(model: nn.Module, layer: RoutedLayer) -> Tensor:
-    """Return the buffer that is added to the router's scores before experts are chosen. Raises
-    `RecipeError`."""
-    around = model.get_submodule(layer.name.rpartition(".")[0])
-    inside = {id(each) for each in layer.experts.module.modules()}
-    modules = [model.get_submodule(layer.router), *around.modules()]
+def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
+    """Return the name of the buffer that is added to the router's scores before experts are chosen.
+    Raises `RecipeError`."""
+    around = name.rpartition(".")[0]
+    inside = {id(each) for each in experts.module.modules()}
+    roots = [
+        router,
+        *(_joined(around, each) for each, _ in model.get_submodule(around).named_modules()),
+    ]
     found = {
-        id(buffer): (name, buffer)
-        for module in modules
-        if id(module) not in inside
-        for name, buffer in own_buffers(module).items()
-        if buffer is not None
-        and buffer.shape == (layer.experts.count,)
-        and buffer.is_floating_point()
+        id(buffer): _joined(root, each)
+        for root in roots
+        if id(model.get_submodule(root)) not in inside
+        for each, buffer in own_buffers(model.get_submodule(root)).items()
+        if buffer is not None and buffer.shape == (experts.count,) and buffer.is_floating_point()
     }
-    named = {each: pair for each, pair in found.items() if pair[0] == BIAS}
-    several = [buffer for _, buffer in (named or found).values()]
+    named = [each for each in found.values() if each.rpartition(".")[2] == BIAS]
+    several = named or list(found.values())
     if len(several) != 1:
         raise RecipeError(
-            f"Balance.bias_rate: {len(several)} buffers around the router {layer.router!r} have the"
-            f" shape ({layer.experts.count},); the bias is one such buffer, which the router adds"
+            f"Balance.bias_rate: {len(several)} buffers around the router {router!r} have the"
+            f" shape ({experts.count},); the bias is one such buffer, which the router adds"
             f" to its scores before it chooses; register it as {BIAS!r} in the router, or leave"
             " bias_rate out"
         )
-    saved = model.state_dict(keep_vars=True).values()
-    if not any(each is several[0] for each in saved):
+    bias = model.get_buffer(several[0])
+    if not any(each is bias for each in model.state_dict(keep_vars=True).values()):
         raise RecipeError(
-            f"Balance.bias_rate: the bias of the router {layer.router!r} was registered with"
+            f"Balance.bias_rate: the bias of the router {router!r} was registered with"
             " persistent=False, so it would be in no checkpoint; leave persistent=False out"
         )
     return several[0]
+
+
+def _joined(name: str, inside: str) -> str:
+    return f"{name}.{inside}" if name and inside else name or inside
 
 
 class RoutingRecorder:
@@ -151,8 +163,7 @@ class RoutingRecorder:
     def __init__(self, model: nn.Module, layers: Sequence[RoutedLayer]) -> None:
         self.layers = layers
         self._choices: list[Choices] | None = None
-        """None outside of `recording`."""
-        self._taken = [Choices() for _ in layers]
+        """None if no forward is recorded."""
         self._hooks = []
         for place, layer in enumerate(layers):
             router = model.get_submodule(layer.router)
@@ -165,21 +176,15 @@ class RoutingRecorder:
                 ),
             ]
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """A context around a microbatch's forward. Other forwards, such as the recomputation of a
-        block, are not recorded."""
+    def start(self) -> None:
+        """Record the forward of a microbatch, or of a stage, from now on."""
         self._choices = [Choices() for _ in self.layers]
-        try:
-            yield
-            self._taken = self._choices
-        finally:
-            self._choices = None
 
     def take(self) -> list[Choices]:
-        """Return the choices of the latest forward, of each layer, once."""
-        taken, self._taken = self._taken, [Choices() for _ in self.layers]
-        return taken
+        """Return the choices of each layer since `start`, and stop recording: other forwards, such
+        as the recomputation of a block, do not count."""
+        taken, self._choices = self._choices, None
+        return [Choices() for _ in self.layers] if taken is None else taken
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -45,6 +45,15 @@ class PipelineLoss:
     """Numbers that are sent to every rank, such as the value and the weight of the loss."""
 
 
+class StageTerm(NamedTuple):
+    """A part of a microbatch's loss that is computed in a stage's forward."""
+
+    scaled: Tensor
+    """Scalar. The backward accumulates its gradient."""
+    record: Sequence[Tensor | float]
+    """Numbers that are added to those of `PipelineLoss.record`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineMicrobatch:
     """One microbatch. Every rank has the same microbatches in the same order; a rank may pass
@@ -61,6 +70,11 @@ class PipelineMicrobatch:
     """True if the microbatch is computed only because of other ranks' collectives."""
     around: Around = lambda _: nullcontext()
     """(stage) -> the context in which its parts compute this microbatch."""
+    before: Callable[[], object] = lambda: None
+    """Called before each stage's forward, on its rank."""
+    term: Callable[[], StageTerm | None] = lambda: None
+    """Called after each stage's forward, on its rank. Returns a part of the loss, or None; None in
+    a forward without backward."""
 
 
 class Boundary(NamedTuple):
@@ -148,10 +162,10 @@ def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return _StageInputs.apply(*tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def sendable_outputs(value: Any) -> tuple[Tensor, ...]:
-    """Return a stage's output as tensors that can be sent and detached: contiguous, and not
-    views."""
-    return _StageOutputs.apply(*(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call, no-any-return]
+def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return a stage's output as tensors that can be sent and detached: contiguous, and not views.
+    `scaled`: a scalar, whose gradient their backward accumulates too."""
+    return _StageOutputs.apply(scaled, *(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):
@@ -169,19 +183,20 @@ class _StageInputs(torch.autograd.Function):
 
 
 class _StageOutputs(torch.autograd.Function):
-    """The identity on tensors; the results are not views."""
+    """The identity on tensors; the results are not views. The gradient of the scalar is 1."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, scaled: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.one = None if scaled is None else torch.ones_like(scaled)
         return _identity(ctx, tuple(tensor.detach().contiguous() for tensor in tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        needed = zip(gradients, ctx.needs_input_grad, strict=True)
-        return tuple(gradient if needs else None for gradient, needs in needed)
+        needed = zip(gradients, ctx.needs_input_grad[1:], strict=True)
+        return ctx.one, *(gradient if needs else None for gradient, needs in needed)
 
 
 def _identity(ctx: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    needed = zip(outputs, ctx.needs_input_grad, strict=True)
+    needed = zip(outputs, ctx.needs_input_grad[-len(outputs) :], strict=True)
     ctx.mark_non_differentiable(*(output for output, needs in needed if not needs))
     return outputs

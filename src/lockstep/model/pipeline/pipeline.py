@@ -73,6 +73,8 @@ class Pipeline:
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
         self._results: dict[int, Any] = {}
+        self._rows: dict[int, list[Sequence[Tensor | float]]] = {}
+        """The numbers to record of each microbatch, from each of this rank's stages."""
 
     @property
     def exchange(self) -> SyncBatchNormExchange | None:
@@ -114,11 +116,12 @@ class Pipeline:
         flat = torch.zeros(size, dtype=torch.float64, device=device)
         if self._failure.error is not None:
             flat[-1] = 1.0
-        elif self.has_output:
-            rows = map(self._results.__getitem__, range(len(microbatches)))
-            numbers = [number for row in rows for number in row]
-            flat[:-1] = torch.stack([_float64(number, flat.device) for number in numbers])
-        self._microbatches, self._results = (), {}
+        elif self._rows:
+            nothing = [[0.0] * columns]
+            rows = [self._rows.get(index, nothing) for index in range(len(microbatches))]
+            numbers = [_sum(column, device) for each in rows for column in zip(*each, strict=True)]
+            flat[:-1] = torch.stack(numbers)
+        self._microbatches, self._rows = (), {}
         dist.all_reduce(flat, group=self._group)
         if flat.is_cpu and flat[-1]:
             self._failure.raise_known()
@@ -139,7 +142,7 @@ class Pipeline:
         return [results[index] for index in range(len(microbatches))]
 
     def _run_all(self, microbatches: Sequence[PipelineMicrobatch], *, backward: bool) -> None:
-        self._microbatches, self._results = microbatches, {}
+        self._microbatches, self._results, self._rows = microbatches, {}, {}
         self._failure.error = None
         self._routes = self._discovery.routes(microbatches, backward=backward)
         start = 0
@@ -211,20 +214,27 @@ class Pipeline:
 
     def _compute(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         microbatch, route = self._microbatches[index], self._routes[index]
+        is_last, has_backward = stage == len(route), torch.is_grad_enabled()
         with self._forwards.around(local), self._forwards.computing(microbatch):
+            microbatch.before()
             value = self._forwards.output(stage, microbatch, received, route)
-            if stage == len(route):
+            if is_last:
                 value = microbatch.score(value)
-                # without the graph, so that torch frees it
-                self._results[index] = value.record if torch.is_grad_enabled() else value
-        if torch.is_grad_enabled() and not microbatch.is_dummy:
+        term = microbatch.term()
+        if has_backward and not microbatch.is_dummy:
             self._after(local)
-        if stage < len(route):
+        if term is not None:
+            self._rows.setdefault(index, []).append(term.record)
+        if not is_last:
             route[stage].check(value, self.stages.last_part(stage))
-            return sendable_outputs(value)
-        if torch.is_grad_enabled():
-            return value.total * value.grad_output
-        return torch.zeros((), device=self.world.device)
+            return sendable_outputs(value, None if term is None else term.scaled)
+        if not has_backward:
+            self._results[index] = value
+            return torch.zeros((), device=self.world.device)
+        # the record is without the graph, so that torch frees it
+        self._rows.setdefault(index, []).append(value.record)
+        total = value.total * value.grad_output
+        return total if term is None else total + term.scaled
 
     def _missing_gradient(self, stage: int) -> None:
         first = self.stages.parts[self.stages.ranges[stage].start]
@@ -274,6 +284,11 @@ class _StageModule(nn.Module):
     def forward(self, *received: Tensor) -> Any:
         self.received = received
         return self.compute(self.index, received)
+
+
+def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    first, *others = (_float64(number, device) for number in numbers)
+    return sum(others, start=first)
 
 
 def _float64(number: Tensor | float, device: torch.device) -> Tensor:

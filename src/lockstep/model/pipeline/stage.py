@@ -150,6 +150,7 @@ class StageForwards:
         together: Sequence[World],
     ) -> None:
         self.stages = stages
+        self._model = model
         self.own = list(stages.on_rank(rank))
         self.parts = {
             stage: [model.get_submodule(stages.parts[place]) for place in stages.ranges[stage]]
@@ -212,7 +213,7 @@ class StageForwards:
 
     @property
     def _exchange_in_training(self) -> SyncBatchNormExchange | None:
-        return self.exchange if torch.is_grad_enabled() else None
+        return self.exchange if self._model.training else None
 
 
 @contextmanager
