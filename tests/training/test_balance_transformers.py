@@ -16,7 +16,7 @@ from training.subjects import samples_at, state_of
 
 import lockstep as ls
 from lockstep.base.errors import RecipeError
-from lockstep.model.expert.routers import find_bias, find_routers
+from lockstep.model.expert.routers import find_routers
 
 pytest.importorskip("transformers")
 
@@ -113,11 +113,11 @@ def test_the_routers_of_transformers_are_found(name: str) -> None:
     )
     assert [layer.router for layer in layers] == [f"{each}.{place}" for each in expected]
     if name == "deepseek-v3":
-        gate: Any = model.get_submodule(layers[0].router)
-        assert find_bias(model, layers[0]) is gate.e_score_correction_bias
+        (layer,) = find_routers(model, None, None, with_bias=True)
+        assert layer.bias == f"{layer.router}.e_score_correction_bias"
     else:
         with pytest.raises(RecipeError, match="0 buffers around the router"):
-            find_bias(model, layers[0])
+            find_routers(model, None, None, with_bias=True)
 
 
 def with_own_balance() -> nn.Module:
