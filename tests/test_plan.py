@@ -174,7 +174,7 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             (
                 "'replica' in plan 'replica=2' is unknown; the known keys are replicate, shard, expert,"
                 " context, tensor, pipeline, numerics, sharding, offload, checkpointing,"
-                " microbatch_splits, logits, schedule, exchange, compile, split, data_parallel,"
+                " microbatch_splits, slices, logits, schedule, exchange, compile, split, data_parallel,"
                 " transport, assignment, threads, workers, prefetch"
             ),
         ),
@@ -222,8 +222,32 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             ),
         ),
         (
-            "tensor=2,numerics=bitwise",
-            "tensor=2 with numerics=bitwise; it splits the sums inside a layer",
+            "tensor=4,numerics=bitwise,slices=2",
+            (
+                "tensor=4 with numerics=bitwise and slices=2; each rank sums inside a layer over the"
+                " same number of slices, so slices is a multiple of tensor, and a power of two; give"
+                " slices=4 (and"
+            ),
+        ),
+        (
+            "tensor=6,numerics=bitwise,slices=8",
+            "tensor=6 with numerics=bitwise and slices=8; each rank sums inside a layer over the"
+            " same number of slices, so slices is a multiple of tensor, and a power of two; give"
+            " tensor=4,slices=8 (and",
+        ),
+        ("slices=6,numerics=bitwise", "slices=6; it counts the slices of each sharded layer"),
+        ("slices=0", "slices=0; it counts the slices of each sharded layer"),
+        ("slices=2", "slices=2 with numerics=fast; slices give the bits that numerics=bitwise"),
+        (
+            "slices=2,numerics=bitwise,compile=yes",
+            (
+                "slices=2 with compile=yes; its layers inspect their tensors while they run, which a"
+                " compiled forward cannot do; leave compile=yes out, or leave slices out"
+            ),
+        ),
+        (
+            "slices=2,numerics=bitwise,context=2",
+            "slices=2 with context=2; chunks of a sequence are computed in threads",
         ),
         ("tensor=2,logits=chunked", "tensor=2 with logits=chunked; its style 'loss' shards"),
         (

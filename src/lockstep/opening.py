@@ -36,7 +36,7 @@ from lockstep.logging.recorder import Recorder
 from lockstep.logging.run_directory import device_kind
 from lockstep.model.parallelize import check_plan_devices
 from lockstep.options import check_run_dir, check_shared_options
-from lockstep.plan import Plan
+from lockstep.plan import FIXED_IN_BITWISE, Plan
 from lockstep.recipe.checks import (
     Precision,
     check_compression,
@@ -168,9 +168,7 @@ class RunRequest:
             )
 
     def checkpoints(self, context: Context) -> Storage:
-        """The storage of the run's checkpoints, or of those of the run that it begins at."""
-        if (begin_at := context.overrides.begin_at) is not None:
-            return open_storage(begin_at.folder)
+        """The storage of the run's checkpoints."""
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")
 
     def context(
@@ -336,7 +334,7 @@ def _check_best(metric: str, evaluations: Mapping[str, Evaluation] | None) -> No
 def _check_allow_change(asked: RunRequest) -> None:
     """Raise `CheckpointError` if `allow_change` names a field that is not compared when a run is
     resumed."""
-    fields = {*NUMBERS, *SETTINGS, "optimizer", "data", *(asked.recipe or {})}
+    fields = {*NUMBERS, *SETTINGS, *FIXED_IN_BITWISE, "optimizer", "data", *(asked.recipe or {})}
     if unknown := sorted(
         name for name in asked.allow_change if name.partition(".")[0] not in fields
     ):

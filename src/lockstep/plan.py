@@ -40,6 +40,7 @@ SETTINGS = (
         "offload",
         "checkpointing",
         "microbatch_splits",
+        "slices",
         "logits",
         "schedule",
         "exchange",
@@ -69,6 +70,13 @@ ONE_FORWARD = (
     " forward at a time"
 )
 """The reason why ranks of `shard` cannot compute chunks of a sequence in turn."""
+NOT_IN_SLICES = {
+    "context": "chunks of a sequence are computed in threads, and layers in slices are not",
+    "expert": "layers are not computed in slices beside experts yet",
+}
+"""Axis -> the reason why layers are not computed in slices beside it."""
+FIXED_IN_BITWISE = ("slices",)
+"""Settings that a run in bitwise numerics keeps when it is resumed, see `changed_bits`."""
 MEASURED = ("threads", "workers", "prefetch")
 """Settings whose `auto` is measured at the start of a run, see `lockstep.autotune.autotune`."""
 MOST = 1024
@@ -169,6 +177,9 @@ class Plan:
     sample. Each part has its own random stream; without random numbers in the forward, the result
     is the same up to rounding. Refused with BatchNorm, whose statistics would cover one part
     only."""
+    slices: int = 1
+    """Number of slices in which layers of `Recipe.tensor` compute, under `numerics=bitwise`, on one
+    process too. Plans with the same `slices`, a multiple of `tensor`, have the same bits."""
     logits: Logits = "whole"
     """`chunked`: the model's head (`Recipe.head`) computes no logits; `F.cross_entropy` of its
     output computes them, their loss and their gradient for some tokens at a time. Saves the memory
@@ -261,8 +272,13 @@ class Plan:
                 f"prefetch={self.prefetch}; it counts microbatches that a loader process makes"
                 f" ahead, 1 to {MOST}, or auto"
             )
-        if given.get("tensor", 1) != 1:
-            self._check_tensor()
+        if not _counts(self.slices, 1, MOST) or self.slices & (self.slices - 1):
+            raise PlanError(
+                f"slices={self.slices}; it counts the slices of each sharded layer and is a power"
+                f" of two, 1 to {MOST}"
+            )
+        if given.get("tensor", 1) != 1 or self.slices != 1:
+            self._check_tensor(given)
         if given.get("pipeline", 1) != 1:
             self._check_pipeline(given)
         if given.get("context", 1) != 1:
@@ -276,16 +292,12 @@ class Plan:
         for name in self.axis_sizes.keys() - given:
             object.__setattr__(self, name, 1 if alone or name != "replicate" else "auto")
 
-    def _check_tensor(self) -> None:
+    def _check_tensor(self, given: dict[str, Any]) -> None:
+        ranks = given.get("tensor", 1)
+        what, instead = f"tensor={ranks}", "use replicate and shard"
+        if ranks == 1:
+            what, instead = f"slices={self.slices}", "leave slices out"
         for name, value, why in (
-            (
-                "numerics",
-                "bitwise",
-                (
-                    "it splits the sums inside a layer, and adds the parts in another order than"
-                    " one process does"
-                ),
-            ),
             (
                 "compile",
                 True,
@@ -306,8 +318,34 @@ class Plan:
             if getattr(self, name) == value:
                 said = "yes" if value is True else value
                 raise PlanError(
-                    f"tensor={self.tensor} with {name}={said}; {why}; leave {name}={said} out, or"
-                    " use replicate and shard"
+                    f"{what} with {name}={said}; {why}; leave {name}={said} out, or {instead}"
+                )
+        if self.slices != 1:
+            self._check_slices(given)
+        if self.numerics == "bitwise" and ranks != "auto" and self.slices % ranks:
+            fitting = 1 << (ranks - 1).bit_length()
+            remedy = f"slices={ranks}"
+            if fitting != ranks:
+                remedy = f"tensor={fitting // 2},slices={max(self.slices, fitting // 2)}"
+            raise PlanError(
+                f"tensor={ranks} with numerics=bitwise and slices={self.slices}; each rank sums"
+                " inside a layer over the same number of slices, so slices is a multiple of"
+                f" tensor, and a power of two; give {remedy} (and the same slices to the plans"
+                " whose bits are compared), or leave numerics=bitwise out"
+            )
+
+    def _check_slices(self, given: dict[str, Any]) -> None:
+        if self.numerics != "bitwise":
+            raise PlanError(
+                f"slices={self.slices} with numerics={self.numerics}; slices give the bits that"
+                " numerics=bitwise is about, and cost time; add numerics=bitwise, or leave slices"
+                " out"
+            )
+        for name, why in NOT_IN_SLICES.items():
+            if (size := given.get(name, 1)) != 1:
+                raise PlanError(
+                    f"slices={self.slices} with {name}={size}; {why}; leave slices out, or use"
+                    f" replicate instead of {name}"
                 )
 
     def _check_pipeline(self, given: dict[str, Any]) -> None:
@@ -562,6 +600,13 @@ class Plan:
     @staticmethod
     def _text(axes: dict[str, Any]) -> str:
         return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def changed_bits(saved: Plan, now: Plan) -> list[str]:
+    """Return a text for a setting with which a run in bitwise numerics goes on in other bits."""
+    if saved.numerics == now.numerics == "bitwise" and saved.slices != now.slices:
+        return [f"slices (of the plan): {saved.slices}, now {now.slices}"]
+    return []
 
 
 @cache

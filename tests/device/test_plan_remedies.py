@@ -39,8 +39,8 @@ REMEDIES = {
             ["shard=2,offload=yes,numerics=bitwise"],
         ),
         "tensor=2,numerics=bitwise": (
-            "leave numerics=bitwise out, or use replicate and",
-            ["tensor=2", "shard=2,numerics=bitwise"],
+            "give slices=2 (and the same slices to the plans whose bits are compared), or leave",
+            ["tensor=2,numerics=bitwise,slices=2", "tensor=2"],
         ),
         "tensor=2,compile=yes": ("leave compile=yes out, or use replicate and shard", ["tensor=2"]),
         "pipeline=2,numerics=bitwise": (

@@ -256,6 +256,14 @@ def _divided_dims(tensor: Tensor) -> list[str]:
     return [name for name, at in zip(names, placements, strict=True) if not at.is_replicate()]
 
 
+def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
+    """Return the dim along which a DTensor is sharded over an axis, None if it is not."""
+    names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
+    placements: Any = getattr(tensor, "placements", ())
+    found = dict(zip(names, placements, strict=True)).get(axis)
+    return None if found is None or found.is_replicate() else int(found.dim)
+
+
 class PipelineStateDict(Mapping[str, Tensor]):
     """The state dict of a model in pipeline stages: name -> full tensor, on every rank. Every rank
     makes it and reads the same entries in the same order: reading an entry is a broadcast. Iterates

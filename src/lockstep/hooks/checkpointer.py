@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +27,7 @@ from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.logging.run_files import EVENTS, read_rows
+from lockstep.plan import Plan, changed_bits
 from lockstep.saving import Best, Resume, Saving, differences
 from lockstep.training.device_progress import EndedStep
 from lockstep.training.optim import optimizer_state as settings
@@ -296,21 +296,14 @@ class Checkpointer:
             return any(name.step == step for name in self.folder.names())
         return False
 
-    def restore(
-        self,
-        resume: Resume,
-        *,
-        allow_change: frozenset[str],
-        before: int = sys.maxsize,
-    ) -> CheckpointReader | None:
+    def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
         """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls
-        it. `before`: checkpoints with at least so many steps are left out.
+        it.
 
         Raises `CheckpointError` if the checkpoint belongs to another run, or if `resume` is "must"
         and there is none.
         """
-        recorder = self.run.context.recorder
-        names = [name for name in self._names() if name.step < before]
+        recorder, names = self.run.context.recorder, self._names()
         if resume == "never" and names:
             raise CheckpointError(
                 f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest"
@@ -419,6 +412,7 @@ class Checkpointer:
         edited = [
             line for theirs, module in pairs for line in settings.described(theirs, module.settings)
         ]
+        edited += changed_bits(Plan.parse(saved["plan"]), self.run.context.plan)
         python = self.run.context.recorder.summary["versions"]["python"]
         if saved["versions"]["python"] == python:
             edited += self._edited_code(saved["code"])

@@ -43,6 +43,7 @@ from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.shard import shard, shard_parts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.model.tensor.apply import tensor_parallel
+from lockstep.model.tensor.sliced import Slices
 from lockstep.model.tensor.styles import check_stage_parts, tensor_styles
 from lockstep.model.weight_casts import AutocastWeights
 from lockstep.plan import Plan
@@ -98,8 +99,8 @@ def parallelize(
         chunked = head_name(model, head, autocast_dtype)
     used_by_loss = set() if chunked is None else modules_with_weights_of(model, chunked)
     styles: Mapping[str, str] = {}
-    if (size := mesh.axis("tensor").size) > 1:
-        styles = tensor_styles(model, tensor, size)
+    if (size := mesh.axis("tensor").size) > 1 or plan.slices != 1:
+        styles = tensor_styles(model, tensor, size, plan.slices)
         if plan.context != 1:
             _check_styles_under_context(plan, styles)
     pipeline: Pipeline | None = None
@@ -134,8 +135,13 @@ def parallelize(
     short = None if short_dtype is None else AutocastWeights.of(model, short_dtype)
     materialize = partial(initial.materialize, device=mesh.world.device)
     if styles:
-        assert mesh.torch_mesh is not None
-        tensor_parallel(model, mesh.torch_mesh["tensor"], styles, materialize=materialize)
+        ranks = mesh.axis("tensor")
+        of_tensor = None
+        if ranks.size > 1:
+            assert mesh.torch_mesh is not None
+            of_tensor = mesh.torch_mesh["tensor"]
+        slices = Slices(plan.slices, ranks) if plan.numerics == "bitwise" else None
+        tensor_parallel(model, of_tensor, styles, materialize=materialize, slices=slices)
     divided, leaves, eager = _place_experts(
         model, mesh, plan, experts, exchange, materialize=materialize
     )

@@ -326,6 +326,11 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
             f"shard={plan.shard} with numerics=bitwise and Recipe.sequence; {ONE_FORWARD}; leave"
             f" numerics=bitwise or sequence out, or use replicate instead of shard={plan.shard}"
         )
+    if plan.slices != 1:
+        raise PlanError(
+            f"slices={plan.slices} with Recipe.sequence; chunks of a sequence are computed in"
+            " threads, and layers in slices are not; leave slices or sequence out"
+        )
 
 
 def resolved(plan: Plan, world_size: int) -> str:

@@ -112,7 +112,9 @@ class TrainModule:
         self.parallel = parallel
         self.settings = settings_of(optimizers)
         self.schedule = Schedule(schedule, optimizers)
-        self.norm = gradient_norm.GradientNorm(context.mesh, bitwise=context.bitwise)
+        self.norm = gradient_norm.GradientNorm(
+            context.mesh, bitwise=context.bitwise, slices=context.plan.slices
+        )
         self.flops = Flops(model, peak_of(context.device, context.precision))
         self.autocast = precision.autocast(
             context.precision, context.device, keep_casts=precision.keeps_casts(context.plan)

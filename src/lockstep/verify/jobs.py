@@ -116,14 +116,15 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
 
 
 def reference_plan(plan: Plan) -> Plan:
-    """Return the reference plan for `plan`, on one process. If bits must be equal, it is compiled
-    and has chunked logits as `plan` does, because both change rounding."""
+    """Return the reference plan for `plan`, on one process. If bits must be equal, it is compiled,
+    and has slices and chunked logits, as `plan` does, because these change rounding."""
     same_bits = plan.numerics == "bitwise"
     return Plan(
         replicate=1,
         numerics=plan.numerics,
         compile=plan.compile and same_bits,
         logits=plan.logits if same_bits else "whole",
+        slices=plan.slices,
     )
 
 
@@ -136,14 +137,15 @@ def reference_jobs(
     """Return the run of each reference plan that `plans` need; the one with numerics=fast first."""
     references = sorted(
         {reference_plan(plan) for plan, _ in plans},
-        key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits),
+        key=lambda plan: (plan != FAST_REFERENCE, plan.compile, plan.logits, plan.slices),
     )
     jobs = {}
     for plan in references:
         compiled = "-compiled" if plan.compile else ""
         size = f"-microbatch-{microbatch}" if microbatch else ""
         chunked = "-chunked" if plan.logits == "chunked" else ""
-        name = f"reference-{plan.numerics}{compiled}{chunked}{size}"
+        sliced = f"-slices-{plan.slices}" if plan.slices != 1 else ""
+        name = f"reference-{plan.numerics}{compiled}{chunked}{sliced}{size}"
         jobs[plan] = Job(
             name=name,
             plan=plan,

@@ -1,6 +1,9 @@
 """The `tensor` axis: the weights of layers are DTensors, sharded over the ranks that compute each
 microbatch together.
 
+With slices (`sliced.py`), the layers compute the same bits on any number of ranks. One rank has
+plain weights then, and the same hooks.
+
 A `colwise` layer computes a shard of its outputs on each rank. The `rowwise` layer after it takes
 this shard as input and sums over the ranks. Between the two, user code runs on smaller tensors
 (`sharded_features.py`); elsewhere, ranks have equal tensors.
@@ -11,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +28,20 @@ from torch.distributed.tensor import (
 )
 
 from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import without_torch_function_modes
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.placement import place_parameters
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.model.tensor.sharded_features import (
     ShardedFeatures,
+    SlicedModel,
     checked_output,
     is_sharded,
     mark_sharded,
 )
-from lockstep.model.tensor.sharded_logits import as_sharded_logits, local_shard
-from lockstep.model.tensor.styles import STYLES, shard_dim, sizes_of
+from lockstep.model.tensor.sharded_logits import as_sharded_logits, as_sliced_logits, local_shard
+from lockstep.model.tensor.sliced import Slices, linear
+from lockstep.model.tensor.styles import STYLES, is_transposed, kind_of, shard_dim, sizes_of
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size"
@@ -49,33 +55,43 @@ SHAPES = re.compile(
 
 def tensor_parallel(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     styles: Mapping[str, str],
     *,
     materialize: Callable[[nn.Module], None],
+    slices: Slices | None = None,
 ) -> None:
     """Shard the layers of `model` over `mesh` (one axis), in place. Every rank calls it, before
     FSDP2 shards the model. `styles`: result of `tensor_styles`. `materialize`: called with a layer
     just before it is sharded; all ranks must get the same values, because nothing is sent. Other
-    parameters without values stay on the meta device. Shared parameters stay shared."""
+    parameters without values stay on the meta device. Shared parameters stay shared. `slices`: in
+    which the layers compute; `mesh` is None with slices on one rank."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
     for name, style in styles.items():
-        layer, hooks = model.get_submodule(name), _ShardedLayer(name, style, unsharded_now)
+        layer = model.get_submodule(name)
+        hooks = _ShardedLayer(name, style, unsharded_now, slices)
         materialize(layer)
-        # torch's types say less than its docs
-        placing: Any = hooks.place_input, hooks.place_output
-        distribute_module(layer, mesh, hooks.shard_parameters, *placing)
+        if mesh is None:
+            layer.register_forward_pre_hook(hooks.check_input)
+            layer.register_forward_hook(hooks.mark_output)
+        else:
+            # torch's types say less than its docs
+            placing: Any = hooks.place_input, hooks.place_output
+            distribute_module(layer, mesh, hooks.shard_parameters, *placing)
+        if slices is not None:
+            _replace_forward(layer, _SlicedLayer(name, style, unsharded_now, slices))
     for names in shared:
         share_parameter(model, names)
-    features = ShardedFeatures(mesh)
+    sliced = None if slices is None else SlicedModel(model, list(styles), slices)
+    features = ShardedFeatures(mesh, sliced)
     exposed = [name for name, style in styles.items() if STYLES[style].exposes_shards]
-    check = FirstForwardCheck(model, exposed, unsharded_now)
+    check = None if mesh is None else FirstForwardCheck(model, exposed, unsharded_now)
     around = {"", *(name[: dot.start()] for name in styles for dot in re.finditer(r"\.", name))}
     for name, module in model.named_modules():
         if name in around:
             own = [child for child in styles if child.rpartition(".")[0] == name]
-            _TensorParallelForward(module, name, features, check, own).install(module)
+            _replace_forward(module, _TensorParallelForward(module, name, features, check, own))
 
 
 @torch.no_grad()
@@ -97,8 +113,11 @@ class _ShardedLayer:
     """The hooks of one sharded layer: they place its parameters, its input and its output according
     to its style."""
 
-    def __init__(self, name: str, style: str, unsharded_now: set[str]) -> None:
+    def __init__(
+        self, name: str, style: str, unsharded_now: set[str], slices: Slices | None
+    ) -> None:
         """`unsharded_now`: names of the layers that currently run with full inputs and weights."""
+        self._slices = slices
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
@@ -111,17 +130,26 @@ class _ShardedLayer:
 
         place_parameters(module, mesh, placement_of)
 
+    def check_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Check the input on one rank, as on several."""
+        self._placement(module, self._first(inputs), 1)
+
+    def mark_output(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Mark the output on one rank, as on several."""
+        assert self._slices is not None, "one rank has no hooks without slices"
+        if self._style.output_layout == "classes":
+            sliced: Tensor = as_sliced_logits(output, self._slices)
+            return sliced
+        if self._style_name == "embedding":
+            return output + 0.0  # a sum over ranks makes 0.0 of -0.0
+        return mark_sharded(output) if self._style.output_layout == "sharded" else output
+
     def place_input(
         self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
     ) -> tuple[Any, ...]:
         if self._name in self._unsharded_now:
             return inputs
-        if not inputs:
-            raise RecipeError(
-                f"{self._name} is called with keywords alone; a layer that is sharded takes its"
-                " input as the first argument"
-            )
-        given = inputs[0]
+        given = self._first(inputs)
         if not isinstance(given, DTensor):
             placements = (self._placement(module, given, mesh.size()),)
             given = DTensor.from_local(given, mesh, placements, run_check=False)
@@ -136,6 +164,14 @@ class _ShardedLayer:
             "sequence": Shard(1),
         }
         return given.redistribute(placements=(wanted[self._style.input_layout],)), *inputs[1:]
+
+    def _first(self, inputs: tuple[Any, ...]) -> Any:
+        if not inputs:
+            raise RecipeError(
+                f"{self._name} is called with keywords alone; a layer that is sharded takes its"
+                " input as the first argument"
+            )
+        return inputs[0]
 
     def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
         """Return the placement of a plain input."""
@@ -165,7 +201,7 @@ class _ShardedLayer:
         layout = layouts.get(self._style.output_layout, Shard(output.dim() - 1))
         spread = output.redistribute(placements=(layout,))
         if self._style.output_layout == "classes":
-            logits: Tensor = as_sharded_logits(spread)
+            logits: Tensor = as_sharded_logits(spread, self._slices)
             return logits
         if self._style.output_layout == "sequence":
             return spread
@@ -173,7 +209,50 @@ class _ShardedLayer:
         return mark_sharded(held) if self._style.output_layout == "sharded" else held
 
 
-class _TensorParallelForward:
+class _Forward:
+    """A forward that replaces the one of a module. Copies of the module share it."""
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Compute the output. `forward`: the module's own forward."""
+        raise NotImplementedError
+
+
+class _SlicedLayer(_Forward):
+    """The forward of a sharded layer in slices. An embedding adds nothing, and has none."""
+
+    def __init__(self, name: str, style: str, unsharded_now: set[str], slices: Slices) -> None:
+        self._name = name
+        self._over = STYLES[style].shards
+        self._unsharded_now = unsharded_now
+        self._slices = slices
+
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any
+    ) -> Any:
+        with without_torch_function_modes():
+            if self._name in self._unsharded_now or kind_of(module) == "embedding":
+                return forward(*arguments, **keywords)
+            given = arguments[0]
+            weight, bias = (_held(getattr(module, each)) for each in ("weight", "bias"))
+            weight = weight.t() if is_transposed(module) else weight
+            out = linear(_held(given), weight, bias, self._slices, over=self._over)
+            if not isinstance(given, DTensor):
+                return out
+            placement = Shard(out.dim() - 1) if self._over == "outputs" else Replicate()
+            return DTensor.from_local(out, given.device_mesh, (placement,), run_check=False)
+
+
+def _held(tensor: Any) -> Any:
+    """Return this rank's part of a tensor, with a gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _TensorParallelForward(_Forward):
     """Runs the forward of a module with sharded layers inside, and explains its errors about sizes.
     `name`: name of the module, empty for the model. `layers`: the sharded layers directly inside
     it."""
@@ -183,29 +262,15 @@ class _TensorParallelForward:
         module: nn.Module,
         name: str,
         features: ShardedFeatures,
-        check: FirstForwardCheck,
+        check: FirstForwardCheck | None,
         layers: Sequence[str],
     ) -> None:
+        """`check`: None on one rank."""
         self._name = name
         self._called = name or type(module).__name__
         self._features = features
         self._check = check
         self._layers = layers
-
-    def __deepcopy__(self, _: Any) -> _TensorParallelForward:
-        return self
-
-    def install(self, module: Any) -> None:
-        """Replace the forward in a new class of the module, so that a copy of the module runs its
-        own forward."""
-        # a forward that is an attribute of the module has priority over its class's
-        if "forward" in vars(module):
-            run = functools.partial(self.run, module, module.forward)
-            module.forward = functools.wraps(module.forward)(run)
-        else:
-            kind: Any = type(module)
-            module.__class__ = _class_with_tensor_parallel_forward(kind)
-            module.lockstep_forward = self
 
     def run(
         self, module: nn.Module, forward: Callable[..., Any], /, *arguments: Any, **keywords: Any
@@ -217,12 +282,26 @@ class _TensorParallelForward:
                 if not self._layers or not SHAPES.search(str(error)):
                     raise
                 raise RecipeError(_explained(self._called, self._layers, error)) from error
-            self._check.compare(self._name, module, forward, arguments, keywords)
+            if self._check is not None:
+                self._check.compare(self._name, module, forward, arguments, keywords)
             return output if self._name else checked_output(output, self._called)
 
 
+def _replace_forward(module: Any, by: _Forward) -> None:
+    """Replace the forward in a new class of the module, so that a copy of the module runs its own
+    forward."""
+    # a forward that is an attribute of the module has priority over its class's
+    if "forward" in vars(module):
+        run = functools.partial(by.run, module, module.forward)
+        module.forward = functools.wraps(module.forward)(run)
+    else:
+        kind: Any = type(module)
+        module.__class__ = _class_with_other_forward(kind)
+        module.lockstep_forward = by
+
+
 @functools.cache
-def _class_with_tensor_parallel_forward(kind: Any) -> type[nn.Module]:
+def _class_with_other_forward(kind: Any) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
         own = functools.partial(kind.forward, self)

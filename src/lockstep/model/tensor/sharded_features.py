@@ -13,13 +13,19 @@ function that it calls:
   (law 2). The sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the last.
   Attention's dropout does so on a CPU. In a GPU's kernels, and in other random functions, each rank
   has its own seed.
+- With slices (`sliced.py`), on any number of ranks, a function of each element gives an element the
+  same bits at any place. What would depend on the number of ranks is refused: an unsharded tensor
+  with a gradient that meets a sharded one, random numbers other than dropout, and a sharded weight
+  used without its layer.
 - A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied
   output layer) may meet plain tensors, which are unsharded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +38,10 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import tree_map
+from lockstep.base.torch_private import own_parameters, tree_leaves, tree_map
+from lockstep.model.tensor.elementwise import ROUNDED_BY_PLACE, elementwise, mapped, tensors_of
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
+from lockstep.model.tensor.sliced import Slices, product_of_heads
 
 MARK = "_lockstep_sharded"
 SEEDS = 2**32
@@ -48,6 +56,17 @@ RANDOM = frozenset(
     for name in names.split()
 )
 """Functions that draw random numbers."""
+MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
+OTHER_PRODUCTS = frozenset(
+    getattr(owner, name)
+    for owner, names in {
+        F: "linear bilinear conv1d conv2d conv3d",
+        torch: "einsum bmm baddbmm addbmm mm addmm mv addmv dot inner tensordot cdist",
+        Tensor: "bmm baddbmm baddbmm_ addbmm addbmm_ mm addmm addmm_ mv addmv addmv_ dot inner",
+    }.items()
+    for name in names.split()
+)
+"""Products of which lockstep does not know the heads."""
 
 
 def mark_sharded(tensor: Tensor) -> Tensor:
@@ -75,13 +94,25 @@ class _AllReduceGradient(torch.autograd.Function):
         return summed, None
 
 
+@dataclass(frozen=True, slots=True)
+class SlicedModel:
+    """A model whose layers compute in slices."""
+
+    model: nn.Module
+    layers: Sequence[str]
+    """The names of its sharded layers."""
+    slices: Slices
+
+
 class ShardedFeatures(TorchFunctionMode):
     """The mode around the forward of each module with sharded layers inside. It may be nested."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh | None, sliced: SlicedModel | None = None) -> None:
+        """`mesh`: None for one rank. `sliced`: None without slices."""
         super().__init__()
         self._mesh = mesh
-        self._group = mesh.get_group()
+        self._sliced = sliced
+        self._rank, self._ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         self._entered = 0
 
     def __enter__(self) -> Any:
@@ -96,12 +127,19 @@ class ShardedFeatures(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         distributed = sharded = False
-        for tensor in _tensors(args, kwargs):
+        owner: str | None = None
+        for tensor in tensors_of(args, kwargs):
             distributed = distributed or isinstance(tensor, DTensor)
             sharded = sharded or is_sharded(tensor)
+            if owner is None and isinstance(tensor, nn.Parameter):
+                owner = self._layer_of(tensor)
         if distributed:
-            return self._with_distributed(func, args, kwargs, sharded=sharded)
-        return self._with_sharded(func, args, kwargs) if sharded else func(*args, **kwargs)
+            out = self._with_distributed(func, args, kwargs, sharded=sharded)
+        else:
+            out = self._with_sharded(func, args, kwargs) if sharded else func(*args, **kwargs)
+        if owner is not None and torch.is_grad_enabled():
+            _check_uses_no_weight(out, owner, func)
+        return out
 
     def _with_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
@@ -109,8 +147,10 @@ class ShardedFeatures(TorchFunctionMode):
         if func in RANDOM:
             return _marked(self._drawn_apart(func, args, kwargs))
         if torch.is_grad_enabled() and any(
-            _needs_gradient(tensor) for tensor in _tensors(args, kwargs)
+            _needs_gradient(tensor) for tensor in tensors_of(args, kwargs)
         ):
+            if self._sliced is not None:
+                self._refuse_unsharded(func, args, kwargs)
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.endswith("__") and _needs_gradient(args[0]):
                 raise RecipeError(
@@ -122,15 +162,52 @@ class ShardedFeatures(TorchFunctionMode):
             def with_full_gradient(item: Any) -> Any:
                 if not _needs_gradient(item):
                     return item
-                return _AllReduceGradient.apply(item, self._group)  # type: ignore[no-untyped-call]
+                assert self._mesh is not None, "one rank has slices, and refuses it"
+                return _AllReduceGradient.apply(item, self._mesh.get_group())  # type: ignore[no-untyped-call]
 
-            args, kwargs = _mapped(with_full_gradient, args), _mapped(with_full_gradient, kwargs)
+            args, kwargs = mapped(with_full_gradient, args), mapped(with_full_gradient, kwargs)
+        if self._sliced is not None and func in MATMUL:
+            return _marked(self._product(func, *args, **kwargs))
+        if self._sliced is not None and func in OTHER_PRODUCTS:
+            raise _other_product(func)
+        if self._sliced is not None and func in ROUNDED_BY_PLACE:
+            return _marked(elementwise(func, args, kwargs))
         return _marked(func(*args, **kwargs))
+
+    def _product(self, func: Any, input: Tensor, other: Tensor) -> Tensor:
+        assert self._sliced is not None
+        both = (input, other)
+        if any(each.dim() != 4 or not is_sharded(each) for each in both):
+            raise _other_product(func)
+        return product_of_heads(input, other, self._sliced.slices)
+
+    def _layer_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the sharded layer that has this parameter."""
+        if self._sliced is None:
+            return None
+        for name in self._sliced.layers:
+            layer = self._sliced.model.get_submodule(name)
+            if any(tensor is each for each in own_parameters(layer).values()):
+                return name
+        return None
+
+    def _refuse_unsharded(self, func: Any, args: Any, kwargs: Any) -> None:
+        assert self._sliced is not None
+        met = next(filter(_needs_gradient, tensors_of(args, kwargs)))
+        named = {id(each): name for name, each in self._sliced.model.named_parameters()}
+        what = named.get(id(met), f"a tensor of shape {tuple(met.shape)}")
+        raise RecipeError(
+            f"{getattr(func, '__name__', func)} of {what}, which is not sharded and has a gradient,"
+            " and a tensor that is sharded over the tensor axis; with slices, its gradient would be"
+            " a sum over heads or features in an order that depends on the number of ranks; give"
+            " the layers before and after it 'colwise_gathered' and 'rowwise_split', freeze it, or"
+            " leave slices and numerics=bitwise out"
+        )
 
     def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, sharded: bool) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
             return drop()
-        tensors = list(_tensors(args, kwargs))
+        tensors = list(tensors_of(args, kwargs))
         if all(isinstance(tensor, DTensor) for tensor in tensors):
             return func(*args, **kwargs)
         if sharded:
@@ -141,7 +218,7 @@ class ShardedFeatures(TorchFunctionMode):
             )
         if any(isinstance(tensor, ShardedLogits) for tensor in tensors):
             return func(*args, **kwargs)
-        args, kwargs = (_mapped(self._replicated, nest) for nest in (args, kwargs))
+        args, kwargs = (mapped(self._replicated, nest) for nest in (args, kwargs))
         out = func(*args, **kwargs)
         by_parameters = all(
             isinstance(tensor, nn.Parameter) for tensor in tensors if isinstance(tensor, DTensor)
@@ -151,6 +228,7 @@ class ShardedFeatures(TorchFunctionMode):
     def _replicated(self, item: Any) -> Any:
         if not isinstance(item, Tensor) or isinstance(item, DTensor):
             return item
+        assert self._mesh is not None, "one rank has no DTensors of this axis"
         return DTensor.from_local(item, self._mesh, (Replicate(),), run_check=False)
 
     def _drop(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Tensor] | None:
@@ -171,10 +249,10 @@ class ShardedFeatures(TorchFunctionMode):
                 mask, tensor.device_mesh, tensor.placements, src_data_rank=None
             )
         dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
-        own, ranks = tensor.shape[dim], self._mesh.size()
-        whole = [*tensor.shape[:dim], own * ranks, *tensor.shape[dim + 1 :]]
+        own = tensor.shape[dim]
+        whole = [*tensor.shape[:dim], own * self._ranks, *tensor.shape[dim + 1 :]]
         mask = F.dropout(torch.ones(whole, dtype=tensor.dtype, device=tensor.device), p)
-        return tensor * mask.narrow(dim, self._mesh.get_local_rank() * own, own)
+        return tensor * mask.narrow(dim, self._rank * own, own)
 
     def _attention(
         self,
@@ -203,6 +281,10 @@ class ShardedFeatures(TorchFunctionMode):
                 F.scaled_dot_product_attention, (query, key, value), further
             )
 
+        product: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+        if self._sliced is not None:
+            product = partial(product_of_heads, slices=self._sliced.slices)
+
         def attend() -> Tensor:
             groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
             keys, values = (
@@ -210,7 +292,8 @@ class ShardedFeatures(TorchFunctionMode):
                 for tensor in (key, value)
             )
             factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-            scores, allowed = query @ keys.transpose(-2, -1) * factor, attn_mask
+            scores = product(query, keys.transpose(-2, -1)) * factor
+            allowed = attn_mask
             if is_causal:
                 whole = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
                 allowed = whole.tril()
@@ -218,18 +301,52 @@ class ShardedFeatures(TorchFunctionMode):
                 scores = scores.masked_fill(~allowed, -math.inf)
             elif allowed is not None:
                 scores = scores + allowed
-            return self._masked(scores.softmax(-1), dropout_p) @ values
+            return product(self._masked(scores.softmax(-1), dropout_p), values)
 
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func` with this rank's seed. The default generators advance by the same amount on
         all ranks."""
-        device = next(_tensors(args, kwargs)).device
-        seed = int(torch.randint(SEEDS, (self._mesh.size(),))[self._mesh.get_local_rank()])
+        device = next(tensors_of(args, kwargs)).device
+        if self._sliced is not None:
+            raise RecipeError(
+                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the tensor"
+                f" axis, on {device.type}, with slices; each rank would draw random numbers of its"
+                " own; use torch.nn.functional.dropout, draw outside of the sharded layers, or"
+                " leave slices and numerics=bitwise out"
+            )
+        seed = int(torch.randint(SEEDS, (self._ranks,))[self._rank])
         with accelerator.preserved_generators(device):
             accelerator.generators_of([device])[-1].manual_seed(seed)
             return func(*args, **kwargs)
+
+
+def _other_product(func: Any) -> RecipeError:
+    return RecipeError(
+        f"{getattr(func, '__name__', func)} of a tensor that is sharded over the tensor axis; with"
+        " slices, products between sharded layers are torch.matmul of two sharded tensors of shape"
+        " (batch, heads, ., .), or scaled_dot_product_attention, so that each head has the same"
+        " bits on any number of ranks; write one of these, give the layers before and after it"
+        " 'colwise_gathered' and 'rowwise_split', or leave slices and numerics=bitwise out"
+    )
+
+
+def _check_uses_no_weight(out: Any, layer: str, func: Any) -> None:
+    """Raise `RecipeError` if something was computed with a weight of a sharded layer."""
+    if not any(
+        each.requires_grad and not isinstance(each, nn.Parameter)
+        for each in tree_leaves(out)
+        if isinstance(each, Tensor)
+    ):
+        return
+    name = getattr(func, "__name__", func)
+    raise RecipeError(
+        f"{name} of a weight of {layer}, which is sharded over the tensor axis, outside of that"
+        " layer; with slices, only the layer computes with its weight in the same order on any"
+        " number of ranks; call a layer that shares the weight (tied, with the style 'vocabulary'),"
+        f" or leave {layer} out of Recipe.tensor"
+    )
 
 
 def checked_output(output: Any, name: str) -> Any:
@@ -246,25 +363,6 @@ def checked_output(output: Any, name: str) -> Any:
         return item if isinstance(item, ShardedLogits) else gather_full(item)
 
     return tree_map(leave, output)
-
-
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of a call, including those in lists and tuples."""
-    for item in (*args, *kwargs.values()):
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from (member for member in item if isinstance(member, Tensor))
-
-
-def _mapped(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Return the arguments of a call with `change` applied to each, including those in lists,
-    tuples and dicts."""
-    if isinstance(nest, dict):
-        return {name: _mapped(change, item) for name, item in nest.items()}
-    if type(nest) in (list, tuple):
-        return type(nest)(_mapped(change, item) for item in nest)
-    return change(nest)
 
 
 def _needs_gradient(item: Any) -> bool:

@@ -1,6 +1,6 @@
 """Logits whose classes are sharded over the tensor axis: the output of the style `loss`. Their
 cross-entropy is computed on shards, and communicates three numbers per token. Other operations
-gather the logits."""
+gather the logits. With slices (`sliced.py`), one process computes it in the same order."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from lockstep.base.torch_private import (
     to_local,
     tree_map,
 )
+from lockstep.model.tensor.elementwise import elementwise
+from lockstep.model.tensor.sliced import Slices, tree_sum
 
 KEEPS_CLASSES = frozenset(
     [
@@ -60,7 +62,8 @@ class ShardedLogits(DTensor):
     """Logits sharded along one dim, the classes, over one mesh axis. Code outside of this package
     sees all classes."""
 
-    __slots__ = ()
+    slices: Slices | None
+    """The slices in which the cross-entropy is computed."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,19 +72,15 @@ class ShardedLogits(DTensor):
             if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
                 return loss
             name = getattr(func, "__name__", "")
-            if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits):
-                raise LossError(
-                    f"Tensor.{name} changes logits in place that the style 'loss' has sharded over "
-                    "the tensor axis; each rank has some of the classes; write it out of place, "
-                    "or give the output layer the style 'vocabulary'"
-                )
+            _check_not_written(name, args)
             if name in KEEPS_CLASSES and _is_simple(args[1:]):
-                return tree_map(as_sharded_logits, func(*args, **kwargs))
+                slices = args[0].slices
+                return tree_map(lambda item: as_sharded_logits(item, slices), func(*args, **kwargs))
             args, kwargs = tree_map(gather_full, (args, kwargs))
             return func(*args, **kwargs)
 
 
-def as_sharded_logits(item: Any) -> Any:
+def as_sharded_logits(item: Any, slices: Slices | None = None) -> Any:
     """Return a DTensor sharded along one dim as `ShardedLogits`, another one gathered, and anything
     else unchanged."""
     if not isinstance(item, DTensor):
@@ -89,7 +88,47 @@ def as_sharded_logits(item: Any) -> Any:
     if not (len(item.placements) == 1 and item.placements[0].is_shard()):
         return gather_full(item)
     item.__class__ = ShardedLogits
-    return item
+    logits: Any = item
+    logits.slices = slices
+    return logits
+
+
+class SlicedLogits(Tensor):
+    """Logits on one process, whose cross-entropy is computed in slices of their classes."""
+
+    slices: Slices
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            if func is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+                return loss
+            name = getattr(func, "__name__", "")
+            _check_not_written(name, args)
+            out = func(*args, **kwargs)
+            if name in KEEPS_CLASSES and _is_simple(args[1:]):
+                slices = args[0].slices
+                return tree_map(lambda item: as_sliced_logits(item, slices), out)
+            return out
+
+
+def as_sliced_logits(item: Any, slices: Slices) -> Any:
+    """Return a tensor as `SlicedLogits`, and anything else unchanged."""
+    if type(item) is not Tensor:
+        return item
+    logits = item.as_subclass(SlicedLogits)
+    logits.slices = slices
+    return logits
+
+
+def _check_not_written(name: str, args: Any) -> None:
+    if WRITES.fullmatch(name) and isinstance(args[0], ShardedLogits | SlicedLogits):
+        raise LossError(
+            f"Tensor.{name} changes logits in place that the style 'loss' has sharded over "
+            "the tensor axis; each rank has some of the classes; write it out of place, "
+            "or give the output layer the style 'vocabulary'"
+        )
 
 
 def gather_full(item: Any) -> Any:
@@ -142,21 +181,36 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     usual = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not usual or not isinstance(input, ShardedLogits) or not isinstance(target, Tensor):
+    if not usual or not isinstance(target, Tensor) or isinstance(target, DTensor):
+        return None
+    if not isinstance(input, ShardedLogits | SlicedLogits) or target.is_floating_point():
         return None
     dim = 1 if input.dim() > 1 else 0
-    if input.placements != (Shard(dim),) or isinstance(target, DTensor):
+    ranks: Any = _Alone()
+    if isinstance(input, SlicedLogits):
+        part = input.as_subclass(Tensor)
+    elif input.placements == (Shard(dim),):
+        part, ranks = local_shard(input), input.device_mesh
+    else:
         return None
-    if target.is_floating_point():
-        return None
-    part = local_shard(input).movedim(dim, -1)
+    part = part.movedim(dim, -1)
     if torch.is_autocast_enabled(part.device.type):
         part = part.float()
     counts = target != ignore_index
-    losses: Tensor = _CrossEntropy.apply(part, target, counts, input.device_mesh)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(part, target, counts, ranks, input.slices)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+class _Alone:
+    """A mesh of this process alone."""
+
+    def size(self) -> int:
+        return 1
+
+    def get_local_rank(self) -> int:
+        return 0
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -164,10 +218,13 @@ class _CrossEntropy(torch.autograd.Function):
     targets that count. Output: losses (...), 0 where the mask is False."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any) -> Tensor:
-        group, own = mesh.get_group(), part.shape[-1]
+    def forward(
+        ctx: Any, part: Tensor, target: Tensor, counts: Tensor, mesh: Any, slices: Slices | None
+    ) -> Tensor:
+        own = part.shape[-1]
         most = part.amax(-1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        if mesh.size() > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
         shifted = part - most.unsqueeze(-1)
         place = target - mesh.get_local_rank() * own
         held = counts & (place >= 0) & (place < own)
@@ -177,11 +234,16 @@ class _CrossEntropy(torch.autograd.Function):
             f"a target of the cross entropy is not one of its {own * mesh.size()} classes",
         )
         place = place.where(held, 0).unsqueeze(-1)
-        exponentials = shifted.exp()
-        sums = torch.stack(
-            [exponentials.sum(-1), shifted.gather(-1, place).squeeze(-1).where(held, 0.0)]
-        )
-        dist.all_reduce(sums, group=group)
+        sliced = slices is not None
+        exponentials = elementwise(torch.exp, (shifted,), {}) if sliced else shifted.exp()
+        picked = shifted.gather(-1, place).squeeze(-1).where(held, 0.0)
+        if slices is None:
+            sums = torch.stack([exponentials.sum(-1), picked])
+            dist.all_reduce(sums, group=mesh.get_group())
+        else:
+            width = own // slices.own
+            each = exponentials.reshape(*exponentials.shape[:-1], slices.own, width).sum(-1)
+            sums = slices.sum_over_ranks(torch.stack([tree_sum(each.unbind(-1)), picked]))
         ctx.save_for_backward(exponentials / sums[0].unsqueeze(-1), place, held, counts)
         return (sums[0].log() - sums[1]) * counts
 
@@ -189,4 +251,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         probabilities, place, held, counts = ctx.saved_tensors
         slope = probabilities.scatter_add(-1, place, -held.to(probabilities.dtype).unsqueeze(-1))
-        return slope * (gradients[0] * counts).unsqueeze(-1), None, None, None
+        return slope * (gradients[0] * counts).unsqueeze(-1), None, None, None, None

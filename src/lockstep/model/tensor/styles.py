@@ -3,6 +3,7 @@ including layers that peft has wrapped in LoRA adapters. No communication."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,16 +86,20 @@ FUSED = re.compile(
 """Names of layers that stack several matrices."""
 
 
-def tensor_styles(model: nn.Module, given: Mapping[str, str] | None, size: int) -> dict[str, str]:
+def tensor_styles(
+    model: nn.Module, given: Mapping[str, str] | None, size: int, slices: int = 1
+) -> dict[str, str]:
     """Return the style of each sharded module, by its name, in the order of the model's modules.
     Raises `RecipeError`. `given`: `Recipe.tensor`; if several patterns match, the last one is used.
     None: the model's `tensor_plan`, or the plan of a Hugging Face model. A layer that shares its
-    weight (tied embeddings) gets the matching style."""
+    weight (tied embeddings) gets the matching style. `slices`: as in `Plan`."""
     source, patterns = _source(model, given)
     chosen = styles_with_adapters(model, _matched(model, source, patterns))
     _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
         _check(model, name, style, size)
+        if slices != 1:
+            _check_slices(model, name, style, slices)
         # transformers knows the layout of its own layers
         if source and STYLES[style].output_layout == "sharded" and FUSED.search(name):
             raise RecipeError(
@@ -258,6 +263,31 @@ def _check(model: nn.Module, name: str, style: str, size: int) -> None:
                 f" {size}; choose a tensor axis that divides it (a vocabulary may be padded), or"
                 " leave the layer whole"
             )
+
+
+def _check_slices(model: nn.Module, name: str, style: str, slices: int) -> None:
+    """Raise `RecipeError` if the layer cannot compute in slices."""
+    if "sequence" in style:
+        raise RecipeError(
+            f"slices={slices} with the style {style!r} of {name!r}; it sums the gradients of a"
+            " norm's weight over a shard of the tokens, in an order that depends on the number of"
+            " ranks; choose 'colwise', 'rowwise' and 'embedding' in Recipe.tensor, or leave slices"
+            " and numerics=bitwise out"
+        )
+    module = model.get_submodule(name)
+    weight = own_parameters(module).get("weight")
+    if kind_of(module) != "linear" or weight is None:
+        return
+    dim = shard_dim(module, "weight", style)
+    if dim is not None and weight.shape[dim] % slices:
+        size = weight.shape[dim]
+        fitting = math.gcd(size, slices)
+        remedy = f"choose slices={fitting}, or leave" if fitting > 1 else "leave"
+        raise RecipeError(
+            f"{name}.weight of shape {tuple(weight.shape)} with slices={slices}; the style"
+            f" {style!r} computes its dim {dim} in slices of equal size, and {size} is not a"
+            f" multiple of {slices}; {remedy} the layer whole (a vocabulary may be padded)"
+        )
 
 
 def _check_heads(name: str, module: nn.Module, chosen: Mapping[str, str], size: int) -> None:

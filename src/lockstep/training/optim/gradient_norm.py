@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
-from lockstep.comm.mesh import Mesh, divided_over, to_local
+from lockstep.comm.mesh import Mesh, divided_over, shard_dim_over, to_local
 from lockstep.comm.world import World
 
 PIECE_ELEMENTS = 2**15 - 1
@@ -29,7 +29,10 @@ class GradientNorm:
     """Computes the global 2-norm of a model's gradients, sharded or not; on a GPU it is a tensor.
     Every rank calls it."""
 
-    def __init__(self, mesh: Mesh, *, bitwise: bool) -> None:
+    def __init__(self, mesh: Mesh, *, bitwise: bool, slices: int = 1) -> None:
+        """`slices`: as in `Plan`."""
+        self._slices = slices
+        self._tensor = mesh.axis("tensor")
         self._device = mesh.world.device
         self._mesh = mesh
         divided = [axis for axis in mesh.larger if not axis.same_state]
@@ -137,19 +140,41 @@ class GradientNorm:
     def _squares_of_all_rows(
         self, gradients: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return Σ squares of each row of each gradient, in float64. Parts consist of full rows."""
-        lengths = [len(part) if part.dim() else 1 for part in parts]
-        squares = [each.to(self._device) for each in self._of_each(parts, squares_of_rows, lengths)]
+        """Return Σ squares of each row of each gradient, in float64. Parts consist of full rows, or
+        of slices of all rows."""
+        size = self._tensor.size
+        sharded_dims = [shard_dim_over(gradient, "tensor") for gradient in gradients]
+        in_slices = [
+            _slices_of_row(gradient, self._slices) // (size if dim == 1 else 1)
+            for gradient, dim in zip(gradients, sharded_dims, strict=True)
+        ]
+        given = [
+            part.reshape(len(part) * slices, math.prod(part.shape[1:]) // slices)
+            if slices > 1
+            else part
+            for part, slices in zip(parts, in_slices, strict=True)
+        ]
+        lengths = [len(part) if part.dim() else 1 for part in given]
+        squares = [
+            _sum_of_slices(each.to(self._device), slices)
+            for each, slices in zip(
+                self._of_each(given, squares_of_rows, lengths), in_slices, strict=True
+            )
+        ]
         experts = [place for place, each in enumerate(gradients) if self._mesh.is_expert(each)]
-        sharded = [place for place, each in enumerate(gradients) if divided_over(each)]
+        sharded = [place for place, each in enumerate(gradients) if divided_over(each) - {"tensor"}]
         dense = [place for place in sharded if place not in experts]
-        rows = [gradient.shape[0] if gradient.shape else 1 for gradient in gradients]
+        rows = [
+            (gradient.shape[0] if gradient.shape else 1) // (size if dim == 0 else 1)
+            for gradient, dim in zip(gradients, sharded_dims, strict=True)
+        ]
         ranks = self._mesh.axis("expert")
         of_rank = [count // ranks.size if at in experts else count for at, count in enumerate(rows)]
         self._gather_rows(squares, dense, rows, self._mesh.shards())
         if experts:
             self._gather_rows(squares, experts, of_rank, self._mesh.shards(gradients[experts[0]]))
             self._gather_rows(squares, experts, rows, ranks)
+        self._over_tensor(squares, sharded_dims)
         return squares
 
     def _gather_rows(
@@ -168,6 +193,35 @@ class GradientNorm:
         pieces = torch.split(everyone, [count for counts in local_rows for count in counts])
         for place, at in enumerate(places):
             squares[at] = torch.cat(pieces[place :: len(places)])
+
+    def _over_tensor(self, squares: list[Tensor], sharded_dims: Sequence[int | None]) -> None:
+        """Replace the squares of rows by those of all ranks of the tensor axis, which have other
+        rows, or other slices of the same rows."""
+        sharded = [place for place, dim in enumerate(sharded_dims) if dim is not None]
+        if not sharded:
+            return
+        size = self._tensor.size
+        mine = torch.cat([squares[place] for place in sharded])
+        everyone = self._tensor.gather_rows(mine, [len(mine)] * size).view(size, -1)
+        each = torch.split(everyone, [len(squares[place]) for place in sharded], dim=1)
+        for place, found in zip(sharded, each, strict=True):
+            by_rows = sharded_dims[place] == 0
+            squares[place] = found.reshape(-1) if by_rows else _sum_of_slices(found.t(), size)
+
+
+def _slices_of_row(gradient: Tensor, slices: int) -> int:
+    """Return the number of slices in which each row of a gradient is summed. It depends on the
+    shape of the full tensor alone."""
+    columns = math.prod(gradient.shape[1:])
+    return slices if len(gradient.shape) > 1 and columns and columns % slices == 0 else 1
+
+
+def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
+    """Return the sum over slices, in a tree. `squares`: one number for each slice of each row."""
+    parts = list(squares.reshape(-1, slices).unbind(1))
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from lockstep.model.expert.leaves import Leaves
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.rounds import RoundsReducer
 from lockstep.training.reducers.step_stats import Number, StepStats
@@ -55,7 +56,7 @@ class GradientReducer(Protocol):
 
 
 class ReducerChoice(NamedTuple):
-    reducer: type[DdpReducer | FsdpReducer | PostBackwardReducer | RoundsReducer]
+    reducer: type[DdpReducer | FsdpReducer | OrderedReducer | PostBackwardReducer | RoundsReducer]
     reason: str
 
 
@@ -68,6 +69,10 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
     if bitwise and divides_experts:
         return ReducerChoice(
             RoundsReducer, "numerics=bitwise: rows of several microbatches meet in the experts"
+        )
+    if bitwise and not all(axis.same_state for axis in mesh.larger):
+        return ReducerChoice(
+            OrderedReducer, "numerics=bitwise: DistributedDataParallel takes no DTensors"
         )
     if not all(axis.same_state for axis in mesh.larger):
         return ReducerChoice(
@@ -103,6 +108,8 @@ def build_reducer(
     `ParameterLeaves`."""
     if choice.reducer is RoundsReducer:
         return RoundsReducer(parameters, mesh, leaves, max_microbatches=max_microbatches)
+    if choice.reducer is OrderedReducer:
+        return OrderedReducer(parameters, mesh, max_microbatches=max_microbatches)
     if choice.reducer is DdpReducer:
         return DdpReducer(
             parameters,

@@ -1,0 +1,205 @@
+"""The products of a sharded layer, computed in slices of its features: the same bits on any number
+of ranks that divides the number of slices.
+
+Each slice has its own product in the forward and its own two in the backward, of contiguous
+tensors. So a library sees the same shapes on one rank and on eight. The two sums over features add
+the slices' products in a binary tree, of which each rank has a subtree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
+from lockstep.comm.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The slices of a plan."""
+
+    count: int
+    """The number of slices over all ranks: a power of two."""
+    ranks: World
+    """The ranks of the tensor axis. Each has as many slices."""
+
+    @property
+    def own(self) -> int:
+        """The number of slices on this rank."""
+        return self.count // self.ranks.size
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum of one tensor for each slice. `parts`: those of this rank. Every rank
+        calls it."""
+        return self.sum_over_ranks(tree_sum(parts))
+
+    def sum_over_ranks(self, node: Tensor) -> Tensor:
+        """Return the sum of one tensor for each rank. Every rank calls it."""
+        if self.ranks.size == 1:
+            return node
+        each_one = [range(rank, rank + 1) for rank in range(self.ranks.size)]
+        ordered = OrderedSum([node.reshape(-1)], TreeNodes.of(each_one), self.ranks)
+        ordered.start(node.numel(), node)
+        ordered.fold()
+        return ordered.finish().view(node.shape)
+
+
+def linear(
+    given: Tensor, weight: Tensor, bias: Tensor | None, slices: Slices, *, over: str
+) -> Tensor:
+    """Return `F.linear(given, weight, bias)` in slices of the layer's outputs or inputs (`over`).
+    Every rank calls it with its shards of the tensors."""
+    given, weight = _cast(given), _cast(weight)
+    bias = None if bias is None else _cast(bias)
+    product: Any = _OverOutputs if over == "outputs" else _OverInputs
+    rows = given.reshape(-1, given.shape[-1])
+    with torch.autocast(given.device.type, enabled=False):
+        out: Tensor = product.apply(rows, weight, bias, slices)
+    return out.view(*given.shape[:-1], out.shape[-1])
+
+
+def product_of_heads(left: Tensor, right: Tensor, slices: Slices) -> Tensor:
+    """Return `left @ right`, tensors of shape (batch, heads, ., .), for some heads at a time: a
+    product of all heads of a rank has other bits than one of more heads."""
+    left, right = _cast(left), _cast(right)
+    pieces = math.gcd(left.shape[1], slices.own)
+    with torch.autocast(left.device.type, enabled=False):
+        out: Tensor = _OverHeads.apply(left, right, pieces)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """Return the tensor in the dtype of autocast, if that is enabled."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+class _OverOutputs(torch.autograd.Function):
+    """A layer of which each slice has some of the outputs. The gradient of the input is a sum over
+    the slices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, slices: Slices
+    ) -> Tensor:
+        given = given.contiguous()
+        ctx.save_for_backward(given, weight)
+        ctx.slices, ctx.has_bias = slices, bias is not None
+        weights = _rows(weight, slices.own)
+        if bias is None:
+            return torch.cat([given @ each.t() for each in weights], 1)
+        biases = bias.chunk(slices.own)
+        return torch.cat(
+            [torch.addmm(b, given, each.t()) for b, each in zip(biases, weights, strict=True)], 1
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        given, weight = ctx.saved_tensors
+        wants_input, wants_weight, _, _ = ctx.needs_input_grad
+        slices = ctx.slices
+        with torch.autocast(given.device.type, enabled=False):
+            each_slope = _columns(gradients[0], slices.own)
+            of_given = of_weight = of_bias = None
+            if wants_input:
+                pairs = zip(each_slope, _rows(weight, slices.own), strict=True)
+                of_given = slices.sum([_wide(slope, each) for slope, each in pairs]).to(given.dtype)
+            if wants_weight:
+                of_weight = torch.cat([slope.t() @ given for slope in each_slope])
+            if ctx.has_bias:
+                of_bias = torch.cat([slope.sum(0) for slope in each_slope])
+        return of_given, of_weight, of_bias, None
+
+
+class _OverInputs(torch.autograd.Function):
+    """A layer of which each slice has some of the inputs. The output is a sum over the slices, plus
+    the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, slices: Slices
+    ) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.slices, ctx.has_bias = slices, bias is not None
+        pairs = zip(_columns(given, slices.own), _columns(weight, slices.own), strict=True)
+        out = slices.sum([_wide(own, each.t()) for own, each in pairs])
+        return (out if bias is None else out + bias).to(given.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        given, weight = ctx.saved_tensors
+        wants_input, wants_weight, _, _ = ctx.needs_input_grad
+        own = ctx.slices.own
+        with torch.autocast(given.device.type, enabled=False):
+            slope = gradients[0].contiguous()
+            of_given = of_weight = of_bias = None
+            if wants_input:
+                of_given = torch.cat([slope @ each for each in _columns(weight, own)], 1)
+            if wants_weight:
+                of_weight = torch.cat([slope.t() @ each for each in _columns(given, own)], 1)
+            if ctx.has_bias:
+                of_bias = slope.sum(0)
+        return of_given, of_weight, of_bias, None
+
+
+class _OverHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, pieces: int) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.pieces = pieces
+        return torch.cat([a @ b for a, b in _of_heads(pieces, left, right)], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        left, right = ctx.saved_tensors
+        with torch.autocast(left.device.type, enabled=False):
+            each = [
+                (slope @ b.transpose(2, 3), a.transpose(2, 3) @ slope)
+                for a, b, slope in _of_heads(ctx.pieces, left, right, gradients[0])
+            ]
+        of_left, of_right = zip(*each, strict=True)
+        return torch.cat(of_left, 1), torch.cat(of_right, 1), None
+
+
+def _of_heads(pieces: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    cut = [[each.contiguous() for each in tensor.chunk(pieces, 1)] for tensor in tensors]
+    return zip(*cut, strict=True)
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of 2^k tensors in a binary tree. A product may be kept by activation
+    checkpointing, so it is not written."""
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _rows(matrix: Tensor, count: int) -> list[Tensor]:
+    return [each.contiguous() for each in matrix.chunk(count)]
+
+
+def _columns(matrix: Tensor, count: int) -> list[Tensor]:
+    """Return slices of a matrix's columns, each contiguous."""
+    if count == 1:
+        return [matrix.contiguous()]
+    cut = matrix.view(len(matrix), count, matrix.shape[1] // count)
+    return list(cut.transpose(0, 1).contiguous())
+
+
+def _wide(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of two matrices, in float32 if theirs is a shorter dtype."""
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if left.is_cpu:
+        return left.float() @ right.float()
+    return torch.mm(left, right, out_dtype=torch.float32)

@@ -1,1 +1,0 @@
-"""`lockstep replay`: an old step again, from the nearest kept checkpoint."""
