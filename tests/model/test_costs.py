@@ -55,6 +55,7 @@ WHOLE = sum(
 """Bytes of what the tensor axis leaves whole."""
 MIXED = {name: each.nbytes for name, each in MixedModel().named_parameters()}
 HELD_BY_EXPERTS = sum(size for name, size in MIXED.items() if "experts" in name)
+ROUTERS = sum(size for name, size in MIXED.items() if "router" in name)
 DENSE = sum(MIXED.values()) - HELD_BY_EXPERTS
 EXTRA_BYTES = 4096
 VOCABULARY = STYLES | {"words": "embedding", "head": "vocabulary"}
@@ -113,7 +114,7 @@ def ends(end: float, middle: float, ranks: int) -> Callable[[int], float]:
 
 
 HALF = everywhere(P / 2)
-QUICK = (0, 1, 3, 5, 8, 9, 10, 12, 16, 17, 24)
+QUICK = (0, 1, 3, 5, 8, 9, 10, 12, 16, 17, 24, 26)
 """Of the cases; the others are in the slow tier."""
 CASES = [
     Case("replicate=2", 2, everywhere(2 * P * ring(2)), everywhere(P), lambda rank: BLOCKS),
@@ -230,6 +231,36 @@ CASES = [
             experts(2, 2 if rank < 2 else 1) + 2 * DENSE * ring(4) + HELD_BY_EXPERTS * ring(2)
         ),
         everywhere(DENSE + HELD_BY_EXPERTS / 2),
+        model=MixedModel,
+    ),
+    Case(
+        "expert=2,numerics=bitwise",
+        2,
+        everywhere(experts(2, M // 2) + DENSE * (M // 2 + 1) * ring(2)),
+        everywhere(DENSE + HELD_BY_EXPERTS / 2),
+        model=MixedModel,
+    ),
+    Case(
+        "replicate=2,expert=2,numerics=bitwise",
+        4,
+        lambda rank: (
+            experts(2, 2 if rank < 2 else 1)
+            + DENSE * (2 + 1) * ring(4)
+            + HELD_BY_EXPERTS * (2 + 1 / 2) * ring(2)
+        ),
+        everywhere(DENSE + HELD_BY_EXPERTS / 2),
+        model=MixedModel,
+    ),
+    Case(
+        "shard=2,expert=2,numerics=bitwise",
+        4,
+        lambda rank: (
+            experts(2, 2 if rank < 2 else 1)
+            + (2 * DENSE - U + DENSE) * 2 * ring(4)
+            + (2 * HELD_BY_EXPERTS / 2 + HELD_BY_EXPERTS) * 2 * ring(2)
+        ),
+        # the two rows of each router are on the first two of the four ranks
+        lambda rank: (DENSE - ROUTERS) / 4 + (ROUTERS / 2 if rank < 2 else 0) + HELD_BY_EXPERTS / 4,
         model=MixedModel,
     ),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from model.expert.models import Counted, StackedExperts
 from torch import Tensor, nn
 from training import test_balance as balanced
 from training.subjects import each_of
-from training.test_expert_axis import WORDS, Block, Generator, entropy, first, recipe
+from training.test_expert_axis import WORDS, Block, Fails, Generator, entropy, first, recipe
 
 import lockstep as ls
+from lockstep.base.errors import DataError
 from lockstep.testing.pool import WorkerPool
 
 ALONE = "replicate=1"
@@ -141,6 +144,46 @@ def test_one_fingerprint(
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     for name, (_, eager) in alone.items():
         assert eager == ([layers] if name == "transformers" else [])
+
+
+def begin(folder: str, plan: str) -> str:
+    """Train until it fails after a checkpoint."""
+    given: dict[str, Any] = {"plan": f"{plan},numerics=bitwise", "run_dir": folder}
+    with pytest.raises(DataError, match="a step too far") as raised:
+        ls.train(small(steps=4), saving=ls.Saving(every=2), hooks=[Fails()], **given)
+    return str(raised.value)
+
+
+def go_on(folder: str, plan: str) -> tuple[str, float | None]:
+    result = ls.train(small(steps=4), plan=f"{plan},numerics=bitwise", run_dir=folder)
+    return result.fingerprint, result.loss
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["expert=2", "expert=2"], ["shard=2", ALONE]),
+        pytest.param(
+            ["shard=2,expert=2", "shard=2,expert=2", "shard=2", "replicate=2"],
+            ["expert=4", ALONE, "shard=2,expert=2", "shard=2,expert=2"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_goes_on_under_another_plan(
+    pool: WorkerPool, tmp_path: Path, before: list[str], after: list[str]
+) -> None:
+    (expected,) = pool.run(1, go_on, str(tmp_path / "undisturbed"), ALONE)
+    for number, (first_plan, second_plan) in enumerate(zip(before, after, strict=True)):
+        folder = str(tmp_path / str(number))
+        said = pool.run(processes(first_plan), begin, folder, first_plan)
+        assert set(said) == {"a step too far"}
+        for found in pool.run(processes(second_plan), go_on, folder, second_plan):
+            assert found == expected, (first_plan, second_plan)
+
+
+def processes(plan: str) -> int:
+    return math.prod(int(size) for size in re.findall(r"=(\d)", plan))
 
 
 SHORT, LONG = 3, 6
