@@ -98,6 +98,8 @@ def test_choices_out_of_range_and_logits_that_are_not_finite_are_counted() -> No
         [0, 1, 0, 1, 1, 1],
         [1, 0, 1, 1, 0, 0],
     ]
+    only_third = torch.tensor([False, False, True])
+    assert load_of(index, is_finite, only_third, 3).tolist() == [1, 0, 1, 1, 2, 0]
     nothing = load_of(index[:0], is_finite[:0], None, 3)
     assert nothing.tolist() == [0] * 6
     assert not chosen_per_token(nothing).any()

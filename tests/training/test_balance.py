@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from model.mixtures import CHOSEN, EXPERTS, WORDS, Mixture, MixtureBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import each_of, samples_at, state_of
 
 import lockstep as ls
-from lockstep.base.errors import LossError, PlanError, RecipeError
+from lockstep.base.errors import LossError, RecipeError
 from lockstep.comm.mesh import full_tensor
 from lockstep.testing.pool import WorkerPool
 
@@ -533,6 +534,10 @@ class Odd(Mixture):
         assert isinstance(block, MixtureBlock)
         if fault == "range":
             block.experts.register_forward_pre_hook(lambda _, args: (args[0], args[1] + 2, args[2]))
+        if fault == "range of rank 1":
+            block.experts.register_forward_pre_hook(
+                lambda _, args: (args[0], args[1] - 2 * dist.get_rank(), args[2])
+            )
         if fault == "nan":
             block.router.register_forward_hook(lambda _, __, output: output * torch.nan)
         if fault == "no expert":
@@ -566,7 +571,11 @@ def named_balance(output: Tensor, batch: Sequence[Tensor]) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (RecipeError, "it must be from 0 to 3; correct what", {"model": lambda: Odd("range")}),
+    (
+        LossError,
+        "choices of the experts 'blocks.0.experts' are not in 0 to 3; the model was not changed",
+        {"model": lambda: Odd("range")},
+    ),
     (
         LossError,
         "router 'blocks.0.router' returned logits that are not finite for",
@@ -614,7 +623,6 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (LossError, "Recipe.balance with an ls.Loss", {"loss": forward_known, "weight": None}),
     (LossError, "Recipe.balance adds one of that name", {"loss": named_balance, "weight": None}),
-    (PlanError, "compile=yes with Recipe.balance", {"plan": "compile=yes"}),
 ]
 
 
@@ -628,6 +636,21 @@ def test_what_cannot_be_balanced_is_refused_by_name(
     plan = given.pop("plan", "replicate=1")
     with pytest.raises(error, match=re.escape(text)):
         ls.train(recipe(**given), run_dir=str(tmp_path), plan=plan)
+
+
+def train_odd(folder: str, plan: str) -> str:
+    with pytest.raises(LossError) as caught:
+        train(folder, plan, model=lambda: Odd("range of rank 1"))
+    return str(caught.value)
+
+
+def test_a_choice_out_of_range_is_the_same_error_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    for number, plan in enumerate(("replicate=2", "replicate=2,checkpointing=full")):
+        said = pool.run(2, train_odd, str(tmp_path / str(number)), plan)
+        assert said[0] == said[1]
+        assert "choices of the experts 'blocks.0.experts' are not in 0 to 3" in said[0]
 
 
 @pytest.mark.parametrize(

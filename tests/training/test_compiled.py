@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from training.subjects import recipe, squared_error
+from training.test_balance import Trained, balance, off, train as train_balanced
 from training.test_pipeline_axis import train_in_float64
 
 import lockstep as ls
@@ -54,6 +55,25 @@ def test_training_gives_the_model_of_one_process(
     torch.testing.assert_close(
         (found, state), ([alone] * PLANS[plan], truth), rtol=1e-9, atol=1e-11
     )
+
+
+def balanced(plan: str, run_dir: str) -> list[Trained]:
+    forms = balance(), balance(over="microbatch", per_layer=False)
+    return [
+        train_balanced(f"{run_dir}/{number}", plan, balance=form)
+        for number, form in enumerate(forms)
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_balance_of_experts_is_that_of_uncompiled_code(
+    compiling: WorkerPool, tmp_path: Path, processes: int
+) -> None:
+    (alone,) = compiling.run(1, balanced, "replicate=1", str(tmp_path / "alone"))
+    plan, folder = f"replicate={processes},compile=yes", str(tmp_path / "run")
+    for found in compiling.run(processes, balanced, plan, folder, timeout_seconds=SECONDS):
+        for mine, expected in zip(found, alone, strict=True):
+            assert off(mine, expected) < 1e-12
 
 
 def penalised(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:

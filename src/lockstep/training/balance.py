@@ -428,10 +428,7 @@ def check_balance(
             " before the forward; give ls.Balance(tokens=lambda batch: mask), of shape (samples,"
             " tokens)"
         )
-    for name, why in (
-        ("compile", "compiled blocks do not show what their routers return"),
-        ("data_parallel", "its threads call copies of the routers"),
-    ):
+    for name, why in (("data_parallel", "its threads call copies of the routers"),):
         value = getattr(plan, name)
         if value is True or value not in (1, False):
             said = f"{name}={'yes' if value is True else value}"

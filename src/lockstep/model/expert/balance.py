@@ -1,7 +1,8 @@
 """The arithmetic of routers' loads and balance losses: functions of tensors.
 
 A load is a row of integers for one layer: the number of tokens that chose each of its E experts,
-then the number of tokens, of choices out of range, and of tokens whose logits are not finite.
+then the number of tokens, of choices out of range (of any token, even if it does not count), and of
+tokens whose logits are not finite.
 Integers are exact in any order, so the loads of microbatches and ranks are summed as they come.
 """
 
@@ -37,8 +38,9 @@ def loads_of_samples(
     column = torch.where(is_valid, index, experts + 1).long()
     found = torch.zeros((samples, experts + MORE), dtype=torch.int64, device=index.device)
     of_each = counts.view(samples, -1)
-    chosen = of_each[..., None].expand(*of_each.shape, index.shape[1])
-    found.scatter_add_(1, column.view(samples, -1), chosen.reshape(samples, -1))
+    # a choice out of range is an error of any token
+    chosen = torch.where(is_valid, counts[:, None], 1)
+    found.scatter_add_(1, column.view(samples, -1), chosen.view(samples, -1))
     found[:, experts] = of_each.sum(1)
     found[:, experts + 2] = ((~is_finite).to(torch.int64) * counts).view(samples, -1).sum(1)
     return found

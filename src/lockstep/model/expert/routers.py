@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError, first_few
-from lockstep.base.torch_private import own_buffers, own_parameters
+from lockstep.base.torch_private import in_backward, own_buffers, own_parameters
 from lockstep.model.blocks import matching_names
 from lockstep.model.context.active import active
 from lockstep.model.expert.find import Experts, find_experts
@@ -191,6 +191,7 @@ class RoutingRecorder:
             hook.remove()
 
     def _router_hook(self, place: int) -> Any:
+        @torch.compiler.disable  # compiled code breaks here, and goes on after it
         def note(_: nn.Module, __: Any, output: Any) -> None:
             if self._choices is not None:
                 layer = self.layers[place]
@@ -200,15 +201,33 @@ class RoutingRecorder:
         return note
 
     def _experts_hook(self, place: int, argument: str) -> Any:
-        def note(_: nn.Module, args: Any, keywords: Any) -> None:
+        @torch.compiler.disable
+        def note(_: nn.Module, args: Any, keywords: Any) -> Any:
+            if self._choices is None and not in_backward():
+                return None
+            layer = self.layers[place]
+            index = args[1] if len(args) > 1 else keywords[argument]
             if self._choices is not None:
-                index = args[1] if len(args) > 1 else keywords[argument]
                 choices = self._choices[place]
-                choices.index.append(_checked_index(index, self.layers[place]))
+                choices.index.append(_checked_index(index, layer))
                 sequence = active()
                 choices.places = None if sequence is None else sequence.places()
+            if (valid := _in_range(index, layer.experts.count)) is index:
+                return None
+            if len(args) > 1:
+                return (args[0], valid, *args[2:]), keywords
+            return args, {**keywords, argument: valid}
 
         return note
+
+
+def _in_range(index: Tensor, experts: int) -> Tensor:
+    """Return the index, on a CPU with choices of the experts that exist instead of others. Their
+    number is in the loads, so that all ranks raise one error after the step's forwards; the module
+    of experts would raise another on this rank alone."""
+    if index.is_cpu and index.numel() and (int(index.min()) < 0 or int(index.max()) >= experts):
+        return index.clamp(0, experts - 1)
+    return index
 
 
 def _logits_in(output: Any, layer: RoutedLayer) -> Tensor:
@@ -247,12 +266,4 @@ def _checked_index(index: Any, layer: RoutedLayer) -> Tensor:
             f"the experts {layer.name!r} were called with {kind} as their second argument; it is"
             " the index of the chosen experts, integers of shape (tokens, k)"
         )
-    found = index.detach().reshape(-1, index.shape[-1])
-    if found.is_cpu and len(found):
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high >= layer.experts.count:
-            raise RecipeError(
-                f"the index of the chosen experts of {layer.name!r} has {low if low < 0 else high};"
-                f" it must be from 0 to {layer.experts.count - 1}; correct what the router returns"
-            )
-    return found
+    return index.detach().reshape(-1, index.shape[-1])
