@@ -168,7 +168,9 @@ class RunRequest:
             )
 
     def checkpoints(self, context: Context) -> Storage:
-        """The storage of the run's checkpoints."""
+        """The storage of the run's checkpoints, or of those of the run that it begins at."""
+        if (begin_at := context.overrides.begin_at) is not None:
+            return open_storage(begin_at.folder)
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")
 
     def context(

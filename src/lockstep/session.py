@@ -312,7 +312,9 @@ class Session:
         if not training.loop.loops:
             training.start()
             loop.report_layout(training, options, batching)
-            if not self.context.overrides.bare:
+            if (begin_at := self.context.overrides.begin_at) is not None:
+                self.house.checkpointing.begin_before(run, begin_at.before)
+            elif not self.context.overrides.bare:
                 self.house.checkpointing.resume(run, self._recovery, options.data)
         first = training.loop.begin_loop(run.step)
         batches = loop.sources(training, options, batching, first, self._stack.callback)

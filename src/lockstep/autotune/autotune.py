@@ -59,7 +59,7 @@ def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
     auto += [name for name in MEASURED if getattr(context.plan, name) == "auto"]
     saved = (
         {}
-        if context.overrides.bare
+        if context.overrides.bare and context.overrides.begin_at is None
         else saved_recipe(opened.request.checkpoints(context), context.world)
     )
     saved = {

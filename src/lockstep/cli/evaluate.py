@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 import click
 
-from lockstep.base.errors import LaunchError
 from lockstep.base.foreign_text import show
 from lockstep.checkpoint.saved_model import MODEL
 from lockstep.cli.arguments import (
@@ -24,11 +23,11 @@ from lockstep.cli.arguments import (
     work_folder,
 )
 from lockstep.cli.export import export
+from lockstep.cli.run_script import assignments, script_of
 from lockstep.cli.target import Target
 from lockstep.evaluation import EvaluateRequest
 from lockstep.launch.environment import count_processes
-from lockstep.logging.run_files import RESULT, RUN, is_there, numbered, read_metadata
-from lockstep.recipe.parameters import saved_values, split_assignment
+from lockstep.logging.run_files import RESULT, RUN, is_there, numbered
 from lockstep.scripts.launch import count_gpus, launch_script
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import never_trained
@@ -78,8 +77,9 @@ def command(best: bool, as_json: bool, source: str, line: ScriptLine | None, **g
     """
     options = options_from(given)
     options.validate()
-    line = line or _script_of(source)
-    given["set"] = _assignments(source, options.set)
+    run = None if _is_plain(Path(source)) else Target.find(source).run
+    line = line or script_of(run, source, "evaluations come from a script's recipe")
+    given["set"] = assignments(run, options.set)
     with work_folder("lockstep-evaluate-") as folder:
         weights = Path(source) if _is_plain(Path(source)) else folder / MODEL
         if weights != Path(source):
@@ -126,42 +126,12 @@ def measure(
     return status, [json.loads(result.read_text(encoding="utf-8"))["metrics"] for result in results]
 
 
-def _assignments(source: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of hyper-parameters for `--set`: the run's, replaced by `given` ones."""
-    path = None if _is_plain(Path(source)) else Target.find(source).run
-    values = {} if path is None else saved_values(path)
-    texts = {name: str(value) for name, value in values.items()} | dict(
-        map(split_assignment, given)
-    )
-    return tuple(f"{name}={text}" for name, text in texts.items())
-
-
 def _is_plain(path: Path) -> bool:
     """True for a file of weights and for a Hugging Face folder."""
     names = (MODEL, f"{MODEL}.index.json")
     return path.is_file() or (
         not is_there(path, RUN) and any((path / name).is_file() for name in names)
     )
-
-
-def _script_of(source: str) -> ScriptLine:
-    path = None if _is_plain(Path(source)) else Target.find(source).run
-    environment = {} if path is None else read_metadata(path).get("environment") or {}
-    line = [str(word) for word in environment.get("command_line") or []]
-    words = (
-        line[line.index("lockstep.launch.worker") + 1 :]
-        if "lockstep.launch.worker" in line
-        else line[1:]
-    )
-    if not words or words[0].startswith("-"):
-        raise LaunchError(
-            f"{source} does not name its script; evaluations come from a script's recipe; give "
-            "SCRIPT"
-        )
-    script = os.path.join(environment.get("working_directory") or "", words[0])
-    made_by = ScriptLine(script, words[1:])
-    made_by.check()
-    return made_by
 
 
 def _print(measured: Sequence[Metrics], *, as_json: bool) -> None:

@@ -23,6 +23,7 @@ _COMMANDS = (
     "sweep",
     "average",
     "evaluate",
+    "replay",
     "report",
     "doctor",
     "inspect",
@@ -78,6 +79,7 @@ def _commands() -> None:
       lockstep sweep --set lr=1e-3,3e-3 train.py
       lockstep average runs/a runs/b -o model.safetensors
       lockstep evaluate runs/a
+      lockstep replay --step 1200 runs/a
       lockstep report runs/a
       lockstep doctor --nproc 2
       lockstep inspect runs/a

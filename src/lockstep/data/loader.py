@@ -56,6 +56,16 @@ class Microbatch:
     origin: Origin | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SamplesLeftOut:
+    """Samples that a step leaves out of its global batch."""
+
+    step: int
+    """The step's index: the number of steps done before it."""
+    samples: frozenset[int]
+    """Indices in the dataset."""
+
+
 class _BatchLoader:
     """Runs a fetcher on requests, in order: in this process, or ahead of time in `workers`
     processes."""
@@ -115,7 +125,8 @@ class Loader(_BatchLoader):
     `shuffle=False`: a sample's index is its position. `order`: the order of a user's sampler.
     `workers`: number of processes that prefetch `prefetch` microbatches each (batches do not depend
     on it); 0: this process fetches, and its default generators keep their state. `ahead`: number of
-    positions requested ahead. `device`: if it has streams, batches are pinned."""
+    positions requested ahead. `left_out`: samples that one step leaves out. `device`: if it has
+    streams, batches are pinned."""
 
     def __init__(
         self,
@@ -128,9 +139,11 @@ class Loader(_BatchLoader):
         workers: int = 0,
         prefetch: int = 2,
         ahead: int = CHUNK_POSITIONS,
+        left_out: SamplesLeftOut | None = None,
         device: torch.device,
     ) -> None:
         self._ahead = ahead
+        self._left_out = left_out
         self.order = order or (Order(len(data), seed) if shuffle else None)
         self._fetcher = Fetcher(data, collate, seed)
         super().__init__(self._fetcher, workers, device, prefetch=prefetch)
@@ -164,9 +177,11 @@ class Loader(_BatchLoader):
             stop = 0
             for span in chunk:
                 start, stop = stop, stop + span.stop - span.start
-                yield SampleRequest(
-                    span.step, span.index, span.is_dummy, epochs[start:stop], samples[start:stop]
-                )
+                taken = epochs[start:stop], samples[start:stop]
+                if self._left_out is not None and span.step == self._left_out.step:
+                    stays = ~np.isin(taken[1], list(self._left_out.samples))
+                    taken = taken[0][stays], taken[1][stays]
+                yield SampleRequest(span.step, span.index, span.is_dummy, *taken)
 
 
 class StreamLoader(_BatchLoader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -296,14 +297,21 @@ class Checkpointer:
             return any(name.step == step for name in self.folder.names())
         return False
 
-    def restore(self, resume: Resume, *, allow_change: frozenset[str]) -> CheckpointReader | None:
+    def restore(
+        self,
+        resume: Resume,
+        *,
+        allow_change: frozenset[str],
+        before: int = sys.maxsize,
+    ) -> CheckpointReader | None:
         """Load the newest checkpoint that is not damaged, and return its reader. Every rank calls
-        it.
+        it. `before`: checkpoints with at least so many steps are left out.
 
         Raises `CheckpointError` if the checkpoint belongs to another run, or if `resume` is "must"
         and there is none.
         """
-        recorder, names = self.run.context.recorder, self._names()
+        recorder = self.run.context.recorder
+        names = [name for name in self._names() if name.step < before]
         if resume == "never" and names:
             raise CheckpointError(
                 f"resume=never, and {self.folder} holds checkpoints of an earlier run, the newest"

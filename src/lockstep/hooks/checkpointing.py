@@ -12,6 +12,7 @@ import torch
 from lockstep.base.errors import CheckpointError, DivergenceError
 from lockstep.base.torch_private import accelerator_groups_failed
 from lockstep.checkpoint.emergency_save import StateChangedError
+from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import UnreadableError, read_manifest
 from lockstep.checkpoint.storage import Storage
 from lockstep.comm.regroup import is_aborted
@@ -114,8 +115,7 @@ class Checkpointing(ControlHook):
             recovery.restored(step)
         if newest is None:
             return
-        changed: dict[str, Any] = {"data": {}} if "data" in self.allow_change else {}
-        loop.resumed = {**newest.manifest.values, "step": step, **changed}
+        self._continue_data(run, newest)
         saved_under = newest.manifest.metadata["plan"]
         if keeps_rest(context.gradient_compression) and Plan.parse(saved_under).replicate != 1:
             run.event(
@@ -126,6 +126,24 @@ class Checkpointing(ControlHook):
                     " save"
                 ),
             )
+
+    def _continue_data(self, run: Run, reader: CheckpointReader) -> None:
+        """Let the loop continue at the checkpoint's position in the data."""
+        changed: dict[str, Any] = {"data": {}} if "data" in self.allow_change else {}
+        manifest = reader.manifest
+        run.training.loop.resumed = {**manifest.values, "step": manifest.step, **changed}
+
+    def begin_before(self, run: Run, step: int) -> None:
+        """Load the newest checkpoint with fewer than `step` steps, in place of `resume`, and save
+        nothing. Every rank calls it. Raises `CheckpointError`."""
+        for module in run.training.modules:
+            module.left_out = LeftOut(module.model, module.held)
+        checkpointer = Checkpointer(run, self.folder, self.saving, compare=lambda: None)
+        reader = checkpointer.restore("must", allow_change=self.allow_change, before=step)
+        checkpointer.close()
+        assert reader is not None, "resume=must"
+        run.context.recorder.resume(reader.manifest.step, None)
+        self._continue_data(run, reader)
 
     def on_start(self, run: Run) -> None:
         if self.saving.best is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
-from lockstep.data.loader import Microbatch
+from lockstep.data.loader import Microbatch, SamplesLeftOut
 from lockstep.logging.phases import Phases
 from lockstep.logging.recorder import Recorder
 from lockstep.plan import Plan
@@ -43,9 +43,19 @@ class Probe(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BeginAt:
+    """The checkpoint of another run that a run begins at. It is only read."""
+
+    folder: str
+    """The folder of the checkpoints: a path or a URL."""
+    before: int
+    """The newest one that is not damaged and has done fewer steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """Changes to a run that its script does not make, for `lockstep verify` and `lockstep plan`.
-    The default: none."""
+    """Changes to a run that its script does not make, for `lockstep verify`, `lockstep plan` and
+    `lockstep replay`. The default: none."""
 
     precision: Precision | None = None
     gradient_compression: str | None = None
@@ -57,6 +67,8 @@ class Overrides:
     # called with each batch of a step, on the device
     change_batch: Callable[[Microbatch, Any], Any] | None = None
     probe: Probe | None = None
+    begin_at: BeginAt | None = None
+    left_out: SamplesLeftOut | None = None
     without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
     """True: no checkpoints, no autotuning, no loggers, and only those of lockstep's hooks that

@@ -317,6 +317,11 @@ def sources(
     """Each step's microbatches on this rank, from step `first` on. `close` is called with the
     loader's `close` method, to run it at the end."""
     context, data = training.context, options.data
+    if context.overrides.left_out is not None and (data is None or isinstance(data, Stream)):
+        raise DataError(
+            "a sample is to be left out, and the data is no dataset; only the samples of a dataset"
+            " have an index; replay the step with all samples"
+        )
     if data is None:
         return from_indices(batching, seed=context.seed, first=first)
     how: dict[str, Any] = {
@@ -337,11 +342,12 @@ def sources(
     # microbatches that were requested are settled: a change of the assignment applies after them
     if context.plan.assignment == "measured":
         how["ahead"] = max(1, training.run.global_batch // context.mesh.data.size)
-    loader = Loader(data, order=batching.order, **how)
+    left_out = context.overrides.left_out
+    loader = Loader(data, order=batching.order, left_out=left_out, **how)
     close(loader.close)
     compare_data(training, "data", loader.digests(), is_trained_on=True)
     training.loop.digest = None if how["workers"] else partial(loader.digests, again=False)
-    return from_data(loader, batching, seed=context.seed, first=first)
+    return from_data(loader, batching, seed=context.seed, first=first, left_out=left_out)
 
 
 def compare_data(

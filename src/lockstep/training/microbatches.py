@@ -15,14 +15,15 @@ import torch
 
 from lockstep import assignment
 from lockstep.assignment import MicrobatchAssignment, stream_shard
-from lockstep.base.errors import CheckpointError, LossError
+from lockstep.base.errors import CheckpointError, DataError, LossError
 from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.comm.world import exact_sum
 from lockstep.data.device import to_device
+from lockstep.data.fetch import some
 from lockstep.data.generators import seed_generators
-from lockstep.data.loader import Loader, Microbatch, Span, StreamLoader
+from lockstep.data.loader import Loader, Microbatch, SamplesLeftOut, Span, StreamLoader
 from lockstep.data.positions import Position, fits, position_in
 from lockstep.data.sampled_order import BatchOrder, SampleOrder
 from lockstep.data.streams import Origin
@@ -382,6 +383,26 @@ class Microbatches:
         }
         return list(names)
 
+    def leave_out(self, samples: frozenset[int]) -> None:
+        """Do not count samples that the loader leaves out. Raises `DataError` if a microbatch has
+        no others, or if the step does not have them."""
+        everyone: list[int] = []
+        for place in range(self.count):
+            own = self.layout.samples_of(place)
+            if samples.issuperset(own):
+                raise DataError(
+                    f"{self.layout.name(place)} of the step has no sample but {own}, which are to"
+                    " be left out; every microbatch needs a sample; leave out fewer; the table"
+                    " shows what the microbatch adds to the gradient"
+                )
+            everyone += own
+        if missing := sorted(samples.difference(everyone)):
+            raise DataError(
+                f"samples {missing} are to be left out, and the step does not have them; it has"
+                f" {some(everyone)}; name some of these"
+            )
+        self.samples -= len(samples)
+
     def keep(self) -> None:
         """Keep the batches, so that they can be computed again."""
         if self._kept is None:
@@ -419,13 +440,21 @@ class Microbatches:
 
 
 def from_data(
-    loader: Loader, batching: Batching, *, seed: int, first: int = 0
+    loader: Loader,
+    batching: Batching,
+    *,
+    seed: int,
+    first: int = 0,
+    left_out: SamplesLeftOut | None = None,
 ) -> Iterator[Microbatches]:
     """Yields the steps of a dataset from step `first` on, in the loader's order. Nothing is fetched
-    for earlier steps."""
+    for earlier steps. `left_out`: samples that the loader leaves out of a step."""
     fetched = loader.fetch(batching.request(first))
     for step in range(first, batching.steps):
-        yield Microbatches(step, batching, fetched, seed=seed, order=loader.order)
+        source = Microbatches(step, batching, fetched, seed=seed, order=loader.order)
+        if left_out is not None and step == left_out.step:
+            source.leave_out(left_out.samples)
+        yield source
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:

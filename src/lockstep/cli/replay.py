@@ -1,0 +1,261 @@
+"""`lockstep replay`: an old step of a run again, from the nearest kept checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.base.errors import CheckpointError, LaunchError, say
+from lockstep.base.files import parse_object
+from lockstep.base.foreign_text import console, show
+from lockstep.cli.arguments import (
+    ScriptCommand,
+    count_option,
+    json_option,
+    launch_option,
+    options_from,
+    script_arguments,
+    work_folder,
+)
+from lockstep.cli.run_script import assignments, script_of
+from lockstep.cli.target import Target
+from lockstep.launch.environment import count_processes
+from lockstep.logging.run_files import METRICS, read_metadata, read_rows
+from lockstep.plan import Plan
+from lockstep.replay.request import ReplayRequest
+from lockstep.replay.step import (
+    STEP,
+    Replay,
+    ReplayedMicrobatch,
+    compared,
+    microbatch_file,
+)
+from lockstep.scripts.launch import count_gpus, launch_script
+from lockstep.scripts.line import ScriptLine
+from lockstep.scripts.process import never_trained
+
+MOST_ROWS = 64
+"""Largest number of microbatches in the printed table; --json has all."""
+
+
+@click.command("replay", cls=ScriptCommand)
+@count_option("--step", "step", None, "N", "The step to make again, as in metrics.jsonl.")
+@click.option(
+    "--without-sample",
+    "without",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="K",
+    help="Leave this sample of the dataset out of the step. Give it once for each.",
+)
+@click.option(
+    "--checkpoints",
+    metavar="FOLDER",
+    help="The folder or URL of the run's checkpoints, if it is not the one in the run directory.",
+)
+@launch_option("nproc")
+@launch_option("plan", help="Default: the numerics of the run's plan, with replicate=N.")
+@launch_option("share_devices")
+@launch_option("allow_change")
+@json_option
+@click.argument("source", metavar="RUN_DIR")
+@script_arguments(required=False)
+def command(
+    step: int | None,
+    without: tuple[int, ...],
+    checkpoints: str | None,
+    as_json: bool,
+    source: str,
+    line: ScriptLine | None,
+    **given: Any,
+) -> int:
+    """Make an old step of a run again, and show its microbatches.
+
+    Begins at the run's nearest checkpoint before step N, which is only read (ls.Saving(keep="log")
+    keeps one near each step), trains on one process (or --nproc), and ends after step N. It
+    compares the checksum of each logged step's gradient with that in the run's metrics.jsonl, and
+    prints what each microbatch adds to the loss and to the gradient. The default for SCRIPT is the
+    run's script with its arguments.
+
+    \b
+    Examples:
+      lockstep replay --step 1200 runs/a
+      lockstep replay --step 1200 --without-sample 4711 runs/a
+      lockstep replay --step 1200 --nproc 2 --json runs/a train.py --lr 0.1
+
+    Exit status: 0; 1 if numerics=bitwise and a step on the way has other bits than in the run; or
+    the status of the process that failed first.
+    """
+    if step is None:
+        raise LaunchError("no step to make again; give one of metrics.jsonl, such as --step 100")
+    target = Target.find(source)
+    run = target.run
+    if run is None:
+        raise CheckpointError(f"{source} is no run directory (it has no run.json); give one")
+    if checkpoints is not None:
+        target = Target.find(checkpoints)
+    elif target.elsewhere is not None:
+        raise CheckpointError(f"{source}: {target.none_there}, as --checkpoints")
+    last = max((row["step"] for row in rows_of(run)), default=0)
+    if step > last:
+        raise LaunchError(f"--step {step}, and the last step in {run / METRICS} is {last}")
+    line = line or script_of(run, source, "a step is made again by the script")
+    given["set"] = assignments(run, ())
+    given["plan"] = given["plan"] or str(replay_plan(read_metadata(run)["plan"]["text"]))
+    with work_folder("lockstep-replay-") as folder:
+        status, found = replay(
+            target, run, step, line, given, folder=folder, without=without, quiet=as_json
+        )
+    if found is None:
+        return status
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2, allow_nan=False))
+    else:
+        _show(found)
+    return int(found.is_bitwise and found.first_difference is not None)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl that belong to steps."""
+    return list(read_rows(run, METRICS, lambda row: "loss" in row, {}))
+
+
+def replay_plan(run_plan: str) -> Plan:
+    """Return the plan of one process that computes the numbers of the run's plan."""
+    plan = Plan.parse(run_plan)
+    return Plan(
+        numerics=plan.numerics,
+        checkpointing=plan.checkpointing,
+        microbatch_splits=plan.microbatch_splits,
+        logits=plan.logits,
+        compile=plan.compile,
+    )
+
+
+def replay(
+    target: Target,
+    run: Path,
+    step: int,
+    line: ScriptLine,
+    given: Mapping[str, Any],
+    *,
+    folder: Path,
+    without: Sequence[int] = (),
+    quiet: bool = False,
+) -> tuple[int, Replay | None]:
+    """Make the step again. Returns the exit status and, if the step was reached, what was found.
+    `given`: launch options by name. `folder`: for temporary files. Raises `LaunchError`."""
+    run_dir = folder / "run"
+    options = options_from({**given, "run_dir": str(run_dir)})
+    processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")
+    steps = [name.step for name in target.names if name.step < step]
+    if not quiet:
+        where = (
+            f"after step {max(steps)}" if steps else "at the beginning, for want of a checkpoint"
+        )
+        several = "es" if processes > 1 else ""
+        say(
+            f"lockstep replay: begins {where}, ends after step {step}, {processes} process{several}"
+        )
+    request = ReplayRequest(
+        folder=folder,
+        step=step,
+        checkpoints=str(target.storage),
+        begins_anew=not steps,
+        without=without,
+    )
+    status = launch_script(
+        line,
+        options,
+        count=processes,
+        began=time.time(),
+        request=request.write(folder),
+        stdout=sys.stderr,
+    )
+    if not (folder / STEP).is_file():
+        if status == 0:
+            raise never_trained(line, f"step {step}", "that step is made again")
+        return status, None
+    return status, _result(run, step, folder, without, processes)
+
+
+def _result(
+    run: Path,
+    step: int,
+    folder: Path,
+    without: Sequence[int],
+    processes: int,
+) -> Replay:
+    whole = parse_object((folder / STEP).read_text(encoding="utf-8"))
+    parts = [
+        ReplayedMicrobatch(**each)
+        for rank in range(processes)
+        for each in json.loads((folder / microbatch_file(rank)).read_text(encoding="utf-8"))
+    ]
+    before, now = read_metadata(run), read_metadata(folder / "run")
+    return Replay(
+        step=step,
+        begin=whole["begin"],
+        plan=now["plan"]["text"],
+        run_plan=before["plan"]["text"],
+        loss=whole["loss"],
+        squares=whole["squares"],
+        microbatches=sorted(parts, key=lambda each: (each.model, each.microbatch)),
+        on_the_way=compared(
+            rows_of(run),
+            rows_of(folder / "run"),
+            after=whole["begin"],
+            to=step - bool(without),
+        ),
+        without=without,
+        environment=list(_differences(before, now)),
+    )
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what differs between two machines' versions and devices, as text."""
+    for place in ("versions", "device"):
+        pair = [(each.get("environment") or {}).get(place) or {} for each in (before, now)]
+        for name in sorted(pair[0].keys() & pair[1].keys()):
+            if pair[0][name] != pair[1][name]:
+                yield f"{name}: {pair[0][name]}, now {pair[1][name]}"
+
+
+def _show(found: Replay) -> None:
+    from rich.table import Table
+
+    whole = Table(title=f"step {found.step}", title_justify="left")
+    for name in ("microbatch", "part of the loss", "loss", "gradient norm", "largest in"):
+        whole.add_column(name, justify="left" if name == "largest in" else "right")
+    whole.add_column("samples", overflow="ellipsis", no_wrap=True, max_width=60)
+    for each in found.microbatches[:MOST_ROWS]:
+        largest = max(each.squares, key=each.squares.__getitem__) if each.squares else ""
+        whole.add_row(
+            str(each.microbatch),
+            _text(each.part),
+            _text(each.total),
+            _text(each.norm),
+            largest,
+            ", ".join(map(str, each.samples)),
+        )
+    whole.add_section()
+    largest = max(found.squares, key=found.squares.__getitem__, default="")
+    whole.add_row("all", _text(found.loss), "", _text(found.norm), largest, "")
+    console(None if sys.stdout.isatty() else 120).print(whole)
+    if len(found.microbatches) > MOST_ROWS:
+        show(f"{len(found.microbatches) - MOST_ROWS} more microbatches: --json has all")
+    if found.without:
+        show(f"without {', '.join(f'sample {each}' for each in found.without)}")
+    show(found.verdict())
+    if found.environment and not found.same_bits:
+        show(f"the machine is not that of the run: {'; '.join(found.environment)}")
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

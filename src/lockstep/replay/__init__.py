@@ -1,0 +1,1 @@
+"""`lockstep replay`: an old step again, from the nearest kept checkpoint."""

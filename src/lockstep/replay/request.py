@@ -1,0 +1,29 @@
+"""The request to the processes that make a step again. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from lockstep.scripts.request import ScriptRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRequest(ScriptRequest):
+    """Request to begin at a checkpoint and end after a step."""
+
+    answered_by: ClassVar[str] = "lockstep.replay.probe"
+    calls: str = "install"
+
+    folder: Path
+    """The existing folder for what the processes write."""
+    step: int
+    """The step to end after: its number in metrics.jsonl."""
+    checkpoints: str = ""
+    """The folder of the run's checkpoints: a path or a URL."""
+    begins_anew: bool = False
+    """True to begin at step 0, without a checkpoint."""
+    without: Sequence[int] = ()
+    """Indices of samples that the step leaves out."""

@@ -1,0 +1,217 @@
+"""A step that was made again: its microbatches, and whether it is the step of the run. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.logging.run_files import CHECKSUM
+
+STEP = "step.json"
+"""The file of the step as a whole, in the folder of the request."""
+
+
+def microbatch_file(rank: int) -> str:
+    """The file of the microbatches of one rank."""
+    return f"microbatches-{rank}.json"
+
+
+def block_of(name: str) -> str:
+    """Return the block of a parameter: its name up to the first number, or else its module.
+
+    >>> block_of("transformer.h.3.attn.weight"), block_of("head.weight"), block_of("scale")
+    ('transformer.h.3', 'head', 'scale')
+    """
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    if number is not None:
+        return ".".join(parts[: number + 1])
+    return ".".join(parts[:-1]) or name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedMicrobatch:
+    """A microbatch's part in a step."""
+
+    microbatch: int
+    """Its number in the step."""
+    samples: Sequence[int | str]
+    """Indices in the dataset; for a stream, descriptions."""
+    model: int = 0
+    """The number of the model, if several are trained."""
+    total: float | None = None
+    """The loss that the script returned: the mean or the sum over the microbatch."""
+    part: float | None = None
+    """Its part in the loss of the step."""
+    squares: Mapping[str, float] | None = None
+    """Block -> the sum of squares of its part in the gradient. None: not computed under a plan
+    that divides the model."""
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of its part in the gradient."""
+        return None if self.squares is None else math.sqrt(math.fsum(self.squares.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepComparison:
+    """A step on the way, in the run and made again."""
+
+    step: int
+    checksum: bool | None
+    """True if the gradients have the same bits. None: the run has no checksum of it."""
+    loss: tuple[float, float]
+    """In the run, and now."""
+    norm: tuple[float, float]
+
+    @property
+    def difference(self) -> float:
+        """The larger relative difference of loss and norm; 0 for values that are not finite in
+        both."""
+        return max(_relative(*self.loss), _relative(*self.norm))
+
+
+def _relative(before: float, now: float) -> float:
+    if before == now or not (math.isfinite(before) or math.isfinite(now)):
+        return 0.0
+    if not (math.isfinite(before) and math.isfinite(now)):
+        return math.inf
+    return abs(now - before) / max(abs(before), abs(now))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """A step that was made again."""
+
+    step: int
+    begin: int
+    """The number of steps done in the checkpoint that it began at; 0: it began without one."""
+    plan: str
+    run_plan: str
+    loss: float
+    squares: Mapping[str, float]
+    """Block -> the sum of squares of the step's gradient, before clipping."""
+    microbatches: Sequence[ReplayedMicrobatch]
+    on_the_way: Sequence[StepComparison] = ()
+    """The logged steps from the checkpoint to this step, without those that leave out samples."""
+    without: Sequence[int] = ()
+    environment: Sequence[str] = field(default_factory=list)
+    """Differences between the machine and versions of the run, and those of the replay."""
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(math.fsum(self.squares.values()))
+
+    @property
+    def is_bitwise(self) -> bool:
+        """True if the numerics promise the same bits."""
+        return "numerics=bitwise" in self.run_plan and "numerics=bitwise" in self.plan
+
+    @property
+    def first_difference(self) -> StepComparison | None:
+        """The first step on the way whose gradient has other bits."""
+        return next((each for each in self.on_the_way if each.checksum is False), None)
+
+    @property
+    def same_bits(self) -> bool:
+        """True if every logged step on the way has the bits of the run, and there is one."""
+        return bool(self.on_the_way) and all(each.checksum for each in self.on_the_way)
+
+    def verdict(self) -> str:
+        """Return one sentence: is it the step of the run?"""
+        count = len(self.on_the_way)
+        if not count:
+            return (
+                "the run has logged no step on the way, so nothing is compared; more steps are"
+                " logged with log_every=1"
+            )
+        steps = f"{count} logged steps" if count > 1 else "1 logged step"
+        if self.same_bits:
+            where = "before it" if self.without else "up to here"
+            return f"the gradients of {steps} {where} have the bits of the run"
+        most = max(each.difference for each in self.on_the_way)
+        differs = f"loss and norm differ by at most {most:.1e} (relative)"
+        if not self.is_bitwise:
+            return (
+                f"numerics=fast: only up to rounding is it the step of the run; in {steps}"
+                f" {differs}"
+            )
+        if self.first_difference is None:
+            return f"the run has no checksums of {steps}; {differs}"
+        return (
+            f"from step {self.first_difference.step} on, the gradients have other bits than in the"
+            f" run; {differs}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "begin": self.begin,
+            "plan": self.plan,
+            "run_plan": self.run_plan,
+            "without": list(self.without),
+            "loss": _finite(self.loss),
+            "gradient_norm": _finite(self.norm),
+            "blocks": {name: _finite(math.sqrt(value)) for name, value in self.squares.items()},
+            "same_bits": self.same_bits if self.is_bitwise else None,
+            "verdict": self.verdict(),
+            "environment": list(self.environment),
+            "steps": [
+                {
+                    "step": each.step,
+                    "same_bits": each.checksum,
+                    "loss": [_finite(value) for value in each.loss],
+                    "gradient_norm": [_finite(value) for value in each.norm],
+                }
+                for each in self.on_the_way
+            ],
+            "microbatches": [
+                {
+                    "microbatch": each.microbatch,
+                    "model": each.model,
+                    "samples": list(each.samples),
+                    "loss": _finite(each.total),
+                    "part_of_loss": _finite(each.part),
+                    "gradient_norm": _finite(each.norm),
+                    "blocks": None
+                    if each.squares is None
+                    else {name: _finite(math.sqrt(at)) for name, at in each.squares.items()},
+                }
+                for each in self.microbatches
+            ],
+        }
+
+
+def _finite(value: float | None) -> float | str | None:
+    """Return a number that JSON has, or its text."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def compared(
+    run: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, after: int, to: int
+) -> list[StepComparison]:
+    """Compare rows of metrics.jsonl of both runs, for the steps in (after, to] that both have
+    logged."""
+    theirs = {row["step"]: row for row in run if after < row["step"] <= to and "loss" in row}
+    found = []
+    for row in now:
+        if "loss" not in row or (before := theirs.get(row["step"])) is None:
+            continue
+        sums = before.get(CHECKSUM), row.get(CHECKSUM)
+        found.append(
+            StepComparison(
+                step=row["step"],
+                checksum=None if None in sums else sums[0] == sums[1],
+                loss=(_number(before, "loss"), _number(row, "loss")),
+                norm=(_number(before, "gradient_norm"), _number(row, "gradient_norm")),
+            )
+        )
+    return found
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    """Return a number of a row, in which null stands for one that is not finite."""
+    value = row.get(name)
+    return float(row.get("not_finite", {}).get(name, "nan")) if value is None else float(value)

@@ -1,0 +1,104 @@
+"""`lockstep replay`: a step of a run is made again by the run's own script, and the sample that
+spoilt it is seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.command, pytest.mark.forks]
+LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+SCRIPT = """
+import sys, torch, lockstep as ls
+from torch.utils.data import TensorDataset
+samples = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+samples[int(sys.argv[1])] *= 1000
+recipe = ls.Recipe(
+    model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)),
+    data=TensorDataset(samples),
+    loss=lambda model, batch: model(batch[0]).abs().mean(),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    global_batch=8,
+    microbatch=4,
+    steps=8,
+    clip_norm=1.0,
+)
+ls.train(recipe, saving=ls.Saving(every=1, keep="log"), log_every=1)
+print("trained")
+"""
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [LOCKSTEP, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "train.py").write_text(SCRIPT)
+    plan = ("--nproc", "2", "--plan", "shard=2,numerics=bitwise")
+    ended = command("run", *plan, "--run-dir", folder / "run", folder / "train.py", "17")
+    assert ended.returncode == 0, ended.stderr
+    return folder / "run"
+
+
+def test_the_sample_that_spoils_a_step_is_seen(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    spike = max(rows[4:], key=lambda row: row["gradient_norm"])
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    ended = command("replay", "--step", str(spike["step"]), "--json", run)
+    assert ended.returncode == 0, ended.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+    found = json.loads(ended.stdout)
+    assert found["same_bits"] is True
+    assert found["loss"] == spike["loss"]
+    assert found["begin"] > 0
+    worst = max(found["microbatches"], key=lambda each: each["gradient_norm"])
+    assert 17 in worst["samples"]
+    plain = ("--without-sample", "17", "--plan", "replicate=2", "--nproc", "2")
+    ended = command("replay", "--step", str(spike["step"]), *plain, run)
+    assert ended.returncode == 0, ended.stderr
+    assert "without sample 17\n" in ended.stdout
+    assert f"{spike['loss']:.6g}" not in ended.stdout
+
+
+def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[1]["gradient_checksum"] = "0" * 16
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines)
+    ended = command("replay", "--step", "3", tmp_path / "run")
+    assert ended.returncode == 1, ended.stderr
+    assert "at the beginning, for want of a checkpoint" in ended.stderr
+    assert "from step 2 on, the gradients have other bits than in the run" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "9"], "--step 9, and the last step in"),
+        ([], "no step to make again; give one of metrics.jsonl"),
+        (["--step", "3", "--without-sample", "-1"], "-1 is not in the range"),
+        (["--step", "3", "--checkpoints", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_made_again_is_refused(
+    run: Path, arguments: list[str], message: str
+) -> None:
+    ended = command("replay", *arguments, run)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+
+
+def test_a_checkpoint_is_no_run(run: Path) -> None:
+    ended = command("replay", "--step", "3", run / "checkpoints")
+    assert ended.returncode == 2
+    assert "is no run directory" in ended.stderr

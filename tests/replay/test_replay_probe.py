@@ -1,0 +1,175 @@
+"""The probe of `lockstep replay`: the step is that of the run, and its parts are those of the
+microbatches."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training.subjects import network, recipe, rows
+
+import lockstep as ls
+from lockstep.base.errors import DataError
+from lockstep.logging.run_files import CHECKSUM
+from lockstep.replay.request import ReplayRequest
+from lockstep.replay.step import STEP, microbatch_file
+from lockstep.testing.pool import WorkerPool
+
+STEPS = 6
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.2), network())
+
+
+def of_the_rows(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return (model(batch[1]) - batch[2]).square().mean()
+
+
+def train(folder: str, plan: str, model: Callable[[], nn.Module]) -> None:
+    ls.train(
+        recipe(model=model, loss=of_the_rows, steps=STEPS, clip_norm=0.5),
+        plan=f"{plan},numerics=bitwise",
+        run_dir=folder,
+        log_every=1,
+        saving=ls.Saving(every=2, last=3),
+    )
+
+
+def replay(
+    folder: Path,
+    made: Path,
+    plan: str,
+    model: Callable[[], nn.Module],
+    step: int,
+    without: Sequence[int] = (),
+) -> None:
+    """Train as `lockstep replay` starts it."""
+    folder.mkdir(exist_ok=True)
+    request = ReplayRequest(
+        folder=folder,
+        checkpoints=str(made / "checkpoints"),
+        begins_anew=step < 3,
+        step=step,
+        without=without,
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in request.write(folder).items():
+            environment.setenv(name, value)
+        with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
+            train(f"{folder}/run", plan, model)
+
+
+def read(folder: Path, ranks: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    parts = [
+        each
+        for rank in range(ranks)
+        for each in json.loads((folder / microbatch_file(rank)).read_text())
+    ]
+    whole = json.loads((folder / STEP).read_text())
+    return whole, sorted(parts, key=lambda each: each["microbatch"])
+
+
+def row(folder: Path, step: int) -> dict[str, Any]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found: dict[str, Any] = next(r for r in map(json.loads, lines) if r["step"] == step)
+    return found
+
+
+@pytest.mark.parametrize(("made_by", "ranks"), [("shard=2", 1), ("replicate=1", 2)])
+def test_a_step_is_made_again_on_another_number_of_processes(
+    pool: WorkerPool, tmp_path: Path, made_by: str, ranks: int
+) -> None:
+    made, again = tmp_path / "made", tmp_path / "again"
+    pool.run(2 if "2" in made_by else 1, train, str(made), made_by, with_dropout)
+    before = sorted(path.name for path in (made / "checkpoints").rglob("*"))
+    pool.run(ranks, replay, again, made, f"replicate={ranks}", with_dropout, 4)
+    assert sorted(path.name for path in (made / "checkpoints").rglob("*")) == before
+    whole, parts = read(again, ranks)
+    assert whole["begin"] == 2
+    assert [row(again / "run", step)[CHECKSUM] for step in (3, 4)] == [
+        row(made, step)[CHECKSUM] for step in (3, 4)
+    ]
+    assert whole["loss"] == row(made, 4)["loss"]
+    assert math.sqrt(sum(whole["squares"].values())) == pytest.approx(row(made, 4)["gradient_norm"])
+    assert [each["microbatch"] for each in parts] == [0, 1, 2, 3]
+    assert sum(each["part"] for each in parts) == pytest.approx(whole["loss"])
+    assert sum(each["total"] for each in parts) / 4 == pytest.approx(whole["loss"])
+    assert all(set(each["squares"]) == set(whole["squares"]) == {"1"} for each in parts)
+    samples = [sample for each in parts for sample in each["samples"]]
+    assert len(set(samples)) == 16
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay") / "made"
+    train(str(folder), "replicate=1", network)
+    return folder
+
+
+def by_hand(made: Path, samples: list[int]) -> tuple[float, float]:
+    """The loss of these samples before step 3, and the sum of squares of its gradient."""
+    (name,) = (path for path in (made / "checkpoints").glob("step-00000002-*"))
+    model = network()
+    model.load_state_dict(ls.load(str(name)))
+    columns = [column[torch.tensor(samples)] for column in rows(48).tensors]
+    loss = of_the_rows(model, columns)
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return loss.item(), sum(float(each.double().square().sum()) for each in gradients)
+
+
+def test_a_microbatchs_part_is_its_share_of_the_gradient(made: Path, tmp_path: Path) -> None:
+    replay(tmp_path / "again", made, "replicate=1", network, 3)
+    for each in read(tmp_path / "again", 1)[1]:
+        loss, squares = by_hand(made, each["samples"])
+        assert each["total"] == pytest.approx(loss)
+        assert sum(each["squares"].values()) == pytest.approx(squares / 4**2)
+
+
+def test_without_a_checkpoint_it_begins_anew(made: Path, tmp_path: Path) -> None:
+    replay(tmp_path / "again", made, "replicate=1", network, 2)
+    assert read(tmp_path / "again", 1)[0]["begin"] == 0
+    assert row(tmp_path / "again" / "run", 2)[CHECKSUM] == row(made, 2)[CHECKSUM]
+
+
+def test_a_damaged_checkpoint_is_passed_over(made: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    (whole,) = (copy / "checkpoints").glob("step-00000002-*")
+    damaged = whole.with_name("step-00000003-0000000a")
+    shutil.copytree(whole, damaged)
+    tensors = damaged / "rank-0.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-8])
+    replay(tmp_path / "again", copy, "replicate=1", network, 4)
+    assert read(tmp_path / "again", 1)[0]["begin"] == 2
+    assert row(tmp_path / "again" / "run", 4)[CHECKSUM] == row(made, 4)[CHECKSUM]
+
+
+def test_a_step_without_a_sample_is_that_of_the_others(made: Path, tmp_path: Path) -> None:
+    replay(tmp_path / "with", made, "replicate=1", network, 3)
+    out = read(tmp_path / "with", 1)[1][1]["samples"][2]
+    replay(tmp_path / "out", made, "replicate=1", network, 3, (out,))
+    whole, others = read(tmp_path / "out", 1)
+    assert [len(each["samples"]) for each in others] == [4, 3, 4, 4]
+    taken = [sample for each in others for sample in each["samples"]]
+    assert out not in taken
+    loss, squares = by_hand(made, taken)
+    assert whole["loss"] == pytest.approx(loss)
+    assert sum(whole["squares"].values()) == pytest.approx(squares)
+
+
+def test_samples_that_cannot_be_left_out_are_refused(made: Path, tmp_path: Path) -> None:
+    replay(tmp_path / "with", made, "replicate=1", network, 3)
+    parts = read(tmp_path / "with", 1)[1]
+    with pytest.raises(DataError, match=r"samples \[1000\] are to be left out, and the step does"):
+        replay(tmp_path / "out", made, "replicate=1", network, 3, (1000, parts[0]["samples"][0]))
+    with pytest.raises(DataError, match="every microbatch needs a sample; leave out fewer"):
+        replay(tmp_path / "all", made, "replicate=1", network, 3, parts[2]["samples"])

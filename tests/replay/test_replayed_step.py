@@ -1,0 +1,111 @@
+"""What is said of a step that was made again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lockstep.cli.replay import replay_plan
+from lockstep.replay.step import Replay, ReplayedMicrobatch, StepComparison, block_of, compared
+
+SAME = StepComparison(step=4, checksum=True, loss=(1.0, 1.0), norm=(2.0, 2.0))
+OTHER = replace(SAME, step=5, checksum=False, norm=(2.0, 2.02))
+UNKNOWN = replace(SAME, checksum=None)
+REPLAY = Replay(
+    step=5,
+    begin=3,
+    plan="replicate=1,numerics=bitwise",
+    run_plan="shard=2,numerics=bitwise",
+    loss=1.0,
+    squares={"a": 9.0, "b": 16.0},
+    microbatches=[ReplayedMicrobatch(microbatch=0, samples=[1, 2], squares={"a": 4.0, "b": 0.0})],
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("transformer.h.3.attn.weight", "transformer.h.3"),
+        ("0.weight", "0"),
+        ("layers.1.experts.2.up.weight", "layers.1"),
+        ("transformer.wte.weight", "transformer.wte"),
+        ("head.bias", "head"),
+        ("scale", "scale"),
+    ],
+)
+def test_a_parameter_belongs_to_a_block(name: str, block: str) -> None:
+    assert block_of(name) == block
+
+
+def test_norms_are_of_all_blocks_together() -> None:
+    assert REPLAY.norm == 5.0
+    assert REPLAY.microbatches[0].norm == 2.0
+    assert ReplayedMicrobatch(microbatch=0, samples=[]).norm is None
+
+
+@pytest.mark.parametrize(
+    ("on_the_way", "plan", "same", "said"),
+    [
+        ([SAME], None, True, "the gradients of 1 logged step up to here have the bits of the run"),
+        ([SAME, OTHER], None, False, "from step 5 on, the gradients have other bits than in the"),
+        ([UNKNOWN], None, False, "the run has no checksums of 1 logged step; loss and norm differ"),
+        ([], None, False, "the run has logged no step on the way, so nothing is compared"),
+        ([OTHER], "replicate=1", False, "numerics=fast: only up to rounding is it the step of the"),
+        ([SAME], "replicate=1", True, "the gradients of 1 logged step up to here have the bits"),
+    ],
+)
+def test_it_says_whether_it_is_the_step_of_the_run(
+    on_the_way: list[StepComparison], plan: str | None, same: bool, said: str
+) -> None:
+    found = replace(REPLAY, on_the_way=on_the_way, plan=plan or REPLAY.plan)
+    assert found.same_bits == same
+    assert found.verdict().startswith(said)
+    assert found.as_json()["verdict"] == found.verdict()
+
+
+def test_the_first_other_step_is_named_with_the_largest_difference() -> None:
+    found = replace(REPLAY, on_the_way=[SAME, OTHER, replace(OTHER, step=6, loss=(1.0, 1.5))])
+    assert found.first_difference == OTHER
+    assert "differ by at most 3.3e-01" in found.verdict()
+
+
+def test_numbers_that_are_not_finite_are_compared_too() -> None:
+    assert replace(SAME, loss=(math.nan, math.nan)).difference == 0.0
+    assert replace(SAME, loss=(math.nan, 1.0)).difference == math.inf
+
+
+def test_rows_of_the_steps_on_the_way_are_compared() -> None:
+    run = [
+        {
+            "step": step,
+            "loss": 1.0 * step,
+            "gradient_norm": 2.0,
+            "gradient_checksum": f"{step:016x}",
+        }
+        for step in range(1, 7)
+    ]
+    now = [{**row, "loss": None, "not_finite": {"loss": "inf"}} for row in run]
+    del run[3]["gradient_checksum"]
+    found = compared([*run, {"step": 5, "evaluation/loss": 1.0}], now, after=3, to=5)
+    assert [(each.step, each.checksum) for each in found] == [(4, None), (5, True)]
+    assert found[1].loss == (5.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("run", "plan"),
+    [
+        ("replicate=2,shard=2,numerics=bitwise", "replicate=1,numerics=bitwise"),
+        ("pipeline=2", "replicate=1"),
+        (
+            "tensor=2,microbatch_splits=1,checkpointing=full",
+            "checkpointing=full,microbatch_splits=1",
+        ),
+    ],
+)
+def test_the_default_plan_has_the_numbers_of_the_run_on_one_process(run: str, plan: str) -> None:
+    from lockstep.plan import Plan
+
+    found = replay_plan(run)
+    assert found.resolve(1) == Plan.parse(plan).resolve(1)
