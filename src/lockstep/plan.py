@@ -361,6 +361,12 @@ class Plan:
                 " after the backward that FSDP2 waits for, so they would be lost; choose"
                 " schedule=1f1b or interleaved"
             )
+        if self.schedule == "zero-bubble" and self.checkpointing == "selective":
+            raise PlanError(
+                "schedule=zero-bubble with checkpointing=selective; it computes the gradients of"
+                " inputs and those of weights in two backwards, and results that selective"
+                " checkpointing keeps are for one; choose checkpointing=full, or schedule=1f1b"
+            )
         if self.schedule == "gpipe" and self.logits == "chunked":
             raise PlanError(
                 "schedule=gpipe with logits=chunked; the forward of a loss computes the gradients"
@@ -407,13 +413,22 @@ class Plan:
             ),
             ("offload", self.offload, False, "experts are not moved to CPU memory yet"),
             ("tensor", given.get("tensor", 1), 1, "layers are not sharded beside experts yet"),
-            (
-                "pipeline",
-                given.get("pipeline", 1),
-                1,
-                "the ranks of a stage do not exchange tokens yet",
-            ),
         )
+        if self.checkpointing == "selective" and 1 not in (
+            given.get("shard", 1),
+            given.get("pipeline", 1),
+        ):
+            raise PlanError(
+                f"checkpointing=selective with expert={self.expert}, shard={self.shard} and"
+                f" pipeline={self.pipeline}; FSDP2 gathers experts inside of a block's forward, or"
+                " has gathered them in another microbatch's backward, and selective checkpointing"
+                " recomputes only what is alike; choose checkpointing=full"
+            )
+        if self.numerics == "bitwise":
+            why = (
+                "with numerics=bitwise, a stage does not keep the rows of each microbatch apart yet"
+            )
+            self._refuse_with("expert", ("pipeline", given.get("pipeline", 1), 1, why))
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
         """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: its

@@ -263,6 +263,20 @@ CASES = [
         lambda rank: (DENSE - ROUTERS) / 4 + (ROUTERS / 2 if rank < 2 else 0) + HELD_BY_EXPERTS / 4,
         model=MixedModel,
     ),
+    Case(
+        "expert=2,pipeline=2",
+        4,
+        everywhere(A * M // 2 + experts(2, M // 2) / 2 + 2 * DENSE / 2 * ring(2)),
+        everywhere(DENSE / 2 + HELD_BY_EXPERTS / 4),
+        model=MixedModel,
+    ),
+    Case(
+        "expert=2,pipeline=2,schedule=zero-bubble",
+        4,
+        everywhere(A * M // 2 + experts(2, M // 2) / 2 + 2 * DENSE / 2 * ring(2)),
+        everywhere(DENSE / 2 + HELD_BY_EXPERTS / 4),
+        model=MixedModel,
+    ),
 ]
 
 

@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -82,6 +83,18 @@ def test_rows_go_to_their_experts_and_back() -> None:
         once = 4 * rows * WIDTH + 8 * EXPERTS / 4
         expected = 4 * once * MICROBATCHES / ranks * (ranks - 1) / ranks
         assert abs(sent / expected - 1) < 0.02
+
+
+def test_a_stage_sends_rows_to_the_experts_of_its_own_ranks() -> None:
+    """The second stage of two is the head, without experts."""
+    staged = replace(GIVEN, stages=["words", "blocks.*", "head"])
+    plan = "expert=2,pipeline=2"
+    first, second = (traced(plan, staged, rank=rank).sent_bytes() for rank in (0, 2))
+    assert first["all_to_all on expert"] == step("expert=2").sent_bytes()["all_to_all on expert"]
+    assert "all_to_all on expert" not in second
+    head = 4 * (WIDTH + 1) * WORDS
+    summed = second["all_reduce on expert"]
+    assert head <= summed <= head + 1024, "2 (N - 1) / N of the other parameters"
 
 
 def test_a_rank_whose_experts_are_chosen_more_often_receives_more_rows() -> None:

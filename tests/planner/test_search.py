@@ -249,9 +249,17 @@ def test_sequences_are_shared_out_where_there_are_more_devices_than_microbatches
 
 
 def test_experts_are_divided_over_the_ranks_of_a_node() -> None:
-    space = replace(SPACE, devices=16, experts=12, expert_bytes=80)
+    space = replace(SPACE, devices=16, experts=12, expert_bytes=80, stages=2)
     found = {text(plan) for plan in layouts(space) if plan.expert != 1}
-    assert found == {"replicate=4,expert=4", "shard=4,expert=4"}
+    assert found == {
+        "replicate=4,expert=4",
+        "shard=4,expert=4",
+        "replicate=2,expert=4,pipeline=2",
+        "shard=2,expert=4,pipeline=2",
+    }
+    assert not [
+        plan for plan in layouts(replace(space, stages=1)) if plan.expert != 1 != plan.pipeline
+    ]
     assert not [plan for plan in layouts(SPACE) if plan.expert != 1]
     held = replace(space, state_bytes=1500, expert_bytes=1200, capacity_bytes=700)
     search(held, evaluating(lambda plan: (1.0, 10), tried := []))

@@ -241,6 +241,7 @@ PLANS = {
         "pipeline=2,replicate=2",
         "pipeline=2,context=2",
         "pipeline=2,shard=2",
+        "pipeline=2,expert=2",
     ),
 }
 

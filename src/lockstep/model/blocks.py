@@ -82,6 +82,11 @@ def blocks_with_shared_parameters(model: nn.Module, blocks: Sequence[str]) -> se
     return {name for names in owners.values() if len(names) > 1 for name in names if name}
 
 
+def is_within(name: str, outer: str) -> bool:
+    """True if the module `name` is the module `outer`, or inside it. "": the whole model."""
+    return not outer or f"{name}.".startswith(f"{outer}.")
+
+
 def outermost(names: list[str]) -> list[str]:
     """Return the outermost of these names ("blocks.*" also matches modules inside a block)."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

@@ -14,7 +14,7 @@ from lockstep.base.errors import PlanError
 from lockstep.comm.mesh import Mesh
 from lockstep.model.block_inputs import sum_in_blocks
 from lockstep.model.block_wrappers import checkpoint_activations, compile_forward
-from lockstep.model.blocks import blocks_of
+from lockstep.model.blocks import blocks_of, is_within
 from lockstep.model.chunked_logits import chunk_logits, head_name, modules_with_weights_of
 from lockstep.model.device_split import (
     devices_of,
@@ -29,7 +29,7 @@ from lockstep.model.expert.divide import (
     divide_experts,
     use_eager,
 )
-from lockstep.model.expert.find import find_experts, stacked_experts
+from lockstep.model.expert.find import Experts, find_experts, stacked_experts
 from lockstep.model.expert.leaves import Leaves
 from lockstep.model.initialization.initial_model import InitialModel
 from lockstep.model.pipeline.stages import (
@@ -65,6 +65,8 @@ class Parallelized:
     shared_parameters: Sequence[SharedParameter]
     cut: SequenceCut | None
     """None if the model is called with whole sequences, as it is."""
+    experts: Mapping[str, Experts]
+    """The modules of experts that are divided over ranks, of this rank's stages."""
     expert_leaves: Sequence[Leaves]
     """With bitwise numerics: of each module of experts on several ranks."""
     eager_experts: Sequence[str]
@@ -103,6 +105,8 @@ def parallelize(
         styles = tensor_styles(model, tensor, size, plan.slices)
         if plan.context != 1:
             _check_styles_under_context(plan, styles)
+    # before other stages' parameters are removed
+    found_experts = _find_experts(model, mesh, plan, experts)
     pipeline: Pipeline | None = None
     shared: Sequence[SharedParameter] = ()
     roots = [""]
@@ -114,7 +118,8 @@ def parallelize(
         split_stages = Stages.split(model, stages, ranks=mesh.stages.size, per_rank=per_rank)
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
-        together = [each for each in (mesh.axis("shard"), mesh.tokens) if each.size > 1]
+        several = mesh.axis("shard"), mesh.axis("expert"), mesh.tokens
+        together = [each for each in several if each.size > 1]
         pipeline = Pipeline(
             model, split_stages, mesh.stages, streams, schedule=plan.schedule, together=together
         )
@@ -124,7 +129,7 @@ def parallelize(
         styles = {
             name: style
             for name, style in styles.items()
-            if any(f"{name}.".startswith(f"{root}.") for root in roots)
+            if any(is_within(name, root) for root in roots)
         }
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
@@ -142,8 +147,13 @@ def parallelize(
             of_tensor = mesh.torch_mesh["tensor"]
         slices = Slices(plan.slices, ranks) if plan.numerics == "bitwise" else None
         tensor_parallel(model, of_tensor, styles, materialize=materialize, slices=slices)
+    held_experts = {
+        name: each
+        for name, each in found_experts.items()
+        if any(is_within(name, root) for root in roots)
+    }
     divided, leaves, eager = _place_experts(
-        model, mesh, plan, experts, exchange, materialize=materialize
+        model, mesh, plan, held_experts, roots, exchange, materialize=materialize
     )
     wrapped = block_names or [layer.name for layer in layers] or roots
     if chunked is not None:
@@ -162,7 +172,7 @@ def parallelize(
             "short": short,
             "keep_casts": autocast_dtype is None,  # with autocast off there are no casts
             "used_after_forward": used_by_loss,
-            "experts": divided,
+            "experts": list(divided),
         }
         if pipeline is None:
             shard(model, mesh, block_names, **options)
@@ -177,28 +187,38 @@ def parallelize(
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
     cut = _sequence_cut(model, mesh, plan, sequence, pipeline, leaves)
-    return Parallelized(streams, pipeline, shared, cut, leaves, eager)
+    return Parallelized(streams, pipeline, shared, cut, divided, leaves, eager)
+
+
+def _find_experts(
+    model: nn.Module, mesh: Mesh, plan: Plan, names: Sequence[str] | None
+) -> Mapping[str, Experts]:
+    """Return the modules of experts that the plan divides, or that compute as divided ones do."""
+    if (ranks := mesh.axis("expert").size) == 1:
+        return stacked_experts(model, names) if plan.numerics == "bitwise" else {}
+    found = find_experts(model, names)
+    check_experts(model, found, ranks)
+    return found
 
 
 def _place_experts(
     model: nn.Module,
     mesh: Mesh,
     plan: Plan,
-    names: Sequence[str] | None,
+    found: Mapping[str, Experts],
+    roots: Sequence[str],
     exchange: SyncBatchNormExchange,
     *,
     materialize: Callable[[nn.Module], None],
-) -> tuple[list[str], list[Leaves], list[str]]:
-    """Divide the experts over ranks. Return the names of their modules, their leaves, and the
-    modules that compute one expert after another now. With bitwise numerics, experts that are not
-    divided compute with the same bits as divided ones."""
+) -> tuple[Mapping[str, Experts], list[Leaves], list[str]]:
+    """Divide the experts that this rank's stages have over ranks. Return the divided ones, their
+    leaves, and the modules that compute one expert after another now. With bitwise numerics,
+    experts that are not divided compute with the same bits as divided ones. `roots`: the names of
+    the parts that this rank has, or "" for the whole model."""
     ranks, bitwise = mesh.axis("expert"), plan.numerics == "bitwise"
     if ranks.size == 1:
-        found = stacked_experts(model, names) if bitwise else {}
         compute_by_rows(found, ranks, exchange)
-        return [], [], use_eager(found)
-    found = find_experts(model, names)
-    check_experts(model, found, ranks.size)
+        return {}, [], use_eager(found)
     eager = use_eager(found) if bitwise else []
     assert mesh.expert_mesh is not None
     leaves = divide_experts(
@@ -207,10 +227,11 @@ def _place_experts(
         mesh.expert_mesh["expert"],
         ranks,
         exchange,
+        roots=roots,
         materialize=materialize,
         bitwise=bitwise,
     )
-    return list(found), leaves, eager
+    return found, leaves, eager
 
 
 def _sequence_cut(

@@ -22,7 +22,7 @@ from lockstep.base.torch_private import (
 )
 from lockstep.comm.mesh import Mesh
 from lockstep.model.block_inputs import RepeatedInputs
-from lockstep.model.blocks import share_parameter, shared_names
+from lockstep.model.blocks import is_within, share_parameter, shared_names
 from lockstep.model.weight_casts import AutocastWeights, drop_casts
 
 SHARDED = re.compile(
@@ -145,10 +145,15 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def shard_parts(
-    model: nn.Module, mesh: Mesh, parts: Mapping[str, Sequence[str]], **how: Any
+    model: nn.Module,
+    mesh: Mesh,
+    parts: Mapping[str, Sequence[str]],
+    *,
+    experts: Sequence[str],
+    **how: Any,
 ) -> None:
-    """Shard each of these parts, which are called separately. `parts`: name -> its blocks. `how`:
-    as in `shard`. Raises `RecipeError` if two parts share a parameter."""
+    """Shard each of these parts, which are called separately. `parts`: name -> its blocks.
+    `experts`, `how`: as in `shard`. Raises `RecipeError` if two parts share a parameter."""
     shared = shared_names(model)
     for names in shared:
         holders = [part for part in parts if any(name.startswith(f"{part}.") for name in names)]
@@ -162,7 +167,8 @@ def shard_parts(
         part = model.get_submodule(name)
         if any(True for _ in part.parameters()):
             inner = [block.removeprefix(f"{name}.") for block in blocks if block != name]
-            shard(part, mesh, inner, **how)
+            inside = [each.removeprefix(f"{name}.") for each in experts if is_within(each, name)]
+            shard(part, mesh, inner, experts=inside, **how)
     for names in shared:
         share_parameter(model, names)
 

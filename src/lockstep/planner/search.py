@@ -179,19 +179,17 @@ def _sharded(
     sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
     for shard in sorted({1, data} | within):
         yield Plan(replicate=data // shard, shard=shard, **sizes)
-    if tensor == pipeline == 1:
-        yield from _with_experts(space, data, near, context)
+    if tensor == 1 and pipeline <= max(1, space.stages):
+        yield from _with_experts(space, data, near, pipeline=pipeline, context=context)
 
 
-def _with_experts(space: Space, data: int, near: int, context: int) -> Iterator[Plan]:
+def _with_experts(space: Space, data: int, near: int, **sizes: Any) -> Iterator[Plan]:
     """Yield plans in which the largest possible number of a node's data ranks divide the experts.
-    The other data ranks replicate the model, or shard it."""
+    The other data ranks replicate the model, or shard it. `sizes`: of the other axes."""
     expert = max(each for each in _divisors(math.gcd(data, near)) if space.experts % each == 0)
     if expert > 1:
         for shard in sorted({1, data // expert}):
-            yield Plan(
-                replicate=data // expert // shard, shard=shard, expert=expert, context=context
-            )
+            yield Plan(replicate=data // expert // shard, shard=shard, expert=expert, **sizes)
 
 
 def closest(outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -202,12 +202,13 @@ class TraceHook(ControlHook):
     def _watch_experts(self, index: int, module: TrainModule) -> None:
         run, mesh = self.run, self.run.context.mesh
         named = None if run.recipe is None else run.recipe.experts
-        layers = stacked_experts(module.model, named)
+        ranks = mesh.axis("expert").size
+        layers = stacked_experts(module.model, named) if ranks == 1 else module.parallel.experts
         for name, each in layers.items():
             each.module.register_forward_hook(
                 partial(self._see_experts, index, name), with_kwargs=True
             )
-        if (ranks := mesh.axis("expert").size) > 1:
+        if ranks > 1:
             names = {
                 name: {
                     "count": each.count,
@@ -216,7 +217,9 @@ class TraceHook(ControlHook):
                 }
                 for name, each in layers.items()
             }
-            self.tracer.metadata(expert_ranks=ranks, experts=names)
+            of_stages = mesh.stages.gather_values(names)
+            every = {name: each for stage in of_stages for name, each in stage.items()}
+            self.tracer.metadata(expert_ranks=ranks, experts=every)
 
     def _see_experts(
         self,

@@ -85,6 +85,7 @@ def divided(model: nn.Module, *, is_dummy: bool | None = None, bitwise: bool = F
         mesh.torch_mesh["expert"],
         mesh.axis("expert"),
         exchange,
+        roots=[""],
         materialize=lambda _: None,
         bitwise=bitwise,
     )

@@ -3,7 +3,7 @@ experts of other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from lockstep.base.errors import PlanError
 from lockstep.comm.world import World
-from lockstep.model.blocks import blocks_with_shared_parameters
+from lockstep.model.blocks import blocks_with_shared_parameters, is_within
 from lockstep.model.expert.dispatch import Dispatch
 from lockstep.model.expert.find import Experts
 from lockstep.model.expert.layer_calls import LayerCalls
@@ -49,13 +49,15 @@ def divide_experts(
     world: World,
     exchange: SyncBatchNormExchange,
     *,
+    roots: Sequence[str],
     materialize: Callable[[nn.Module], None],
     bitwise: bool,
 ) -> list[Leaves]:
     """Give each rank its experts, in place, and let the modules' forwards send tokens. Every rank
     calls it, before FSDP2 shards the model. `mesh`, `world`: the axis `expert`. `exchange`: says if
-    the microbatch is a dummy. `materialize`: called with a module just before it is divided.
-    Returns, with bitwise numerics, the leaves of each module."""
+    the microbatch is a dummy. `roots`: the modules that are called one after another, "" for the
+    model. `materialize`: called with a module just before it is divided. Returns, with bitwise
+    numerics, the leaves of each module."""
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
@@ -67,7 +69,10 @@ def divide_experts(
         layers.append(Dispatch(list(experts), place, each, world, exchange, proved, own))
         layers[-1].install()
         leaves += [] if own is None else [own]
-    LayerCalls(model, layers)
+    for root in roots:
+        LayerCalls(
+            model.get_submodule(root), [each for each in layers if is_within(each.name, root)]
+        )
     return leaves
 
 

@@ -29,10 +29,10 @@ class _Forward(threading.local):
 
 
 class LayerCalls:
-    """Watches the layers of experts that the forwards of a model call."""
+    """Watches the layers of experts that the forwards of a model, or of a part of it, call."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Dispatch]) -> None:
-        """`layers`: in the order of the model's modules."""
+        """`layers`: those inside `model`, in the order of its modules."""
         self._layers = layers
         self._forward = _Forward()
         model.register_forward_pre_hook(self._begin, prepend=True)

@@ -240,7 +240,9 @@ class BoundaryDiscovery:
             ):
                 return self._forwards.output(stage, microbatch, received, route)
 
-        route, _ = self._in_turn(compute, len(self._stages.ranges) - 1)
+        count = len(self._stages.ranges)
+        # where ranks fail alone in a schedule, the last stage too computes its first forward here
+        route, _ = self._in_turn(compute, count if self._forwards.lockstep_ranks else count - 1)
         for stage, boundary in enumerate(route):
             # every stage must have something to train
             if backward and not any(boundary.gradients):

@@ -1,0 +1,259 @@
+"""Experts in a pipeline: the ranks of `expert` in a stage send each other tokens. They train the
+model of one process, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model.expert.models import MixesRows
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+from training.subjects import Trained, each_of, off
+from training.test_expert_axis import WIDTH, WORDS, Block, texts
+
+import lockstep as ls
+from lockstep.base.errors import DataError, UserError
+from lockstep.testing.pool import WorkerPool
+
+STAGES = ["embedding", "blocks.*", "head"]
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.dropout(self.words(text))  # type: ignore[no-any-return]
+
+
+class Dense(nn.Module):
+    """A block without experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 40 * WIDTH), nn.Linear(40 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """Tied to the words."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Generator(nn.Module):
+    """(samples, tokens) words -> logits. Float64, in stages."""
+
+    def __init__(self, *blocks: type[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(block() for block in blocks)
+        self.head = Head(self.embedding.words.weight)
+        self.double()
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embedding(text)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def mixed() -> nn.Module:
+    """Experts in both halves, and a quarter without."""
+    return Generator(Block, Dense, Block, Block)
+
+
+def half_dense() -> nn.Module:
+    """Experts in the first of two stages."""
+    return Generator(Block, Block, Dense, Dense)
+
+
+def cropped(rows: Sequence[Any]) -> list[Tensor]:
+    """A batch as long as its longest text. The lengths of microbatches differ."""
+    text, labels = default_collate(rows)
+    longest = int((labels != -100).sum(1).max())
+    return [text[:, :longest].contiguous(), labels[:, :longest].contiguous()]
+
+
+def entropy(logits: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
+    return ls.Sum(F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"))
+
+
+def right(logits: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return (logits.argmax(2) == batch[1])[batch[1] != -100].double()
+
+
+def recipe(**changes: Any) -> ls.Recipe:
+    """Steps of nine and of five microbatches: one rank of two computes a dummy in each."""
+    given: dict[str, Any] = {
+        "model": mixed,
+        "stages": STAGES,
+        "data": texts(27),
+        "collate": cropped,
+        "inputs": lambda batch: batch[0],
+        "loss": entropy,
+        "weight": lambda batch: (batch[1] != -100).sum(),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "clip_norm": 0.5,
+        "global_batch": 18,
+        "microbatch": 2,
+        "epochs": 2,
+        "sequence": ls.Sequence(chunks=4),
+        "evaluation": ls.Evaluation(
+            data=texts(5, seed=9), every=1, metrics={"right": ls.Mean(right)}
+        ),
+        **changes,
+    }
+    return ls.Recipe(**given)
+
+
+class Held(ls.Hook):
+    """Keeps the model. `fails`: ends the run after step 3."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+
+    def after_step(self, run: Any) -> None:
+        if self.fails and run.step == 3:
+            raise DataError("a step too far")
+
+    def on_finish(self, run: Any) -> None:
+        self.state = {name: each.clone() for name, each in run.full_state_dict().items()}
+
+
+def train(run_dir: str, plan: str, changes: dict[str, Any]) -> Trained:
+    """Return the model, the loss and the metrics."""
+    held = Held()
+    result = ls.train(recipe(**changes), plan=plan, run_dir=run_dir, hooks=[held])
+    return held.state, [result.loss, *result.metrics.values()]
+
+
+def train_each(folder: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+    return each_of(train, folder, cases)
+
+
+HALF: dict[str, Any] = {"model": half_dense, "experts": ["blocks.*.experts"]}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("pipeline=2,expert=2", HALF),
+    ("pipeline=2,expert=2,schedule=gpipe,checkpointing=full", {}),
+    ("pipeline=2,expert=2,schedule=interleaved,checkpointing=selective", {}),
+    ("pipeline=2,expert=2,schedule=zero-bubble", {}),
+]
+"""Plans of four processes, and changes of the recipe."""
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Trained]:
+    """The models of one process: with experts in both halves, and in the first."""
+    cases: list[tuple[str, dict[str, Any]]] = [("replicate=1", {}), ("replicate=1", HALF)]
+    ((whole, half),) = pool.run(1, train_each, str(tmp_path_factory.mktemp("alone")), cases)
+    return whole, half
+
+
+@pytest.mark.timeout(120)
+def test_stages_with_experts_train_the_model_of_one_process(
+    pool: WorkerPool, tmp_path: Path, alone: tuple[Trained, Trained]
+) -> None:
+    for rank in pool.run(4, train_each, str(tmp_path), CASES, timeout_seconds=110):
+        for (plan, changes), found in zip(CASES, rank, strict=True):
+            assert not isinstance(found, str), (plan, found)
+            assert off(found, alone[changes is HALF]) < 1e-14, plan
+
+
+def begin(run_dir: str, plan: str) -> str:
+    """Train until it fails after a checkpoint."""
+    try:
+        given = {"plan": plan, "run_dir": run_dir, "hooks": [Held(fails=True)]}
+        return ls.train(recipe(), saving=ls.Saving(every=2), **given).plan  # type: ignore[arg-type]
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_run_goes_on_under_another_plan(
+    pool: WorkerPool, tmp_path: Path, alone: tuple[Trained, Trained]
+) -> None:
+    staged = ("pipeline=2,expert=2,schedule=interleaved", 4), ("pipeline=2,expert=2", 4)
+    single = ("replicate=1", 1), ("expert=2", 2)
+    for number, ((first, size), (second, other)) in enumerate(
+        [*zip(staged, single, strict=True), *zip(single, staged, strict=True)]
+    ):
+        folder = str(tmp_path / str(number))
+        assert set(pool.run(size, begin, folder, first)) == {"a step too far"}
+        for found in pool.run(other, train, folder, second, {}):
+            assert off(found, alone[0]) < 1e-14, (first, second)
+
+
+class Mixing(Block):
+    """Its experts take a mean over their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MixesRows()
+
+
+class LeftOut(Block):
+    """Leaves its experts out on some ranks, as stochastic depth does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.qkv(x)[..., :WIDTH] if dist.get_rank() % 2 else super().forward(x)
+
+
+def mixing_first() -> nn.Module:
+    return Generator(Mixing, Dense, Block)
+
+
+def mixing_last() -> nn.Module:
+    return Generator(Block, Dense, Mixing)
+
+
+def left_out() -> nn.Module:
+    return Generator(Block, Dense, LeftOut)
+
+
+def dense() -> nn.Module:
+    return Generator(Dense, Dense, Dense)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": mixing_first}, "RecipeError: blocks.0.experts computes something else when"),
+    ({"model": mixing_last}, "RecipeError: blocks.2.experts computes something else when"),
+    ({"model": left_out}, "leaves out blocks.2.experts, as with stochastic depth;"),
+    ({"model": dense}, "PlanError: expert=2, and the model has no modules of experts"),
+    ({"experts": ["head"]}, "PlanError: expert=2, and head has 11 experts; each rank holds as"),
+]
+"""Changes of the recipe, and words of the error."""
+
+
+def refuse(folder: str, plan: str) -> list[Any]:
+    found = []
+    for number, (changes, _) in enumerate(REFUSED):
+        try:
+            train(f"{folder}/{number}", plan, changes)
+            found.append("it trained")
+        except UserError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_what_a_stage_cannot_divide_is_refused_on_all_ranks(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    for rank in pool.run(4, refuse, str(tmp_path), "pipeline=2,expert=2"):
+        for said, (changes, words) in zip(rank, REFUSED, strict=True):
+            assert words in said, (changes, said)
