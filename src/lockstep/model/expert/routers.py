@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,17 +191,15 @@ class RoutingRecorder:
             hook.remove()
 
     def _router_hook(self, place: int) -> Any:
-        @torch.compiler.disable  # compiled code breaks here, and goes on after it
         def note(_: nn.Module, __: Any, output: Any) -> None:
             if self._choices is not None:
                 layer = self.layers[place]
                 logits = _logits_in(output, layer)
                 self._choices[place].logits.append(logits)
 
-        return note
+        return _uncompiled(note)
 
     def _experts_hook(self, place: int, argument: str) -> Any:
-        @torch.compiler.disable
         def note(_: nn.Module, args: Any, keywords: Any) -> Any:
             if self._choices is None and not in_backward():
                 return None
@@ -218,7 +216,13 @@ class RoutingRecorder:
                 return (args[0], valid, *args[2:]), keywords
             return args, {**keywords, argument: valid}
 
-        return note
+        return _uncompiled(note)
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that compiled code calls as it is: the code breaks there."""
+    called: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return called
 
 
 def _in_range(index: Tensor, experts: int) -> Tensor:
