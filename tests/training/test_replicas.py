@@ -14,8 +14,9 @@ from training.subjects import recipe
 import lockstep as ls
 from lockstep.base.errors import DivergenceError
 from lockstep.checkpoint.storage import FolderStorage
-from lockstep.hooks.replica_audit import checksum, mixed, replica_difference
+from lockstep.hooks.replica_audit import replica_difference
 from lockstep.testing.pool import WorkerPool
+from lockstep.training.checksum import checksum, mixed
 
 DTYPES = (
     torch.float32,

@@ -28,13 +28,13 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
-from lockstep.hooks.replica_audit import checksum
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
 from lockstep.logging.flops import is_compiled
 from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.shard import reset_after_error, reshard
 from lockstep.recipe.recipe import Gathered, Recipe
+from lockstep.training.checksum import checksum
 from lockstep.training.evaluate import in_evaluation_mode
 from lockstep.training.hook import ControlHook
 from lockstep.training.loss import Weights, measured, numbers_on_host, weights_of

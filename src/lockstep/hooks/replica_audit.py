@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,15 +18,12 @@ from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tre
 from lockstep.checkpoint.json_state import encode
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
+from lockstep.training.checksum import checksum, checksums, mixed
 from lockstep.training.hook import ControlHook, Hook
 from lockstep.training.optim.optimizer_state import has_own_pair
 from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 from lockstep.training.state import Stateful, extra_state, state_of
-
-_WORD_BYTES = 8
-_MIX = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, so that the combined checksum depends on each tensor and on their order."""
 
 
 class ReplicaAudit(ControlHook):
@@ -70,7 +66,7 @@ class ReplicaAudit(ControlHook):
     def _compare(
         self, step: int, world: World, replicas: World, tensors: Mapping[str, Tensor]
     ) -> None:
-        sums = _checksums(list(tensors.values()))
+        sums = checksums(list(tensors.values()))
         everyone = replicas.gather_rows(mixed(sums).reshape(1), [1] * replicas.size)
         differs = bool((everyone != everyone[0]).any())
         if world.any(differs):
@@ -99,16 +95,6 @@ class ReplicaAudit(ControlHook):
             " script changed the model on some ranks only; replicas are compared before each save:"
             " the same command resumes from the last one; leave out a machine that is named again"
         )
-
-
-def _checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the checksum of each tensor, on the CPU."""
-    sums = [checksum(tensor) for tensor in tensors]
-    on_cpu = torch.empty(len(sums), dtype=torch.int64)
-    for device in {each.device for each in sums}:
-        indices = [index for index, each in enumerate(sums) if each.device == device]
-        on_cpu[indices] = torch.stack([sums[index] for index in indices]).cpu()
-    return on_cpu
 
 
 def _compare_hooks(run: Run) -> None:
@@ -172,24 +158,6 @@ def replica_difference(names: Sequence[str], sums: Mapping[int, Sequence[int]]) 
         who = f"ranks {', '.join(others)} differ from the others in"
     several = len(different)
     return f"{who} {name}" + (f", the first of {several} tensors" if several > 1 else "")
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bytes as 64-bit numbers, on its device."""
-    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
-    words = raw[:whole]
-    if not whole or raw.storage_offset() % _WORD_BYTES:
-        words = words.clone()
-    return words.view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)
-
-
-def mixed(sums: Tensor) -> Tensor:
-    """Combine several checksums into one."""
-    total = torch.zeros((), dtype=torch.int64)
-    for each in sums:
-        total = total * _MIX + each
-    return total
 
 
 # attribute -> a value for each of its parts, which changes only if the part changes

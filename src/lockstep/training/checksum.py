@@ -1,0 +1,44 @@
+"""Checksums of tensors, on their own device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORD_BYTES = 8
+_MIX = 0x9E3779B97F4A7C15 - 2**64
+"""Odd, so that the combined checksum depends on each tensor and on their order."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Sum a tensor's bytes as 64-bit numbers, on its device."""
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // _WORD_BYTES * _WORD_BYTES
+    words = raw[:whole]
+    if not whole or raw.storage_offset() % _WORD_BYTES:
+        words = words.clone()
+    return words.view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)
+
+
+def mixed(sums: Tensor) -> Tensor:
+    """Combine several checksums into one."""
+    total = torch.zeros((), dtype=torch.int64)
+    for each in sums:
+        total = total * _MIX + each
+    return total
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the checksum of each tensor, on the CPU."""
+    return on_cpu([checksum(tensor) for tensor in tensors])
+
+
+def on_cpu(sums: Sequence[Tensor]) -> Tensor:
+    """Return scalars of any devices as one tensor on the CPU, with one copy from each device."""
+    found = torch.empty(len(sums), dtype=torch.int64)
+    for device in {each.device for each in sums}:
+        indices = [index for index, each in enumerate(sums) if each.device == device]
+        found[indices] = torch.stack([sums[index] for index in indices]).cpu()
+    return found
