@@ -38,6 +38,7 @@ GIVEN: dict[str, Any] = {
     "hang_after": "90s",
     "on_hang": "report",
     "compare_every": 0,
+    "recompute_every": 50,
     "profile": "steps=2:4",
     "check": True,
     "backend": "ucc",

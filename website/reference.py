@@ -167,6 +167,7 @@ PAGES = {
                     "CheckpointError",
                     "MismatchError",
                     "DivergenceError",
+                    "WrongResultError",
                     "HangError",
                     "WorkerError",
                 ),

@@ -17,6 +17,7 @@ from lockstep.hooks.out_of_memory import OutOfMemory
 from lockstep.hooks.preemption import Preemption
 from lockstep.hooks.profiling.profiler import Profiler
 from lockstep.hooks.profiling.trace import steps_of
+from lockstep.hooks.recomputation_audit import RecomputationAudit
 from lockstep.hooks.replica_audit import ReplicaAudit
 from lockstep.hooks.stragglers import Stragglers
 from lockstep.launch.failures import error_details
@@ -115,6 +116,8 @@ class HouseHooks:
             self.metrics,
             # Detects a replica that differs before a save.
             audit,
+            # Ends the run before a wrong gradient is used.
+            RecomputationAudit(self.checkpointing, recovery),
             # Writes the next plan first: the emergency save that follows may take long, or fail.
             self.out_of_memory,
             # Saves the state that all hooks before it have left.

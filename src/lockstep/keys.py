@@ -42,6 +42,9 @@ class RandomStream(IntEnum):
     MIXTURE = 11
     """The stream of a mixture from which a sample comes: (seed, MIXTURE, shard, block of
     positions); and the seed of one of its streams: (seed, MIXTURE, hash of its name)."""
+    RECOMPUTATION = 12
+    """The choice of the microbatches that another rank recomputes: (seed, RECOMPUTATION, step,
+    number of the choice)."""
 
 
 def mix(state: int) -> int:

@@ -56,6 +56,7 @@ from lockstep.training.recovery import Recovery
 from lockstep.training.set_up import (
     Remark,
     check_compression_fits,
+    check_recomputation,
     check_same,
     check_same_code,
     check_same_devices,
@@ -181,6 +182,7 @@ class RunRequest:
         plan: Plan,
         recorder: Recorder,
         overrides: Overrides,
+        recompute_every: int = 0,
         recovered_from: str | None = None,
     ) -> Context:
         """Return the context of an open run, with settings from `overrides` or, if not set there,
@@ -194,6 +196,7 @@ class RunRequest:
             requested_compression=self.gradient_compression,
             seed=self.seed,
             log_every=self.log_every,
+            recompute_every=recompute_every,
             recipe=self.recipe,
             recorder=recorder,
             phases=Phases(),
@@ -268,6 +271,8 @@ def open_run(
     check_carries(given, world.device)
     unequal = check_same_devices(devices, given.numerics)
     check_compression_fits(given, overrides.gradient_compression or request.gradient_compression)
+    recompute_every = 0 if overrides.bare else environment.recompute_every or 0
+    check_recomputation(given, recompute_every)
     if environment.check and world.size > 1:
         # only torch's collectives can be compared by --check
         given = replace(given, transport="torch")
@@ -302,6 +307,7 @@ def open_run(
         plan=plan,
         recorder=recorder,
         overrides=overrides,
+        recompute_every=recompute_every,
         recovered_from=restart.reason if restart is not None and restart.in_place else None,
     )
     opened = Opened(context, environment, hooks, asked, given, taken)

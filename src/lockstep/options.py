@@ -254,6 +254,13 @@ class RunOptions:
         metavar="STEPS",
         worker_default=COMPARE_EVERY,
     )
+    recompute_every: int | None = _option(
+        None,
+        "Steps from one check of the computation to the next: each process recomputes a microbatch"
+        " of another one. Needs numerics=bitwise. 0 (default): never.",
+        kind=int,
+        metavar="STEPS",
+    )
     profile: str | None = _option(
         None,
         "Trace steps A to B - 1 on every rank, on one clock, and report where their time and memory"

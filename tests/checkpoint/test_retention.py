@@ -17,7 +17,7 @@ from lockstep.checkpoint.writer import checkpoints_to_delete, sparse_steps
 names = st.builds(CheckpointName, st.integers(0, 60), st.sampled_from(["0000000a", "0000000b"]))
 scores = st.one_of(st.integers(-3, 3).map(float), st.just(math.nan), st.just(math.inf))
 by_rules = partial(checkpoints_to_delete, sparse=False)
-to_delete = partial(by_rules, every=None, scores={}, mode="min")
+to_delete = partial(by_rules, every=None, agreed=None, scores={}, mode="min")
 modes: st.SearchStrategy[Literal["min", "max"]] = st.sampled_from(["min", "max"])
 
 
@@ -25,18 +25,30 @@ modes: st.SearchStrategy[Literal["min", "max"]] = st.sampled_from(["min", "max"]
     st.dictionaries(names, st.none() | scores),
     st.integers(1, 5),
     st.none() | st.integers(1, 9),
+    st.none() | st.integers(0, 60),
     modes,
 )
 def test_only_the_requested_checkpoints_are_kept(
     given: dict[CheckpointName, float | None],
     last: int,
     every: int | None,
+    agreed: int | None,
     mode: Literal["min", "max"],
 ) -> None:
     known = {name: score for name, score in given.items() if score is not None}
     newest = max(given, default=CheckpointName(0, "0000000a"))
-    gone = by_rules(given, newest=newest, last=last, every=every, scores=known, mode=mode)
+    delete = partial(
+        by_rules,
+        newest=newest,
+        last=last,
+        every=every,
+        agreed=agreed,
+        scores=known,
+        mode=mode,
+    )
+    gone = delete(given)
     ordered = sorted(given)
+    before = [name for name in ordered if agreed is not None and name.step <= agreed]
     real = {
         name: score if mode == "min" else -score
         for name, score in known.items()
@@ -54,14 +66,10 @@ def test_only_the_requested_checkpoints_are_kept(
             place >= len(ordered) - last
             or (every is not None and name.step % every == 0)
             or name in best
+            or name in before[-1:]
         )
         assert (name in gone) == (not stays)
-    assert (
-        by_rules(
-            set(given) - set(gone), newest=newest, last=last, every=every, scores=known, mode=mode
-        )
-        == []
-    )
+    assert delete(set(given) - set(gone)) == []
 
 
 @given(
@@ -79,11 +87,15 @@ def test_deleting_after_each_save_is_as_deleting_once(
         there.append(CheckpointName(step, "0000000a"))
         if score is not None:
             known[there[-1]] = score
-        gone = by_rules(there, newest=there[-1], last=last, every=every, scores=known, mode=mode)
+        gone = by_rules(
+            there, newest=there[-1], last=last, every=every, agreed=None, scores=known, mode=mode
+        )
         there = [name for name in there if name not in gone]
     everyone = [CheckpointName(step, "0000000a") for step in range(len(found))]
     newest = max(everyone, default=CheckpointName(0, "0000000a"))
-    gone = by_rules(everyone, newest=newest, last=last, every=every, scores=known, mode=mode)
+    gone = by_rules(
+        everyone, newest=newest, last=last, every=every, agreed=None, scores=known, mode=mode
+    )
     assert there == [name for name in everyone if name not in gone]
 
 
@@ -129,7 +141,7 @@ def test_of_n_sparse_checkpoints_about_two_log_n_are_kept(count: int) -> None:
 
 def test_sparse_checkpoints_are_kept_besides_the_others() -> None:
     there = [CheckpointName(step, "0000000a") for step in range(10, 170, 10)]
-    rules = partial(checkpoints_to_delete, newest=there[-1], scores={}, mode="min")
+    rules = partial(checkpoints_to_delete, newest=there[-1], agreed=None, scores={}, mode="min")
     gone = rules(there, last=2, every=None, sparse=True)
     assert [name.step for name in there if name not in gone] == [10, 80, 120, 140, 150, 160]
     gone = rules(there, last=4, every=50, sparse=True)

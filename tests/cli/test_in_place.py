@@ -303,3 +303,32 @@ def test_a_rank_that_is_killed_while_it_sends_tokens_to_experts_is_named_and_rep
     for options in ([], ["--recovery", "in-place"]):
         found = train_mixture(tmp_path / "-".join(["killed", *options]), "1", *options)
         assert (found["steps"], found["fingerprint"]) == (5, expected["fingerprint"])
+
+
+CHECKED = ("--recompute-every", "4", "--save-every", "2")
+
+
+@pytest.mark.parametrize(
+    ("plan", "recovery", "size"),
+    [
+        ("replicate=auto", "shrink", 2),
+        pytest.param("shard=auto", "shrink", 2, marks=pytest.mark.slow),
+        pytest.param("replicate=3", "in-place", 3, marks=pytest.mark.slow),
+        pytest.param("shard=3", "restart", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_one_that_computes_wrong_results_leaves_and_the_bits_are_the_same(
+    tmp_path: Path, undisturbed: str, plan: str, recovery: str, size: int
+) -> None:
+    options = ("--recovery", recovery, *CHECKED)
+    ended = train(tmp_path / "folder", plan, 3, "wrong", "1", "13", options=options)
+    assert ended.fingerprint == undisturbed
+    assert json.loads((ended.run / "result.json").read_text())["world_size"] == size
+    (event,) = ended.events("microbatch-differs")
+    assert (event["step"], event["ranks"], event["agreed"]) == (16, [1], 12)
+    (restarted,) = ended.events("restarted")
+    assert restarted["step"] <= 12
+    assert "WrongResultError: after step 16, microbatch " in restarted["reason"]
+    if recovery != "restart":
+        assert restarted["not_in_place"].startswith("the states in memory may be wrong")
+        assert len(ended.processes(0)) == 1

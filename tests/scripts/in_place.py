@@ -5,7 +5,8 @@ Cases: "once"; "counts", "counts deep": a hook counts steps, and has no state_di
 evaluates before; "twice": the second training loses the worker; "evaluates": the worker is lost in
 an evaluation; "stops": it is stopped instead of killed; "sleeps": it does not go on; "all": all
 workers are killed; "slow": the script takes 3 s before it trains; "edits": the script is edited
-first; "compiles": a line at the end of each start says how many functions have been compiled.
+first; "wrong": from then on the worker computes wrong products; "compiles": a line at the end of
+each start says how many functions have been compiled.
 """
 
 import os
@@ -27,6 +28,10 @@ case, *killed = sys.argv[1:]
 trainings = 0
 
 
+def almost(layer: nn.Linear, rows: Tensor) -> Tensor:
+    return nn.functional.linear(rows, layer.weight, layer.bias) * (1 + 2**-20)
+
+
 def die_at(run: Run) -> None:
     is_due = (
         trainings == (2 if case == "twice" else 1)
@@ -34,6 +39,9 @@ def die_at(run: Run) -> None:
     )
     rank = killed[0] if case == "all" and killed else str(run.rank)
     if is_due and [rank, str(run.step)] == killed:
+        if case == "wrong":
+            nn.Linear.forward = almost  # type: ignore[method-assign]
+            return
         if case == "edits":
             text = Path(__file__).read_text()
             Path(__file__).write_text(

@@ -81,6 +81,11 @@ class DivergenceError(LockstepError):
     tensor."""
 
 
+class WrongResultError(LockstepError):
+    """Ranks computed different gradients of one microbatch under bitwise numerics. The text names
+    the rank that is wrong, or those of which one is, and the first tensor."""
+
+
 class HangError(LockstepError):
     """The run made no progress for longer than `--hang-after`. The text names the ranks that the
     others wait for."""

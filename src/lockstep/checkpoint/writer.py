@@ -134,14 +134,15 @@ def checkpoints_to_delete(
     last: int,
     every: int | None,
     sparse: bool,
+    agreed: int | None,
     scores: Scores,
     mode: Literal["min", "max"],
 ) -> list[CheckpointName]:
     """Return the complete checkpoints to delete, in order, after `newest` is committed.
 
     Keeps the `last` newest checkpoints (at least 1), those at multiples of `every` steps, those of
-    `sparse_steps` if `sparse`, and the earliest one with the best of `scores` (NaN counts as no
-    score). Checkpoints later than `newest`
+    `sparse_steps` if `sparse`, the newest one of at most `agreed` steps, and the earliest one with
+    the best of `scores` (NaN counts as no score). Checkpoints later than `newest`
     were found damaged when the run was resumed, and are not deleted.
     """
     ordered = sorted(name for name in names if name <= newest)
@@ -151,6 +152,8 @@ def checkpoints_to_delete(
     if sparse:
         steps = sparse_steps(sorted({name.step for name in ordered}))
         kept |= {name for name in ordered if name.step in steps}
+    if agreed is not None:
+        kept |= set([name for name in ordered if name.step <= agreed][-1:])
     scored = [name for name in ordered if not math.isnan(scores.get(name, math.nan))]
     if scored:
         kept.add((min if mode == "min" else max)(scored, key=scores.__getitem__))

@@ -228,6 +228,21 @@ class Checkpointer:
             self._save(step)
             self.wait()
 
+    def delete_after(self, step: int) -> tuple[list[str], str | None]:
+        """See `Checkpointing.delete_after`."""
+        self.wait()
+        deleted, failure = list[str](), None
+        if self.world.rank == 0:
+            try:
+                for name in self.folder.names():
+                    if name.step > step:
+                        self.folder.delete(name)
+                        deleted.append(str(name))
+            except OSError as error:
+                failure = f"{error.strerror or error}"
+        deleted, failure = self.world.value_of(0, [deleted, failure])
+        return deleted, failure
+
     def await_last(self) -> None:
         """Wait a limited time for this rank's part of the save in progress, without the other
         ranks."""
@@ -467,6 +482,7 @@ class Checkpointer:
             "last": self.saving.last,
             "every": self.saving.keep_every,
             "sparse": self.saving.keep == "log",
+            "agreed": self.training.loop.agreed,
             "mode": self.saving.mode,
             "scores": {str(name): value for name, value in self.scores.by_name.items()},
         }

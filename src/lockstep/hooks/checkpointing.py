@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.base.errors import CheckpointError, DivergenceError
+from lockstep.base.errors import CheckpointError, DivergenceError, WrongResultError
 from lockstep.base.torch_private import accelerator_groups_failed
 from lockstep.checkpoint.emergency_save import StateChangedError
 from lockstep.checkpoint.load import CheckpointReader
@@ -110,7 +110,7 @@ class Checkpointing(ControlHook):
         checkpointer.begin(step)
         if recovery is not None:
             if recovery.is_under_way:
-                why_not = "no process holds the state, and there is no image"
+                why_not = recovery.why_no_state
                 run.event("restarted", step, reason=reason, not_in_place=why_not)
             recovery.restored(step)
         if newest is None:
@@ -182,6 +182,11 @@ class Checkpointing(ControlHook):
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
+    def delete_after(self, step: int) -> tuple[list[str], str | None]:
+        """Delete the checkpoints with more steps than `step`. Every rank calls it. Returns their
+        names, and the reason if they could not be deleted."""
+        return ([], None) if self._checkpointer is None else self._checkpointer.delete_after(step)
+
     def best(self) -> Best | None:
         """Return the best evaluation so far. Every rank has the same."""
         if self._checkpointer is None:
@@ -202,7 +207,7 @@ class Checkpointing(ControlHook):
         training = run.training
         source, progress = training.source, training.progress
         by_the_script = isinstance(error, SystemExit) and not isinstance(error, Terminated)
-        if by_the_script or isinstance(error, DivergenceError):
+        if by_the_script or isinstance(error, DivergenceError | WrongResultError):
             return False
         on_device = progress is not None and not progress.is_at_start
         is_whole = training.is_consistent_in_steps and (training.is_consistent or on_device)

@@ -87,6 +87,8 @@ class Context:
     requested_compression: str  # the script's `gradient_compression`, before overrides
     seed: int
     log_every: int  # steps between two lines of metrics.jsonl
+    # steps between two steps in which ranks recompute microbatches of others; 0: none
+    recompute_every: int
     recipe: dict[str, Any] | None  # the recipe as JSON, as it was given; None without `ls.train`
     recorder: Recorder
     phases: Phases

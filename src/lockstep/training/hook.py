@@ -12,6 +12,7 @@ from lockstep.base.events import Event
 from lockstep.training.consensus import NOTHING, Request
 
 if TYPE_CHECKING:
+    from lockstep.training.recomputation import Recomputation
     from lockstep.training.run import Run
 
 
@@ -71,6 +72,10 @@ class ControlHook(Hook):
 
     def before_steps(self, run: Run) -> None:
         """Before the first step of a loop of steps, and after a checkpoint was loaded."""
+
+    def on_recomputation(self, run: Run, found: Recomputation) -> None:
+        """In a step in which ranks have recomputed microbatches of others, before the summed
+        gradient is used."""
 
     def between_steps(self, run: Run) -> None:
         """After each step, after all hooks' `after_step`."""

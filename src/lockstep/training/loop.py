@@ -131,6 +131,12 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
         is_stream=isinstance(data, Stream),
         microbatch_is_fixed=microbatch_is_fixed,
     )
+    if isinstance(data, Stream) and (every := training.context.recompute_every):
+        raise RecipeError(
+            f"--recompute-every {every} with an ls.Stream; a process reads its own shards alone, so"
+            " it has no microbatch of another one; use a map-style dataset, or leave"
+            " --recompute-every out"
+        )
     assignment = replace(assignment, speeds=training.speeds)
     training.exchange.world = mesh.data if assignment.slices else None
     if isinstance(data, Stream) and assignment.slices:
@@ -157,6 +163,8 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
         assignment=assignment,
         microbatch_splits=plan.microbatch_splits,
         order=order,
+        seed=training.context.seed,
+        recompute_every=training.context.recompute_every,
     )
     training.epoch_of = None if data is None or isinstance(data, Stream) else batching.epoch
     training.run.total_steps = batching.steps

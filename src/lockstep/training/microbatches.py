@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lockstep import assignment
-from lockstep.assignment import MicrobatchAssignment, stream_shard
+from lockstep.assignment import MicrobatchAssignment, Recomputed, recomputed, stream_shard
 from lockstep.base.errors import CheckpointError, DataError, LossError
 from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh
@@ -71,9 +71,13 @@ class Batching:
         assignment: MicrobatchAssignment,
         microbatch_splits: int = 0,
         order: SampleOrder | None = None,
+        seed: int = 0,
+        recompute_every: int = 0,
     ) -> None:
         """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: the order
-        that the recipe's sampler gives; if it is a `BatchOrder`, `global_batch` is None."""
+        that the recipe's sampler gives; if it is a `BatchOrder`, `global_batch` is None.
+        `recompute_every`: steps from one step with recomputed microbatches to the next; 0: none."""
+        self._seed, self._recompute_every = seed, recompute_every
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
         self.samples = samples
@@ -217,10 +221,37 @@ class Batching:
             self._mine = assigned.with_dummies(count, self.mesh.data.rank)
         return self._mine
 
+    def recomputed(self, step: int, count: int) -> tuple[Recomputed, ...]:
+        """The microbatches of a step of `count` microbatches that several ranks compute. Empty in
+        most steps."""
+        every, ranks = self._recompute_every, self.mesh.data.size
+        if not every or ranks == 1 or (step % every and step + 1 < self.steps):
+            return ()
+        shares = self.assignment_in_step(step).indices_by_rank(count)
+        return recomputed(
+            shares, lambda choice: key(self._seed, RandomStream.RECOMPUTATION, step, choice)
+        )
+
+    def recomputed_here(self, step: int, count: int) -> list[int | None]:
+        """The microbatch of another rank that this rank recomputes in a step, and the one that it
+        computes if it has to decide. None: it has none, and forwards have no collectives. Empty in
+        most steps."""
+        several, rank = self.recomputed(step, count), self.mesh.data.rank
+        dummy = rank % count if self.assignment_in_step(step).round_robin else None
+        return [
+            next((each.microbatch for each in several if each.ranks[role] == rank), dummy)
+            for role in (range(1, len(several[0].ranks)) if several else ())
+        ]
+
     def mine_in_step(self, step: int) -> list[Span]:
-        """This rank's microbatches in a step, as positions in the order of samples."""
+        """This rank's microbatches in a step, as positions in the order of samples. First come
+        those that it recomputes."""
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
+        again = [
+            (index, True) for index in self.recomputed_here(step, len(spans)) if index is not None
+        ]
+        mine = self.mine_among(self.assignment_in_step(step), len(spans))
         return [
             Span(
                 step=step,
@@ -229,7 +260,7 @@ class Batching:
                 stop=start + spans[index][1],
                 is_dummy=is_dummy,
             )
-            for index, is_dummy in self.mine_among(self.assignment_in_step(step), len(spans))
+            for index, is_dummy in [*again, *mine]
         ]
 
     def request(self, first: int) -> Iterator[Span]:
@@ -344,8 +375,13 @@ class Microbatches:
         self.positions = None if positions is None else dict(positions)
         """Positions after the step of the stream shards that this rank reads, once all microbatches
         are fetched."""
-        fetched = islice(items, len(mine))
-        self._items = fetched if positions is None else map(self._record_origin, fetched)
+        self.recomputed = batching.recomputed(step, self.count)
+        """The microbatches that several ranks compute. Empty in most steps."""
+        self._indices = batching.recomputed_here(step, self.count)
+        others = len(self._indices) - self._indices.count(None)
+        self._fetched = islice(items, others + len(mine))
+        self._others: list[Microbatch | None] | None = None
+        self._items = self._own() if positions is None else map(self._record_origin, self._own())
         self._kept: list[Microbatch] | None = None
         self._seed = seed
 
@@ -414,13 +450,28 @@ class Microbatches:
         assert self._kept is not None, "kept just now"
         return self._kept[0] if self._kept else None
 
-    def batches(self, passes: int) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches and their batches on the device, each with its own random
-        generators."""
-        for item in self._kept if self._kept is not None else self._items:
+    def batches(
+        self, passes: int, only: Microbatch | None = None
+    ) -> Iterator[tuple[Microbatch, Any]]:
+        """Yields this rank's microbatches, or `only` another one, and their batches on the device,
+        each with its own random generators."""
+        mine = self._kept if self._kept is not None else self._items
+        for item in mine if only is None else [only]:
             batch = to_device(item.batch, self._device)
             seed_generators(key(*self.position(item, passes)), self._device)
             yield item, batch
+
+    def others(self) -> list[Microbatch | None]:
+        """This rank's `Batching.recomputed_here`."""
+        if self._others is None:
+            self._others = [
+                None if index is None else next(self._fetched) for index in self._indices
+            ]
+        return self._others
+
+    def _own(self) -> Iterator[Microbatch]:
+        self.others()  # are fetched first
+        yield from self._fetched
 
     def _record_origin(self, item: Microbatch) -> Microbatch:
         if (

@@ -215,6 +215,9 @@ class Recovery:
         self.holder: dict[str, Any] | None = None
         """The process that writes the run directory, in the form of `RunDirectory.holder`."""
         self._held: HeldState | None = None
+        self._distrusts = False  # True if the states in memory may be wrong
+        self.why_no_state = "no process holds the state, and there is no image"
+        """The reason if `reader` returned None."""
         self._is_restored = False
         self.can_replace = False
         """True once the launcher knows that all processes can recover in place. The same on all
@@ -271,6 +274,10 @@ class Recovery:
             if self.is_under_way
             else []
         )
+
+    def distrust(self) -> None:
+        """Recover from a checkpoint next time, because a rank has computed wrong results."""
+        self._distrusts = True
 
     def raise_if_lost(self) -> None:
         """Raise `ConnectionAbortedError` if the launcher has told every process to leave its
@@ -329,6 +336,9 @@ class Recovery:
         `plan`: the run's plan from now on; if it splits tensors, only images can be read."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
+        if any(world.gather_values(self._distrusts)):
+            self.why_no_state = "the states in memory may be wrong: a rank computed wrong results"
+            return None
         images = open_images(
             [f"/proc/self/fd/{descriptor}" for descriptor in self._rejoin.images], world
         )
@@ -348,6 +358,7 @@ class Recovery:
         }
         figures["repeated_steps"] = max(0, self._reached - step)
         self._held, self._is_restored, self._reached = None, True, -1
+        self._distrusts = False
         self._rejoin.end_recovery()
         # modules refer to themselves: collect the cycles here, so that memory is freed now
         gc.collect()

@@ -257,6 +257,30 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
         )
 
 
+RECOMPUTES = frozenset({"replicate", "shard"})
+"""The axes under which a rank can recompute a microbatch of another one."""
+
+
+def check_recomputation(plan: Plan, every: int) -> None:
+    """Raise `PlanError` if ranks cannot recompute microbatches of others under this plan. `every`:
+    the value of --recompute-every; 0: they need not."""
+    if not every:
+        return
+    if plan.numerics != "bitwise":
+        raise PlanError(
+            f"--recompute-every {every} with numerics={plan.numerics}; only under bitwise does a"
+            " microbatch's gradient have the same bits on every process, so that one that differs"
+            " is wrong; give numerics=bitwise, or leave --recompute-every out"
+        )
+    for axis in plan.axes():
+        if axis.name not in RECOMPUTES and (size := getattr(plan, axis.name)) != 1:
+            raise PlanError(
+                f"--recompute-every {every} with {axis.name}={size}; a process recomputes whole"
+                f" microbatches, and under {axis.name} it computes parts of them; use"
+                f" {' or '.join(sorted(RECOMPUTES))}, or leave --recompute-every out"
+            )
+
+
 def check_no_auto(plan: Plan, microbatch: object) -> None:
     """Raise `PlanError` or `RecipeError` if a setting is still `auto`."""
     why = "in your own loop; only ls.train has a loss to measure with; give a number"

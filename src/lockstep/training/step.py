@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -27,6 +27,11 @@ from lockstep.training.batch_loss import BatchLoss
 from lockstep.training.executor import call_model
 from lockstep.training.loss import SINGLE, Contribution, LossKind, Weights, contribution
 from lockstep.training.microbatches import Microbatches
+from lockstep.training.recomputation import Recomputation
+from lockstep.training.reducers.ddp import DdpReducer
+from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.gradient_checksums import GradientChecksums
+from lockstep.training.reducers.reducer import RecomputingReducer
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.set_up import Remark
 from lockstep.training.step_result import StepResult, numbers_of
@@ -72,6 +77,10 @@ class Step:
         """The gradients after the last backward of this step or the previous one. None: not
         compared."""
         self._current: Microbatch | None = None
+        self._recomputation: Recomputation | None = None
+        """The comparison with other ranks; None in most steps."""
+        self._borrowed: tuple[Microbatch, GradientChecksums] | None = None
+        """The microbatch of another rank that is being recomputed."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
         """Microbatches whose backward waits for the forwards of all others, with their losses.
         None: no backward waits."""
@@ -104,14 +113,51 @@ class Step:
     ) -> None:
         executor = self._modules[number].executor
         if isinstance(loss, Gathered):
+            self._refuse_recomputation("a batch_loss", "a loss of each microbatch")
             loss = self._over_batch(self._modules[number], inputs, loss)
+        compute = partial(executor.train, self, inputs, loss)
         self._begin(number)
         balance = self._modules[number].balance
-        if balance is not None and balance.counts_first and not self._hold_backwards():
+        # backwards of recomputed microbatches do not wait
+        if (
+            balance is not None
+            and balance.counts_first
+            and (self.source.recomputed or not self._hold_backwards())
+        ):
             self._count_first(balance, inputs, loss)
-        executor.train(self, inputs, loss)
+        if self.source.recomputed and not self._is_repeated:
+            self._recomputation = self._recompute_for_others(compute)
+        compute()
         if balance is not None and self._held is not None:
             self._release(balance)
+
+    def _recompute_for_others(self, compute: Callable[[], None]) -> Recomputation:
+        """Recompute a microbatch of another rank. Called before this rank's own microbatches.
+        `compute`: computes `batches`."""
+        before = self._phases.enter("data", interrupts=True)
+        others = self.source.others()
+        self._phases.enter(before)
+        again, *third = [partial(self._recompute, item, compute) for item in others]
+        return Recomputation(
+            self.source.recomputed,
+            rank=self._training.context.mesh.data.rank,
+            own=GradientChecksums(),
+            again=again(),
+            decide=third[0] if third else GradientChecksums,
+            names=self._module.names,
+        )
+
+    def _recompute(self, item: Microbatch | None, compute: Callable[[], None]) -> GradientChecksums:
+        """Return the checksums of a microbatch's gradient, which is discarded."""
+        found = GradientChecksums()
+        if item is not None:
+            self._borrowed = item, found
+            self._note_gradients()
+            compute()
+            self._borrowed = None
+            for statistics in self._statistics:
+                statistics.discard()
+        return found
 
     def _hold_backwards(self) -> bool:
         """Let backwards wait until all forwards of the step are done, if that takes no more memory
@@ -197,6 +243,7 @@ class Step:
         random numbers. `dummies`: True for a loop that looks at `is_dummy`. If False, a plan that
         needs dummies raises `RecipeError`.
         """
+        self._refuse_recomputation("a loop over step.microbatches()", "step.compute(inputs, loss)")
         for module in self._modules:
             _check_loop(module)
         if any(balance.counts_first for balance in self._training.balances):
@@ -273,14 +320,33 @@ class Step:
             if self._probe is not None and not self._is_repeated:
                 self._probe.before_backward(self._number, current.index, part.total, grad_output)
         self._check_gradients()
-        with module.gradient_hooks:
-            module.reducer.backward(
-                part.total,
-                grad_output,
-                own_parameters_only=len(self._modules) > 1,
-                is_dummy=current.is_dummy,
-            )
+        with module.gradient_hooks, self._recording(current):
+            if self._borrowed is not None:
+                self._recomputing.recompute(part.total, grad_output)
+            else:
+                module.reducer.backward(
+                    part.total,
+                    grad_output,
+                    own_parameters_only=len(self._modules) > 1,
+                    is_dummy=current.is_dummy,
+                )
         self._note_gradients()
+
+    def _recording(self, current: Microbatch) -> AbstractContextManager[None]:
+        """A context that records the checksums of the gradient if ranks compare it."""
+        if self._borrowed is not None:
+            return self._recomputing.recording(self._borrowed[1])
+        if self._recomputation is None or current.is_dummy or self._is_repeated:
+            return nullcontext()
+        if current.index != self._recomputation.mine:
+            return nullcontext()
+        return self._recomputing.recording(self._recomputation.own)
+
+    @property
+    def _recomputing(self) -> RecomputingReducer:
+        reducer = self._module.reducer
+        assert isinstance(reducer, DdpReducer | FsdpReducer), "plans with others are refused"
+        return reducer
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
         """Check the result of a loss function that a pipeline's schedule has called. Raises
@@ -367,6 +433,8 @@ class Step:
         with module.gradient_hooks:
             stats = module.reducer.reduce(self._values, self._weights_of_forward, flag=flag)
         module.gradient_hooks.check()
+        if self._recomputation is not None:
+            self._training.hooks.call("on_recomputation", self._run, self._recomputation)
         if module.balance is not None:
             module.balance.reduce()
             if self._polls or self._run.is_logging_step:
@@ -465,8 +533,8 @@ class Step:
         """Yields this rank's microbatches with their batches on the device, each with its own
         random generators."""
         self._begin_statistics()
-        passes = len(self.committed)
-        for current, batch in self._phases.during("data", self.source.batches(passes)):
+        passes, only = len(self.committed), None if self._borrowed is None else self._borrowed[0]
+        for current, batch in self._phases.during("data", self.source.batches(passes, only)):
             self._current = current
             self._training.microbatches += 1
             self._training.exchange.is_dummy = current.is_dummy
@@ -555,6 +623,13 @@ class Step:
             " forwards and step.backward; or call step.compute; or choose another plan, or sizes"
             " whose microbatches are a multiple of the ranks in every step"
         )
+
+    def _refuse_recomputation(self, what: str, instead: str) -> None:
+        if every := self._training.context.recompute_every:
+            raise RecipeError(
+                f"--recompute-every {every} with {what}; lockstep recomputes one microbatch alone,"
+                f" and calls the model itself; use {instead}, or leave --recompute-every out"
+            )
 
     def _begin_statistics(self) -> None:
         if self._is_repeated:

@@ -43,6 +43,9 @@ class LoopState:
     steps_before: int = 0  # optimizer steps done in earlier loops
     # each stream shard that this rank reads
     shards: dict[str, Position] = field(default_factory=dict)
+    agreed: int | None = None
+    """Optimizer steps done at the last step in which ranks recomputed microbatches of others and
+    agreed: a later state may be wrong. None: ranks do not recompute."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     """Loop number -> sample name -> digests of the parts of that sample, for some samples."""
     digest: Callable[[], Digests] | None = None
@@ -74,7 +77,7 @@ class LoopState:
         for shard, position in values["shards"].items():
             int(shard)
             position_in(position)
-        numbers = [values["loop"], values["steps_before"]]
+        numbers = [values["loop"], values["steps_before"], values.get("agreed") or 0]
         if (
             not all(type(each) is int and each >= 0 for each in numbers)
             or values["steps_before"] > step
@@ -92,6 +95,7 @@ class LoopState:
             "loop": self.loops,
             "steps_before": self.steps_before,
             "shards": self.shards,
+            "agreed": self.agreed,
             "data": self.data,
         }
 

@@ -18,7 +18,8 @@ classes.)
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.torch_collectives import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
 from lockstep.training.reducers.dummies import leaves_of
+from lockstep.training.reducers.gradient_checksums import GradientChecksums
 from lockstep.training.reducers.step_stats import (
     READY_TWICE,
     Number,
@@ -112,6 +114,7 @@ class DdpReducer:
         self._vector = StepStatsVector(parameters, max_microbatches, parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
+        self._checksums: GradientChecksums | None = None
         if world.size > 1:
             self._wrapped = _LossModule(self._parameters, self._vector.length, self._vector.dtype)
             self._ddp = DistributedDataParallel(
@@ -178,6 +181,22 @@ class DdpReducer:
         if self._bitwise:
             self._counter.push(self._take_leaf())
 
+    @contextmanager
+    def recording(self, checksums: GradientChecksums) -> Iterator[None]:
+        self._checksums = checksums
+        try:
+            yield
+        finally:
+            self._checksums = None
+
+    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        torch.autograd.backward(total, grad_output)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._used[:] = [0.0] * len(self._used)
+
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
@@ -235,6 +254,8 @@ class DdpReducer:
             self._complete_at = time.perf_counter()
             if parameter.grad is not None:
                 self._used[index] = 1.0
+                if self._checksums is not None:
+                    self._checksums.add(index, parameter.grad)
 
         return hook
 

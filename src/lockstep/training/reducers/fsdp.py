@@ -11,7 +11,8 @@ accelerator during the backward of the last round, otherwise after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from lockstep.comm.world import World
 from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
 from lockstep.model.weight_casts import check_uses
+from lockstep.training.reducers.gradient_checksums import GradientChecksums
 from lockstep.training.reducers.gradient_hooks import (
     refuse_gradient_hooks,
     refuse_post_accumulate_hooks,
@@ -79,6 +81,7 @@ class FsdpReducer:
         self._unused = UnusedParameters(self._parameters, mesh.summed())
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
         self._scatters: list[Scatter] = []
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._groups = fsdp_groups(model)
         for group in self._groups:
             parameters_of_group = fsdp_parameter_group(group)
@@ -93,6 +96,7 @@ class FsdpReducer:
                     parameters_of_group,
                     shards=mesh.shards(first).size,
                     leaves=leaves,
+                    places=places,
                 )
                 if bitwise
                 else Scatter(
@@ -165,20 +169,41 @@ class FsdpReducer:
     ) -> None:
         # gradients of other models are cleared when their accumulation begins
         del own_parameters_only
-        self._used.is_dummy = is_dummy
-        self._check_uses(self._model, [total])
         for scatter in self._scatters:
             scatter.next_round(is_dummy=is_dummy, last=self._round + 1 == self._rounds)
-        for each in self._backwards:
-            each.begin()
-        torch.autograd.backward(total, grad_output)
-        for each in self._backwards:
-            each.end()
+        self._backward(total, grad_output, is_dummy=is_dummy)
         self._round += 1
         for scatter in self._scatters:
             scatter.end_round(last=self._round == self._rounds)
         if self._bitwise and self._round < self._rounds:
             self._clear()
+
+    def _backward(self, total: Tensor, grad_output: Tensor, *, is_dummy: bool) -> None:
+        self._used.is_dummy = is_dummy
+        self._check_uses(self._model, [total])
+        for each in self._backwards:
+            each.begin()
+        torch.autograd.backward(total, grad_output)
+        for each in self._backwards:
+            each.end()
+
+    @contextmanager
+    def recording(self, checksums: GradientChecksums) -> Iterator[None]:
+        for scatter in self._scatters:
+            scatter.checksums = checksums
+        try:
+            yield
+        finally:
+            for scatter in self._scatters:
+                scatter.checksums = None
+
+    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+        for scatter in self._scatters:
+            scatter.sends = False
+        self._backward(total, grad_output, is_dummy=True)
+        for scatter in self._scatters:
+            scatter.sends = True
+        self._clear()
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
@@ -418,6 +443,10 @@ class Scatter(ReduceScatter):
         self._replicas = replicas
         self._parameters = parameters
         self._in_step = False
+        self.checksums: GradientChecksums | None = None
+        """Collects the checksums of what this rank sends."""
+        self.sends = True
+        """False while gradients are only recorded."""
         self.summed: list[nn.Parameter] = []
         """The parameters whose gradients were also summed over replicas in this step."""
 
@@ -451,12 +480,17 @@ class Scatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if not self._in_step:
+        if self.checksums is not None:
+            self._record(input_tensor, self.checksums)
+        if not (self._in_step and self.sends):
             output_tensor.zero_()
             return None
         if self._is_discarded:
             input_tensor.zero_()
         return self._sum(output_tensor, input_tensor, group, async_op)
+
+    def _record(self, sent: Tensor, checksums: GradientChecksums) -> None:
+        raise NotImplementedError("gradients have the same bits on all ranks under bitwise alone")
 
     def _sum(
         self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool
@@ -512,11 +546,13 @@ class OrderedScatter(Scatter):
         *,
         shards: int,
         leaves: Sequence[Leaves],
+        places: Mapping[int, int],
     ) -> None:
         """`world`: the ranks over which the gradients are summed. `leaves`: see
-        `ParameterLeaves`."""
+        `ParameterLeaves`. `places`: id of a parameter -> its place among the reducer's."""
         super().__init__(world.shared_memory, replicas, parameters)
         self._shards = shards
+        self._places = places
         self._sum_of_rounds = RoundSum(world, replicas)
         self._trainable = [
             each
@@ -569,6 +605,15 @@ class OrderedScatter(Scatter):
             rows.append(row)
         return torch.cat(rows, 1)
 
+    def _record(self, sent: Tensor, checksums: GradientChecksums) -> None:
+        parts = torch.split(sent.view(self._shards, -1), self._padded(), dim=1)
+        for each, part in zip(self._trainable, parts, strict=True):
+            checksums.add(self._places[id(each.sharded_param)], part)
+
+    def _padded(self) -> list[int]:
+        """The number of elements in a padded shard of each parameter."""
+        return [each.padded_sharded_param_size.numel() for each in self._trainable]
+
     def _write_gradients(self, flat: Tensor) -> None:
         """Replace the gradients by the sum. `flat`: this rank's padded shards, concatenated."""
         gradients = [each.sharded_param.grad for each in self._trainable]
@@ -576,6 +621,5 @@ class OrderedScatter(Scatter):
             return  # no rank has called the modules yet
         held = list(map(to_local, gradients))
         flat = flat.to(held[0].device)
-        padded = [each.padded_sharded_param_size.numel() for each in self._trainable]
-        for gradient, part in zip(held, torch.split(flat, padded), strict=True):
+        for gradient, part in zip(held, torch.split(flat, self._padded()), strict=True):
             gradient.copy_(part[: gradient.numel()].view_as(gradient))

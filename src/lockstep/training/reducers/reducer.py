@@ -4,6 +4,7 @@ choice for a mesh."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from lockstep.model.expert.leaves import Leaves
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.gradient_checksums import GradientChecksums
 from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.rounds import RoundsReducer
@@ -53,6 +55,18 @@ class GradientReducer(Protocol):
 
     def close(self) -> None:
         """Remove the reducer's hooks from the model."""
+
+
+class RecomputingReducer(GradientReducer, Protocol):
+    """A `GradientReducer` that can compare a microbatch's gradient with another rank's."""
+
+    def recording(self, checksums: GradientChecksums) -> AbstractContextManager[None]:
+        """A context in which `backward` or `recompute` is called for one microbatch; the checksums
+        of its gradient go into `checksums`."""
+
+    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+        """Compute the gradient of another rank's microbatch, and discard it. Called before the
+        first `backward` of the step; or after `reduce`, and then the sum is lost."""
 
 
 class ReducerChoice(NamedTuple):

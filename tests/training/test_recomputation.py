@@ -1,0 +1,343 @@
+"""`--recompute-every`: a rank that computes wrong gradients is named, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training import faulty
+from training.subjects import adamw, network, recipe, rows, squared_error
+
+import lockstep as ls
+from lockstep.assignment import Recomputed
+from lockstep.base.errors import PlanError, UserError, WrongResultError
+from lockstep.checkpoint.storage import FolderStorage
+from lockstep.hooks.checkpointing import Checkpointing
+from lockstep.hooks.recomputation_audit import Blame
+from lockstep.testing.pool import WorkerPool
+from lockstep.training.set_up import check_recomputation
+
+EVERY = 3
+
+
+def trained(
+    run_dir: str,
+    plan: str,
+    every: int,
+    fault: tuple[int, dict[str, Any]] | None,
+    changes: dict[str, Any],
+) -> dict[str, Any]:
+    """Trains, and returns what this rank has seen of it."""
+    found: dict[str, Any] = {"error": "", "events": []}
+    hooks = [] if fault is None else [faulty.Planted(fault[0], **fault[1])]
+
+    class Events(ls.Hook):
+        def after_step(self, run: Any) -> None:
+            for hook in run.training.hooks.all:
+                if isinstance(hook, Checkpointing):
+                    hook.wait()  # so that each step is saved
+
+        def on_event(self, run: Any, event: Any) -> None:
+            if event.name == "microbatch-differs":
+                found["events"].append({"step": event.step, **event.details})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_RECOMPUTE_EVERY", str(every))
+        try:
+            result = ls.train(
+                recipe(**{"model": faulty.network, "steps": 8, **changes}),
+                run_dir=run_dir,
+                plan=plan if "numerics" in plan else f"{plan},numerics=bitwise",
+                hooks=[*hooks, Events()],
+                saving=ls.Saving(every=1, last=2),
+            )
+            found |= {"fingerprint": result.fingerprint, "loss": result.loss}
+        except WrongResultError as error:
+            found["error"] = str(error)
+        except UserError as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def several(run_dir: str, cases: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    return [trained(f"{run_dir}/{number}", *case) for number, case in enumerate(cases)]
+
+
+KINDS_OF_FAULTS: list[dict[str, Any]] = [
+    *({"product": product} for product in faulty.PRODUCTS),
+    {"product": "weight gradient", "least": 200},
+    {"product": "forward", "same": True},
+]
+
+
+def faults(ranks: int, number: int) -> list[tuple[int, dict[str, Any]]]:
+    """Faults of all kinds, on ranks in turn, which begin at different steps."""
+    several = [KINDS_OF_FAULTS[each % len(KINDS_OF_FAULTS)] for each in range(number)]
+    return [
+        (each % ranks, {**kind, "begin": 1 + each % 4, "seed": each})
+        for each, kind in enumerate(several)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "number"),
+    [
+        ("replicate=3", 3, 5),
+        pytest.param("replicate=3", 3, 30, marks=pytest.mark.slow),
+        pytest.param("shard=3", 3, 20, marks=pytest.mark.slow),
+        pytest.param("replicate=2,shard=2", 4, 10, marks=pytest.mark.slow),
+    ],
+)
+def test_the_rank_that_computes_wrong_results_is_named(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int, number: int
+) -> None:
+    planted = faults(ranks, number)
+    cases = [(plan, EVERY, fault, {}) for fault in planted]
+    by_rank = pool.run(ranks, several, str(tmp_path), cases)
+    for place, (rank, fault) in enumerate(planted):
+        found = [each[place] for each in by_rank]
+        assert len({each["error"] for each in found}) == 1
+        assert f"rank {rank} (" in found[0]["error"]
+        assert "it computes wrong results" in found[0]["error"]
+        (event,) = found[0]["events"]
+        assert event["ranks"] == [rank]
+        assert event["is_certain"]
+        # the next check after the fault began
+        assert event["step"] == -(-fault["begin"] // EVERY) * EVERY
+        left = FolderStorage(tmp_path / str(place) / "checkpoints").names()
+        assert max([name.step for name in left], default=0) <= event["agreed"]
+
+
+class Norm(torch.nn.Module):
+    """BatchNorm, a weight that is used twice, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = torch.nn.Linear(6, 8), torch.nn.Linear(8, 8)
+        self.norm, self.dropout = torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2)
+        self.last = torch.nn.Linear(8, 3)
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.norm(self.first(rows))
+        hidden = self.twice(torch.tanh(self.frozen(self.twice(self.dropout(hidden)))))
+        return self.last(hidden)
+
+
+class Skips(torch.nn.Module):
+    """A layer that some microbatches skip, which only replicas can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.skipped = torch.nn.Linear(6, 8), torch.nn.Linear(8, 8)
+        self.last = torch.nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(rows))
+        return self.last(hidden if rows[0, 0] > 0 else self.skipped(hidden))
+
+
+def weighted(model: Any, batch: Any) -> ls.Loss:
+    """A loss whose weight only the forward knows."""
+    errors = ((model(batch[1]) - batch[2]) ** 2).sum(-1)
+    counts = batch[1][:, 1] > -0.5
+    return ls.Loss((errors * counts).sum(), counts.sum())
+
+
+def unweighted(model: Any, batch: Any) -> dict[str, ls.Sum]:
+    return {"error": ls.Sum(((model(batch[1]) - batch[2]) ** 2).sum())}
+
+
+def weight(batch: Any) -> dict[str, int]:
+    return {"error": int((batch[1][:, 1] > -0.5).sum())}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dropout": {},
+    "layers": {"model": Norm},
+    "a short microbatch": {"model": Norm, "global_batch": 14, "steps": None, "epochs": 1},
+    "three microbatches": {"global_batch": 12},
+    "fewer microbatches than ranks": {"global_batch": 4},
+    "weights of the forward": {"loss": weighted},
+    "weights of the batch": {"loss": unweighted, "weight": weight},
+    "bf16": {
+        "model": Norm,
+        "precision": "bf16",
+        "evaluation": ls.Evaluation(data=rows(12, seed=6), every=2),
+    },
+    "fp16": {"model": network, "precision": "fp16", "clip_norm": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ("replicate=2", 2),
+        ("shard=2", 2),
+        pytest.param("replicate=3", 3, marks=pytest.mark.slow),
+        pytest.param("shard=3,checkpointing=full", 3, marks=pytest.mark.slow),
+        pytest.param("replicate=2,shard=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_has_the_bits_that_it_has_without_checks_and_no_alarm(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
+    kinds = {**KINDS, "a layer": {"model": Skips}} if "shard" not in plan else KINDS
+    cases = [
+        (plan, every, None, {"steps": 4, **kind}) for kind in kinds.values() for every in (0, 1)
+    ]
+    found = pool.run(ranks, several, str(tmp_path), cases)[0]
+    for number, name in enumerate(kinds):
+        without, checked = found[2 * number : 2 * number + 2]
+        assert (without["error"], checked["error"]) == ("", ""), name
+        assert checked == without, name
+
+
+def test_of_two_ranks_either_may_be_wrong(pool: WorkerPool, tmp_path: Path) -> None:
+    cases = [
+        (plan, EVERY, (1, {"product": "weight gradient", "begin": 4}), {})
+        for plan in ("replicate=2", "shard=2")
+    ]
+    first, second = pool.run(2, several, str(tmp_path), cases)
+    assert first == second
+    for each in first:
+        assert "rank 0 (" in each["error"]
+        assert "one of them computes wrong results" in each["error"]
+        (event,) = each["events"]
+        assert (event["ranks"], event["is_certain"], event["agreed"]) == ([0, 1], False, 3)
+        assert len(event["deleted"]) == 2
+
+
+def test_the_checkpoint_before_the_last_check_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
+    fault = (2, {"product": "forward", "begin": 5})
+    (found,), *_ = pool.run(3, several, str(tmp_path), [("replicate=3", 5, fault, {"steps": 14})])
+    assert found["events"][0]["agreed"] == 0  # the fault began in the step of the next check
+    assert found["events"][0]["step"] == 5
+    fault = (2, {"product": "forward", "begin": 6})
+    (found,), *_ = pool.run(
+        3, several, str(tmp_path / "later"), [("replicate=3", 5, fault, {"steps": 14})]
+    )
+    assert (found["events"][0]["agreed"], found["events"][0]["step"]) == (5, 10)
+    names = FolderStorage(tmp_path / "later" / "0" / "checkpoints").names()
+    assert [name.step for name in names] == [5]
+    assert len(found["events"][0]["deleted"]) == 2
+
+
+def features(batch: Any) -> Any:
+    return (batch[1],)
+
+
+def stream() -> ls.Stream:
+    return ls.Stream(lambda shard, epoch, start: iter(rows(64)), shards=8)
+
+
+def mean_of_all(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def every_output(output: Tensor, batch: Any) -> Tensor:
+    return output
+
+
+def gathered() -> ls.Gathered:
+    return ls.Gathered(every_output, mean_of_all)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("replicate=2,numerics=fast", {}, "PlanError: --recompute-every 2 with numerics=fast"),
+    ("replicate=2,numerics=bitwise", {"data": stream}, "RecipeError: --recompute-every 2 with an"),
+    (
+        "shard=2,numerics=bitwise",
+        {"loss": lambda: None, "inputs": lambda: features, "batch_loss": gathered},
+        "RecipeError: --recompute-every 2 with a batch_loss",
+    ),
+]
+"""A plan, changes of the recipe (called on each rank), and what the error says."""
+
+
+def refused(run_dir: str, number: int) -> str:
+    plan, changes, _ = REFUSED[number]
+    made = {name: make() for name, make in changes.items()}
+    return str(trained(run_dir, plan, 2, None, made)["error"])
+
+
+def looped(run_dir: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_RECOMPUTE_EVERY", "2")
+        plan = "replicate=2,numerics=bitwise"
+        with ls.Session(run_dir=run_dir, plan=plan) as session:
+            session.prepare(faulty.network, adamw)
+            steps = session.steps(rows(48), global_batch=16, microbatch=4, steps=2)
+            with pytest.raises(UserError) as error:
+                next(steps).microbatches()
+        return str(error.value)
+
+
+def computed(run_dir: str, every: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_RECOMPUTE_EVERY", str(every))
+        plan = "shard=2,numerics=bitwise"
+        with ls.Session(run_dir=run_dir, plan=plan) as session:
+            _, optimizer = session.prepare(faulty.network, adamw)
+            for step in session.steps(rows(48), global_batch=16, microbatch=4, steps=4):
+                step.compute(None, squared_error)
+                step.commit(optimizer)
+            return ls.fingerprint(session.full_state_dict())
+
+
+def refusals(run_dir: str) -> list[str]:
+    found = [refused(f"{run_dir}/{number}", number) for number in range(len(REFUSED))]
+    fingerprints = {computed(f"{run_dir}/every-{every}", every) for every in (0, 2)}
+    return [*found, looped(f"{run_dir}/loop"), *fingerprints]
+
+
+def test_what_cannot_be_recomputed_is_refused_and_the_remedies_work(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    first, second = pool.run(2, refusals, str(tmp_path))
+    assert first == second
+    *said, of_a_loop, fingerprint = first  # one: with checks, step.compute has the same bits
+    for (_, _, expected), found in zip(REFUSED, said, strict=True):
+        assert expected in found
+    assert "with a loop over step.microbatches()" in of_a_loop
+    assert len(fingerprint) == 64
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "tensor", "context", "expert"])
+def test_axes_that_divide_a_microbatch_are_refused_by_name(axis: str) -> None:
+    plan = ls.Plan(replicate=1, numerics="bitwise")
+    object.__setattr__(plan, axis, 2)  # before some of them can be bitwise
+    with pytest.raises(PlanError, match=f"--recompute-every 50 with {axis}=2"):
+        check_recomputation(plan, 50)
+    check_recomputation(plan, 0)
+
+
+def test_one_process_says_that_nothing_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_RECOMPUTE_EVERY", "2")
+    result = ls.train(recipe(), run_dir=str(tmp_path), plan="numerics=bitwise")
+    assert [each.details for each in result.events if each.name == "not-recomputed"] == [
+        {"every": 2}
+    ]
+
+
+def test_the_text_names_tensors_ranks_and_hosts() -> None:
+    chosen = [Recomputed(13, (5, 6, 2)), Recomputed(4, (1, 5, 0))]
+    rows_ = {rank: [[1, 1], [1, 1], [1, 1]] for rank in range(8)}
+    rows_[5] = [[2, 3], [1, 9], [7, 7]]
+    blame = Blame.of(chosen, rows_, ["up", "down"])
+    assert blame == Blame(13, 2, "up", [5], True, [2, 6])
+    hosts = [f"host-{rank}" for rank in range(8)]
+    text = blame.text(1200, 1150, hosts, None)
+    assert text.startswith(
+        "after step 1200, microbatch 13: rank 5 (host-5) computed another gradient of up and 1"
+        " more tensor than ranks 2 and 6: it computes wrong results;"
+    )
+    assert "checkpoints after step 1150, where all agreed, are deleted" in text
+    kept = blame.text(1200, 1150, hosts, "Permission denied")
+    assert "cannot be deleted (Permission denied): delete them before you resume" in kept
