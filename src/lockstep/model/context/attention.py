@@ -58,6 +58,8 @@ def attention(
             " causal mask; padding at the end needs no mask where attention is causal; for"
             " documents give Recipe(sequence=ls.Sequence(documents=...))"
         )
+    # as autocast casts the arguments of torch's function; they may have several dtypes
+    query, key, value = (each.to(computed_dtype(each)) for each in (query, key, value))
     if query.dim() == 3:
         query, key, value = (each.unsqueeze(1) for each in (query, key, value))
         options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -180,8 +182,6 @@ class ChunkedAttention:
         the documents."""
         documents, causal = self._documents, self._is_causal
         assert documents is not None, "a kernel is chosen for documents"
-        dtype = computed_dtype(query)
-        query, key, value = (each.to(dtype) for each in (query, key, value))
         options: Any = {name: self._attend.keywords[name] for name in ("scale", "enable_gqa")}
         if kernel == "varlen":
             options["is_causal"] = causal

@@ -80,10 +80,12 @@ def _device_facts(device: torch.device) -> tuple[str, str]:
     return accelerator.why_no_varlen_attention(device), no_flex
 
 
-def computed_dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype in which sdpa computes, with or without autocast."""
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+def computed_dtype(given: Tensor) -> torch.dtype:
+    """Return the dtype in which sdpa computes with an argument, with or without autocast, which
+    leaves float64 as it is."""
+    kind = given.device.type
+    casts = torch.is_autocast_enabled(kind) and given.dtype is not torch.float64
+    return torch.get_autocast_dtype(kind) if casts else given.dtype
 
 
 def choose(facts: Facts) -> tuple[Kernel, str]:
