@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training import faulty
+from training import faulty, test_balance
 from training.subjects import adamw, network, recipe, rows, squared_error
 
 import lockstep as ls
@@ -195,6 +195,31 @@ def test_a_run_has_the_bits_that_it_has_without_checks_and_no_alarm(
         without, checked = found[2 * number : 2 * number + 2]
         assert (without["error"], checked["error"]) == ("", ""), name
         assert checked == without, name
+
+
+def mixtures(run_dir: str, plan: str) -> list[str]:
+    """The fingerprints of mixtures of experts, without checks and with one in each step."""
+    found = []
+    for over in ("step", "microbatch"):
+        for every in ("0", "1"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("LOCKSTEP_RECOMPUTE_EVERY", every)
+                trained_one = ls.train(
+                    test_balance.recipe(steps=3, balance=test_balance.balance(over=over)),
+                    run_dir=f"{run_dir}/{over}-{every}",
+                    plan=f"{plan},numerics=bitwise",
+                )
+            found.append(trained_one.fingerprint)
+    return found
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", pytest.param("shard=2", marks=pytest.mark.slow)])
+def test_experts_compute_the_rows_of_another_rank(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    step, step_checked, own, own_checked = pool.run(2, mixtures, str(tmp_path), plan)[0]
+    assert (step, own) == (step_checked, own_checked)
+    assert step != own
 
 
 def test_of_two_ranks_either_may_be_wrong(pool: WorkerPool, tmp_path: Path) -> None:

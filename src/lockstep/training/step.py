@@ -537,7 +537,7 @@ class Step:
         for current, batch in self._phases.during("data", self.source.batches(passes, only)):
             self._current = current
             self._training.microbatches += 1
-            self._training.exchange.is_dummy = current.is_dummy
+            self._training.exchange.is_dummy = current.is_dummy and only is None
             for statistics in self._statistics:
                 # undo the updates by forwards without a backward, and by recomputation
                 statistics.discard()
