@@ -208,10 +208,10 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
         (
-            "pipeline=2,numerics=bitwise",
+            "context=2,pipeline=2,numerics=bitwise",
             (
-                "pipeline=2 with numerics=bitwise; a stage sums its microbatches' gradients as they"
-                " arrive"
+                "context=2 with numerics=bitwise and pipeline=2; chunks of a sequence are computed"
+                " in turn, and a stage passes on the tokens of a whole microbatch at once"
             ),
         ),
         (

@@ -65,11 +65,11 @@ PACED_BY: dict[Divided, str] = {
 }
 """The reason why ranks cannot each compute at their own speed, by what their axis divides last. For
 an axis that is missing here: `TOGETHER`."""
-ONE_FORWARD = (
-    "chunks of a sequence are computed in turn, and FSDP2 gathers the parameters of a block for one"
-    " forward at a time"
-)
-"""The reason why ranks of `shard` cannot compute chunks of a sequence in turn."""
+IN_ONE_FORWARD = {
+    "shard": "FSDP2 gathers the parameters of a block for one forward at a time",
+    "pipeline": "a stage passes on the tokens of a whole microbatch at once",
+}
+"""Axis -> the reason why its ranks cannot compute chunks of a sequence in turn."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
@@ -349,12 +349,6 @@ class Plan:
                 )
 
     def _check_pipeline(self, given: dict[str, Any]) -> None:
-        if self.numerics == "bitwise":
-            raise PlanError(
-                f"pipeline={self.pipeline} with numerics=bitwise; a stage sums its microbatches'"
-                " gradients as they arrive, not in the canonical order; leave numerics=bitwise"
-                " out, or use replicate, or shard without context"
-            )
         if self.schedule == "zero-bubble" and given.get("shard", 1) != 1:
             raise PlanError(
                 f"schedule=zero-bubble with shard={self.shard}; it computes gradients of weights"
@@ -390,11 +384,13 @@ class Plan:
 
     def _check_bitwise_context(self, given: dict[str, Any]) -> None:
         both = f"context={self.context} with numerics=bitwise"
-        if (size := given.get("shard", 1)) != 1:
-            raise PlanError(
-                f"{both} and shard={size}; {ONE_FORWARD}; leave numerics=bitwise out, or use"
-                f" replicate instead of shard={size}"
-            )
+        for name in IN_ONE_FORWARD:
+            if (size := given.get(name, 1)) != 1:
+                raise PlanError(
+                    f"{both} and {name}={size}; chunks of a sequence are computed in turn, and"
+                    f" {IN_ONE_FORWARD[name]}; leave numerics=bitwise out, or use replicate instead"
+                    f" of {name}={size}"
+                )
         if self.exchange == "heads":
             raise PlanError(
                 f"{both} and exchange=heads; each chunk attends with all heads, so that its bits do"

@@ -43,10 +43,6 @@ REMEDIES = {
             ["tensor=2,numerics=bitwise,slices=2", "tensor=2"],
         ),
         "tensor=2,compile=yes": ("leave compile=yes out, or use replicate and shard", ["tensor=2"]),
-        "pipeline=2,numerics=bitwise": (
-            "leave numerics=bitwise out, or",
-            ["pipeline=2", "replicate=2,numerics=bitwise"],
-        ),
         "shard=2,assignment=measured": (
             "leave assignment=measured out, or",
             ["shard=2", "replicate=2,assignment=measured"],

@@ -1953,6 +1953,9 @@ ELSEWHERE = {
     "leave exchange=heads out, or numerics=bitwise": CONTEXT,
     "leave numerics=bitwise or sequence out, or use replicate": CONTEXT,
     "any number of processes if the recipe has them; give Recipe(sequence=ls.Sequence())": CONTEXT,
+    "give each its own module, and share the parameters": (
+        "training/test_bitwise_pipeline.py::test_one_module_that_is_two_parts_is_refused"
+    ),
     "choose colwise and rowwise in": "training/test_context_axis.py::test_ranks_that_share_out_tokens_train_the_model_of_one_process",
     "use machines of one kind, or numerics=fast": (
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
@@ -2028,7 +2031,6 @@ ELSEWHERE = {
     "only one axis can be auto; give the others a size": PLANS,
     "give shard two processes or more, or leave offload=yes out": PLANS,
     "the number of threads changes bits, so it is 1; leave threads out": PLANS,
-    "leave numerics=bitwise out, or use replicate, or shard without context": PLANS,
     "leave {name}={said} out, or use replicate and shard": PLANS,
     "choose schedule=1f1b or interleaved": PLANS,
     "of every microbatch until the backwards; choose schedule=1f1b": CHUNKED_PLANS,

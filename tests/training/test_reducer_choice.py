@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
+from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.reducer import choose_reducer
 
@@ -39,6 +40,11 @@ def test_every_mesh_has_one_reducer(
     expected: type
     if shard > 1:
         expected, reason = FsdpReducer, "the shard axis has more than one rank"
+    elif divides_features and bitwise:
+        expected, reason = (
+            OrderedReducer,
+            "numerics=bitwise: DistributedDataParallel takes no DTensors and no pipeline schedules",
+        )
     elif divides_features:
         expected, reason = (
             PostBackwardReducer,

@@ -440,6 +440,24 @@ def shard_as(like: Tensor, full: Tensor) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
+def like_parameter(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return this rank's part of a gradient as a tensor that is distributed like the parameter."""
+    shaped = part.view_as(to_local(parameter))
+    if not hasattr(parameter, "full_tensor"):
+        return shaped
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        shaped,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor. Every rank of its mesh calls it, in the same order."""
     if not hasattr(tensor, "full_tensor"):

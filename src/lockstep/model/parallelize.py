@@ -38,8 +38,10 @@ from lockstep.model.pipeline.stages import (
     Stages,
     keep_only_parts,
     sequential_parts,
+    shared_parameters,
 )
 from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.separate_parts import SeparateParts, check_separable
 from lockstep.model.shard import shard, shard_parts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.model.tensor.apply import tensor_parallel
@@ -69,6 +71,8 @@ class Parallelized:
     """The modules of experts that are divided over ranks, of this rank's stages."""
     expert_leaves: Sequence[Leaves]
     """With bitwise numerics: of each module of experts on several ranks."""
+    separate: SeparateParts | None
+    """With bitwise numerics, of a model whose sequential parts are known."""
     eager_experts: Sequence[str]
     """Modules of transformers that compute one expert after another, for the same bits."""
 
@@ -108,14 +112,21 @@ def parallelize(
     # before other stages' parameters are removed
     found_experts = _find_experts(model, mesh, plan, experts)
     pipeline: Pipeline | None = None
+    # chunks of sequences are computed in turn, and pipelines are refused with them
+    separates = plan.numerics == "bitwise" and sequence is None and bool(parts)
     shared: Sequence[SharedParameter] = ()
+    if separates:
+        check_separable(model, parts)
+        shared = shared_parameters(model, parts, [0] * len(parts), each_part=True)
     roots = [""]
     if mesh.stages.size > 1:
         # importing torch's schedules takes long
         from lockstep.model.pipeline.pipeline import Pipeline
 
         per_rank = STAGES_PER_RANK[plan.schedule]
-        split_stages = Stages.split(model, stages, ranks=mesh.stages.size, per_rank=per_rank)
+        split_stages = Stages.split(
+            model, stages, ranks=mesh.stages.size, per_rank=per_rank, bitwise=separates
+        )
         assert streams is not None, "Stages.split refuses a model without sequential parts"
         check_stage_parts(styles, split_stages.parts)
         several = mesh.axis("shard"), mesh.axis("expert"), mesh.tokens
@@ -187,7 +198,14 @@ def parallelize(
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
     cut = _sequence_cut(model, mesh, plan, sequence, pipeline, leaves)
-    return Parallelized(streams, pipeline, shared, cut, divided, leaves, eager)
+    separate = None
+    if separates:
+        own = parts if pipeline is None else roots
+        names = [each.name for each in shared]
+        separate = SeparateParts(model, own, names, last=parts[-1])
+        if pipeline is not None:
+            pipeline.leaves = [leaf for each in separate.leaves.values() for leaf in each]
+    return Parallelized(streams, pipeline, shared, cut, divided, leaves, separate, eager)
 
 
 def _find_experts(

@@ -431,7 +431,7 @@ class Step:
         self._phases.enter("exchange")
         flag = self._training.consensus.flag(may_stop=self._run.is_logging_step)
         with module.gradient_hooks:
-            stats = module.reducer.reduce(self._values, self._weights_of_forward, flag=flag)
+            stats = module.reduce(self._values, self._weights_of_forward, flag=flag)
         module.gradient_hooks.check()
         if self._recomputation is not None:
             self._training.hooks.call("on_recomputation", self._run, self._recomputation)
@@ -494,9 +494,7 @@ class Step:
                 self._begin(number)
                 self._check_complete()
                 with module.gradient_hooks:
-                    stats = module.reducer.reduce(
-                        self._values, self._weights_of_forward, flag=False
-                    )
+                    stats = module.reduce(self._values, self._weights_of_forward, flag=False)
             module.divide_by_weight(stats.weights, stats.values)
             self._call_gradient_hooks(number)
             module.clip(first.clip_norm)

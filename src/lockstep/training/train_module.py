@@ -48,6 +48,7 @@ from lockstep.training.reducers.reducer import (
     build_reducer,
     choose_reducer,
 )
+from lockstep.training.reducers.step_stats import Number, StepStats
 from lockstep.training.reducers.tied import TiedGradients
 
 
@@ -140,7 +141,7 @@ class TrainModule:
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
         self._chosen_trainable: list[str] | None = None  # by `set_trainable`
-        self._tied: TiedGradients | None = None
+        self._tied = self._tied_gradients()
         serial = (model, self.device, self.autocast, self.flops, parallel.streams)
         if parallel.pipeline is None:
             self.executor = (
@@ -153,13 +154,11 @@ class TrainModule:
             rank."""
         else:
             self.executor = PipelineExecutor(parallel.pipeline, self.autocast, parallel.cut)
-            self._tied = TiedGradients(
-                parameters, parallel.shared_parameters, parallel.pipeline.world
-            )
             self.statistics = [
                 RunningStatistics(module, context.mesh) for module in parallel.pipeline.modules
             ]
             parallel.pipeline.watch(self._around_stage, self._after_stage)
+        self.norm.begin(model, dict(self._counted))
         fused = all(
             group.get("fused") for optimizer in optimizers for group in optimizer.param_groups
         )
@@ -190,7 +189,7 @@ class TrainModule:
     def set_trainable(self, names: Collection[str]) -> None:
         """Make exactly these parameters trainable, between two steps. Every rank calls it with the
         same `names`. The optimizers keep the state of the others. Raises `RecipeError`."""
-        if self._compression is not None or self._tied is not None:
+        if self._compression is not None or self.parallel.pipeline is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
                 f"freezing or unfreezing with {what}, which is built for the parameters at the"
@@ -206,10 +205,22 @@ class TrainModule:
         self._chosen_trainable = list(names)
         trainable = {name: parameter for name, parameter in self.held.items() if name in names}
         self.names, self.parameters = list(trainable), list(trainable.values())
+        self._tied = self._tied_gradients()
         self.snapshot.note_trainable()
         if self._reducer is not None:
             self._close_reducer()
             self.begin_loop(self._max_microbatches)
+
+    def _tied_gradients(self) -> TiedGradients | None:
+        if not self.parallel.shared_parameters:
+            return None
+        separate = self.parallel.separate
+        return TiedGradients(
+            dict(zip(self.names, self.parameters, strict=True)),
+            self.parallel.shared_parameters,
+            self.mesh.stages,
+            {} if separate is None else separate.leaves,
+        )
 
     def begin_loop(self, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
@@ -225,12 +236,13 @@ class TrainModule:
                 self.model,
                 self.parameters,
                 self.mesh,
-                tied=self._tied,
                 bitwise=self._bitwise,
                 max_microbatches=max_microbatches,
                 compression=self._compression,
                 complete=reduce_partial_gradients if self._sums_partial else None,
                 leaves=self.parallel.expert_leaves,
+                part_leaves=[] if self._tied is None else self._tied.leaves,
+                pipeline=self.parallel.pipeline,
             )
 
     @property
@@ -262,6 +274,16 @@ class TrainModule:
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             self._compression.begin(scale / self.prescale.item())
         self.reducer.begin_step(count, assignment)
+
+    def reduce(
+        self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
+    ) -> StepStats:
+        """Sum the gradients over all ranks and parts that have them. See
+        `GradientReducer.reduce`."""
+        stats = self.reducer.reduce(values, weights, flag=flag)
+        if self._tied is not None:
+            self._tied.sum()
+        return stats
 
     def grad_output(self, part: Contribution) -> Tensor:
         """The gradient that the backward of `part.total` starts with, times the loss scale."""
@@ -307,16 +329,18 @@ class TrainModule:
     def counted_gradients(self) -> list[tuple[str, Tensor]]:
         """Return the gradients by name. A gradient that several stages of a pipeline share is that
         of the first of them."""
-        return [
-            (name, parameter.grad)
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-            if parameter.grad is not None and (self._tied is None or self._tied.counts(parameter))
-        ]
+        return [(name, each.grad) for name, each in self._counted if each.grad is not None]
+
+    @property
+    def _counted(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that this rank counts in the norm."""
+        named = zip(self.names, self.parameters, strict=True)
+        return [each for each in named if self._tied is None or self._tied.counts(each[1])]
 
     def clip(self, clip_norm: float | None) -> None:
         if clip_norm is not None:
-            gradients = self.gradients()
-            gradient_norm.clip(gradients, self.norm.of(gradients), clip_norm)
+            norm = self.norm.of([parameter.grad for _, parameter in self._counted])
+            gradient_norm.clip(self.gradients(), norm, clip_norm)
 
     def apply(
         self,
@@ -339,9 +363,7 @@ class TrainModule:
                 divisor = self.loss_scale.divisor
             else:
                 self.loss_scale.unscale(gradients)
-        counted = gradients
-        if self._tied is not None:
-            counted = [gradient for _, gradient in self.counted_gradients()]
+        counted = [parameter.grad for _, parameter in self._counted]
         norm = (
             self.norm.of(counted) if measure or clip_norm is not None else self.norm.check(counted)
         ) / divisor
@@ -460,8 +482,9 @@ class TrainModule:
         """Remove all hooks and gradients from the model."""
         for statistics in self.statistics:
             statistics.close()
-        if self.parallel.streams is not None:
-            self.parallel.streams.close()
+        for hooks in (self.parallel.streams, self.parallel.separate):
+            if hooks is not None:
+                hooks.close()
         if self.balance is not None:
             self.balance.close()
         self._close_reducer()

@@ -37,6 +37,7 @@ from lockstep.model.pipeline.stage import (
 )
 from lockstep.model.pipeline.stages import Stages, schedule_calls
 from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
 
@@ -69,6 +70,11 @@ class Pipeline:
         self._discovery = BoundaryDiscovery(model, self._forwards, pipeline, self._failure)
         self.try_forward = self._discovery.try_forward
         self._after: Callable[[int], object] = lambda _: None
+        self.on_gradient: Callable[[int, int], None] | None = None
+        """Called with the stage's index in `modules` and the microbatch's number, when a backward
+        of `run` has completed the gradient of the stage's weights."""
+        self.leaves: Sequence[PartLeaf] = ()
+        """See `SeparateParts`."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
@@ -164,6 +170,10 @@ class Pipeline:
             stage.losses = schedule_losses(run)
             stage.around = lambda chunk: self._forwards.computing(self._microbatches[start + chunk])
             stage.on_missing_gradient = partial(self._missing_gradient, stage.stage_index)
+            local = self._forwards.own.index(stage.stage_index)
+            stage.on_gradient = (
+                None if self.on_gradient is None else partial(self.on_gradient, local)
+            )
         try:
             run.step(target=torch.arange(stop - start) if backward else None, return_outputs=False)
         except RuntimeError:
@@ -181,7 +191,11 @@ class Pipeline:
         last = len(self.stages.ranges) - 1
         stages = [
             VariableShapeStage(
-                _StageModule(self._forwards.parts[stage], partial(self._forward, stage, local)),
+                _StageModule(
+                    self._forwards.parts[stage],
+                    self._leaves_of(local),
+                    partial(self._forward, stage, local),
+                ),
                 stage,
                 len(self.stages.ranges),
                 self.world.device,
@@ -199,6 +213,21 @@ class Pipeline:
             kind = ONE_STAGE_A_RANK[schedule if backward else "gpipe"]
             return kind(stages[0], count, loss, scale_grads=False), stages
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
+
+    def weights(self) -> list[list[nn.Parameter]]:
+        """The leaves of autograd in each of this rank's stages: its parameters, except those of an
+        earlier stage, and the leaves of parameters that an earlier part has."""
+        seen: set[nn.Parameter] = set()
+        found = []
+        for stage, module in enumerate(self.modules):
+            own = [each for each in module.parameters() if each not in seen]
+            seen.update(own)
+            found.append([*own, *self._leaves_of(stage)])
+        return found
+
+    def _leaves_of(self, stage: int) -> list[nn.Parameter]:
+        parts = set(self.modules[stage].children())
+        return [leaf.parameter for leaf in self.leaves if leaf.part in parts]
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank
@@ -268,13 +297,18 @@ class Pipeline:
 
 
 class _StageModule(nn.Module):
-    """The module that torch's pipelining calls for a stage. It holds the stage's parameters."""
+    """The module that torch's pipelining calls for a stage. It holds the stage's parameters, of
+    which zero-bubble computes the gradients."""
 
     def __init__(
-        self, parts: Sequence[nn.Module], compute: Callable[[int, tuple[Tensor, ...]], Any]
+        self,
+        parts: Sequence[nn.Module],
+        leaves: Sequence[nn.Parameter],
+        compute: Callable[[int, tuple[Tensor, ...]], Any],
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        self.leaves = nn.ParameterList(leaves)
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         """Inputs of the latest forward."""

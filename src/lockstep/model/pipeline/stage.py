@@ -50,6 +50,8 @@ class VariableShapeStage(PipelineStage):
     around: Callable[[int], AbstractContextManager[Any]]
     """(microbatch) -> the context for its backward."""
     on_missing_gradient: Callable[[], None]
+    on_gradient: Callable[[int], None] | None
+    """Called with the number of each microbatch when its gradient of the weights is complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,6 +85,8 @@ class VariableShapeStage(PipelineStage):
         received = self.received.pop(bwd_chunk_id, ())
         with self.around(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if kwargs.get("full_backward", True):
+            self._note_gradient(bwd_chunk_id)
         self._free(self.args_recv_info[bwd_chunk_id])
         # an evaluation has no gradient buffers
         self._free(self.grad_recv_info.get(bwd_chunk_id, ()))
@@ -101,8 +105,13 @@ class VariableShapeStage(PipelineStage):
         keep until the end of the call."""
         with self.around(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self._note_gradient(bwd_chunk_id)
         if self.is_last and self.has_backward:
             self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
+
+    def _note_gradient(self, chunk: int) -> None:
+        if self.has_backward and self.on_gradient is not None:
+            self.on_gradient(self.first + chunk)
 
     def release(self) -> None:
         """Free the tensors that the last call received and computed."""

@@ -20,11 +20,13 @@ STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zer
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter that several ranks of a pipeline have (in ascending order). Its gradients are
-    summed, and only the first rank includes it in the norm."""
+    """A parameter whose gradients are summed over several ranks of a pipeline, in this order. Only
+    the first rank includes it in the norm."""
 
     name: str
     ranks: tuple[int, ...]
+    """In bitwise runs there is a gradient for each part that has the parameter, so a rank may occur
+    several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Stages:
         ranks: int,
         per_rank: int = 1,
         costs: Sequence[float] | None = None,
+        bitwise: bool = False,
     ) -> Stages:
         """Split `model` into stages for a pipeline of `ranks`, with `per_rank` stages on each.
         Raises `RecipeError`. `patterns`: `Recipe.stages`. `costs`: one for each part; None: the
@@ -72,7 +75,9 @@ class Stages:
         runs = balanced_runs([sum(costs[place] for place in unit) for unit in units], count)
         ranges = tuple(range(units[run.start].start, units[run.stop - 1].stop) for run in runs)
         _check_statistics(model, parts, ranges)
-        return cls(tuple(parts), ranges, ranks, _shared_parameters(model, parts, ranges, ranks))
+        rank_of_part = [stage % ranks for stage, places in enumerate(ranges) for _ in places]
+        shared = shared_parameters(model, parts, rank_of_part, each_part=bitwise)
+        return cls(tuple(parts), ranges, ranks, shared)
 
     def on_rank(self, rank: int) -> range:
         """The stages of one rank of the pipeline, ascending."""
@@ -149,6 +154,24 @@ def check_microbatches(count: int, stages: Stages) -> None:
         )
 
 
+def shared_parameters(
+    model: nn.Module, parts: Sequence[str], ranks: Sequence[int], *, each_part: bool
+) -> tuple[SharedParameter, ...]:
+    """Return the parameters that parts on several of `ranks` share. `ranks`: one for each part.
+    `each_part`: also those that several parts on one rank share, with a rank for each part."""
+    holders: dict[int, list[int]] = {}
+    for part, rank in zip(parts, ranks, strict=True):
+        for parameter in model.get_submodule(part).parameters():
+            holders.setdefault(id(parameter), []).append(rank)
+    if not each_part:
+        holders = {key: sorted(set(several)) for key, several in holders.items()}
+    return tuple(
+        SharedParameter(name, tuple(holders[id(parameter)]))
+        for name, parameter in model.named_parameters()
+        if len(holders[id(parameter)]) > 1
+    )
+
+
 def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
     """Remove the parameters and buffers outside of these parts. Modules, and the names of the other
     tensors, do not change."""
@@ -204,21 +227,6 @@ def _check_statistics(model: nn.Module, parts: Sequence[str], ranges: Sequence[r
                         "calls in their order, but two stages of a pipeline compute separately; "
                         "give each its own BatchNorm"
                     )
-
-
-def _shared_parameters(
-    model: nn.Module, parts: Sequence[str], ranges: Sequence[range], ranks: int
-) -> tuple[SharedParameter, ...]:
-    holders: dict[int, set[int]] = {}
-    for stage, places in enumerate(ranges):
-        for place in places:
-            for parameter in model.get_submodule(parts[place]).parameters():
-                holders.setdefault(id(parameter), set()).add(stage % ranks)
-    return tuple(
-        SharedParameter(name, tuple(sorted(holders[id(parameter)])))
-        for name, parameter in model.named_parameters()
-        if len(holders[id(parameter)]) > 1
-    )
 
 
 def _units(trainable: Sequence[bool]) -> list[range]:

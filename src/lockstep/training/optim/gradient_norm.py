@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base import accelerator
+from lockstep.base.torch_private import own_parameters
 from lockstep.comm.mesh import Mesh, divided_over, shard_dim_over, to_local
 from lockstep.comm.world import World
 
@@ -44,12 +45,24 @@ class GradientNorm:
         """The axes along which ranks have parts of the same tensors, or the same tensors."""
         self._stages = mesh.stages
         self._bitwise = bitwise
+        self._stage_rows: StageRows | None = None
 
-    def of(self, gradients: Sequence[Tensor]) -> Tensor | float:
-        """Return the norm. With numerics=bitwise its bits do not depend on the sharding."""
+    def begin(self, model: nn.Module, counted: Mapping[str, nn.Parameter]) -> None:
+        """Get to know the parameters in the norm. Every rank calls it before `of`, in a pipeline.
+        `counted`: by name, those that this rank counts."""
+        if self._bitwise and self._stages.size > 1:
+            self._stage_rows = StageRows(model, counted, self._stages)
+
+    def of(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
+        """Return the norm. With numerics=bitwise its bits do not depend on the sharding, nor on the
+        stages: `gradients_or_none` are then those of the parameters given to `begin`."""
+        gradients = [each for each in gradients_or_none if each is not None]
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
             rows = self._squares_of_all_rows(gradients, parts)
+            if self._stage_rows is not None:
+                has = [each is not None for each in gradients_or_none]
+                rows = self._stage_rows.gather(rows, has)
             return self._number(torch.cat([self._empty(), *rows]).sum().sqrt())
         if not self._in_parts:
             return combined(self._of_each(parts, torch._foreach_norm))
@@ -90,11 +103,12 @@ class GradientNorm:
         numbers: list[float] = norms.tolist()
         return numbers
 
-    def check(self, gradients: Sequence[Tensor]) -> Tensor | float:
+    def check(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
         """Return a number that is finite only if every gradient is finite; on a CPU this takes half
         the time of the norm."""
+        gradients = [each for each in gradients_or_none if each is not None]
         if self._in_parts or self._bitwise or not gradients or not gradients[0].is_cpu:
-            return self.of(gradients)
+            return self.of(gradients_or_none)
         sums = self._of_each(gradients, lambda mine: [gradient.sum() for gradient in mine])
         return sum([abs(total.item()) for total in sums])
 
@@ -222,6 +236,42 @@ def _sum_of_slices(squares: Tensor, slices: int) -> Tensor:
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
+
+
+class StageRows:
+    """The squares of all stages' rows, in the order of the whole model's parameters."""
+
+    def __init__(
+        self, model: nn.Module, counted: Mapping[str, nn.Parameter], stages: World
+    ) -> None:
+        """`counted`: by name, the parameters that this rank counts. Every rank makes one."""
+        # modules of other stages have names of parameters, without parameters
+        names = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules()
+            for name in own_parameters(module)
+        ]
+        self._rows = [each.shape[0] if each.dim() else 1 for each in counted.values()]
+        mine = [[names.index(name), rows] for name, rows in zip(counted, self._rows, strict=True)]
+        everyone = stages.gather_values(mine)
+        self._counts = [sum(1 + rows for _, rows in theirs) for theirs in everyone]
+        places = [place for theirs in everyone for place, _ in theirs]
+        self._order = sorted(range(len(places)), key=places.__getitem__)
+        self._lengths = [1 + rows for theirs in everyone for _, rows in theirs]
+        self._stages = stages
+
+    def gather(self, squares: Sequence[Tensor], has_gradient: Sequence[bool]) -> list[Tensor]:
+        """Return the squares of the rows of every parameter that has a gradient. Every rank of the
+        pipeline calls it. `squares`: of this rank's. `has_gradient`: for each counted one."""
+        waiting, device = iter(squares), self._stages.device
+        found = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
+        for rows, has in zip(self._rows, has_gradient, strict=True):
+            flag = found[0].new_full((1,), float(has))
+            found += [flag, next(waiting) if has else flag.new_zeros(rows)]
+        gathered = self._stages.gather_rows(torch.cat(found), self._counts)
+        several = torch.split(gathered, self._lengths)
+        present = torch.stack([each[0] for each in several]).tolist()
+        return [several[place][1:] for place in self._order if present[place]]
 
 
 def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:

@@ -33,10 +33,11 @@ from lockstep.base.torch_private import (
     tree_leaves,
     version,
 )
-from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.mesh import Mesh, like_parameter, shard_as, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.model.expert.leaves import Leaves, ParameterLeaves
+from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.shard import fsdp_groups, modules_of, reshard
 from lockstep.model.weight_casts import check_uses
 from lockstep.training.reducers.gradient_checksums import GradientChecksums
@@ -52,7 +53,6 @@ from lockstep.training.reducers.step_stats import (
     StepStatsVector,
     UnusedParameters,
 )
-from lockstep.training.reducers.tied import TiedGradients
 
 REPLICATE = "use replicate, under which parameters are plain tensors"
 
@@ -68,10 +68,12 @@ class FsdpReducer:
         *,
         bitwise: bool,
         max_microbatches: int,
-        tied: TiedGradients | None = None,
         leaves: Sequence[Leaves] = (),
+        part_leaves: Sequence[PartLeaf] = (),
+        stages: Sequence[nn.Module] = (),
     ) -> None:
-        self._tied = tied
+        """`leaves`: see `ParameterLeaves`. `part_leaves`: of parts that share a parameter; their
+        gradients go to `PartLeaf.parameter`. `stages`: this rank's stages of a pipeline."""
         reshard(model)  # a forward without a backward may have left parameters gathered
         self._model = model
         self._mesh = mesh
@@ -114,6 +116,10 @@ class FsdpReducer:
             self._scatters.append(scatter)
         self._checked: set[nn.Module] = set()
         self._used = _UsedParameters(model, self._parameters, mesh, leaves)
+        self._part_sums = [_PartSum(leaf, mesh) for leaf in part_leaves]
+        self._stages = [
+            _Stage(stage, self._groups, self._scatters) for stage in (stages or [model])
+        ]
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [
             group.register_forward_hook(each.watch)
@@ -156,27 +162,44 @@ class FsdpReducer:
         self._count = count
         self._mine = assignment.indices(count, self._mesh.data.rank)
         self._rounds = -(-count // assignment.per_round)
-        self._round = 0
-        self._clear()
+        for parameter in self._parameters:
+            parameter.grad = None
         self._used.clear()
         for scatter in self._scatters:
             scatter.begin(count)
+        for stage in self._stages:
+            stage.round = 0
             # the pipeline's schedule computes the backwards
-            scatter.next_round(is_dummy=False, last=False)
+            stage.next_round(is_dummy=False, last=False)
+        for each in self._part_sums:
+            each.begin(count)
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
         # gradients of other models are cleared when their accumulation begins
         del own_parameters_only
-        for scatter in self._scatters:
-            scatter.next_round(is_dummy=is_dummy, last=self._round + 1 == self._rounds)
+        (whole,) = self._stages
+        whole.next_round(is_dummy=is_dummy, last=whole.round + 1 == self._rounds)
         self._backward(total, grad_output, is_dummy=is_dummy)
-        self._round += 1
-        for scatter in self._scatters:
-            scatter.end_round(last=self._round == self._rounds)
-        if self._bitwise and self._round < self._rounds:
-            self._clear()
+        for leaf in self._part_sums:
+            leaf.push()
+        self._end_round(whole)
+
+    def after_backward(self, stage: int, microbatch: int) -> None:
+        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
+        numbers on this rank."""
+        found = self._stages[stage]
+        assert microbatch == found.round, "gradients are leaves of the tree in this order"
+        self._end_round(found)
+        found.next_round(is_dummy=False, last=found.round + 1 == self._rounds)
+
+    def _end_round(self, stage: _Stage) -> None:
+        stage.round += 1
+        for scatter in stage.scatters:
+            scatter.end_round(last=stage.round == self._rounds)
+        if self._bitwise and stage.round < self._rounds:
+            stage.clear()
 
     def _backward(self, total: Tensor, grad_output: Tensor, *, is_dummy: bool) -> None:
         self._used.is_dummy = is_dummy
@@ -203,14 +226,17 @@ class FsdpReducer:
         self._backward(total, grad_output, is_dummy=True)
         for scatter in self._scatters:
             scatter.sends = True
-        self._clear()
+        for stage in self._stages:
+            stage.clear()
+        for leaf in self._part_sums:
+            leaf.take()
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
+        for leaf in self._part_sums:
+            leaf.finish()
         used = self._used.flags
-        if self._tied is not None:
-            self._tied.sum(used)
         self._used.refuse_hooks()
         self._used.refuse_changes()
         packed = self._vector.pack(used, self._mine, values, weights, flag)
@@ -229,9 +255,68 @@ class FsdpReducer:
         self._unused.clear(used, stats)
         return stats
 
-    def _clear(self) -> None:
-        for parameter in self._parameters:
+
+class _Stage:
+    """The rounds of a pipeline's stage, or of the whole model."""
+
+    def __init__(
+        self, module: nn.Module, groups: Sequence[nn.Module], scatters: Sequence[Scatter]
+    ) -> None:
+        """`scatters`: one for each of FSDP2's `groups` in the model."""
+        inside = set(module.modules())
+        pairs = zip(groups, scatters, strict=True)
+        self.scatters = [scatter for group, scatter in pairs if group in inside]
+        self.parameters = list(module.parameters())
+        self.round = 0
+        """Number of rounds that have ended in this step."""
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        for parameter in self.parameters:
             parameter.grad = None
+
+    def next_round(self, *, is_dummy: bool, last: bool) -> None:
+        for scatter in self.scatters:
+            scatter.next_round(is_dummy=is_dummy, last=last)
+
+
+class _PartSum:
+    """The ordered sum of the gradients of a part's leaf on a gathered parameter."""
+
+    def __init__(self, leaf: PartLeaf, mesh: Mesh) -> None:
+        self._leaf = leaf
+        self._device = mesh.world.device
+        self._sum = RoundSum(mesh.data, mesh.data)
+
+    def begin(self, count: int) -> None:
+        self._sum.begin(count)
+        self._leaf.parameter.grad = None
+        self.take()  # the loss of another model may have left one
+
+    def push(self) -> None:
+        """Take the gradient of this rank's microbatch."""
+        gradient, parameter = self.take(), self._leaf.parameter
+        flat = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=self._device)
+        if gradient is not None:
+            flat[:-1] = gradient.reshape(-1)
+            flat[-1] = 1.0
+        self._sum.add(flat[None, None])
+        self._sum.end_round()
+
+    def finish(self) -> None:
+        """Write the sum to the gradient of the leaf's parameter; None if no microbatch of any rank
+        has used it."""
+        parameter, flat = self._leaf.parameter, self._sum.finish()
+        if flat[-1] > 0:
+            mine = shard_as(parameter, flat[:-1].view(parameter.shape))
+            parameter.grad = like_parameter(parameter, mine.to(to_local(parameter).device))
+
+    def take(self) -> Tensor | None:
+        """Return the leaf's gradient, and clear it."""
+        if (gathered := self._leaf.gathered) is None:
+            return None
+        gradient, gathered.grad = gathered.grad, None
+        return gradient
 
 
 class _GroupBackwards:

@@ -1,8 +1,5 @@
-"""Gradient reduction in the canonical order for a model whose ranks hold parts of the parameters.
-
-Each microbatch's gradient is a leaf of the tree. After the last backward, the nodes of all data
-ranks are summed, as buckets are by `DdpReducer`, which takes no DTensors.
-"""
+"""Gradient reduction in the canonical order after the last backward of the step, for models that
+DDP does not take: stages of a pipeline, and layers that are sharded."""
 
 from __future__ import annotations
 
@@ -13,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.assignment import MicrobatchAssignment
-from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.mesh import Mesh, like_parameter, to_local
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
+from lockstep.comm.world import World
 from lockstep.training.reducers.dummies import leaves_of
 from lockstep.training.reducers.step_stats import (
     Number,
@@ -31,26 +29,34 @@ BUCKET_BYTES = 32 << 20
 
 class OrderedReducer:
     """A `GradientReducer` for a model of which every data rank has the same part, with bitwise
-    numerics."""
+    numerics. The gradient of each microbatch is a leaf of the tree over microbatches."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: Mesh, *, max_microbatches: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: Mesh,
+        *,
+        max_microbatches: int,
+        stages: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
+        """`stages`: the parameters of each of this rank's stages; None without a pipeline."""
         self._parameters = list(parameters)
-        self._rank = mesh.data.rank
         self._world = mesh.summed()
-        self._buckets = list(_buckets(self._parameters))
+        self._rank = mesh.data.rank
+        self._stages = [
+            _StageSum(stage, self._world) for stage in ([parameters] if stages is None else stages)
+        ]
         self._unused = UnusedParameters(self._parameters, self._world)
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count
         self._mine = assignment.indices(count, self._rank)
-        self._nodes = TreeNodes.of(assignment.indices_by_rank(count))
-        self._counter: Counter[list[Tensor]] = Counter(_add, start=self._mine.start, count=count)
-        self._used = [0.0] * len(self._parameters)
+        nodes = TreeNodes.of(assignment.indices_by_rank(count))
         for parameter in self._parameters:
             parameter.grad = None
+        for stage in self._stages:
+            stage.begin(self._mine, nodes)
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
@@ -61,21 +67,30 @@ class OrderedReducer:
                 leaves = leaves_of(total, leaves)
             torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
             return
-        inputs = self._parameters if own_parameters_only else None
-        torch.autograd.backward(total, grad_output, inputs=inputs)
-        self._counter.push([self._take(place) for place in range(len(self._parameters))])
+        torch.autograd.backward(
+            total, grad_output, inputs=self._parameters if own_parameters_only else None
+        )
+        self._stages[0].take_leaf()
+
+    def after_backward(self, stage: int, microbatch: int) -> None:
+        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
+        numbers on this rank."""
+        if microbatch != self._stages[stage].taken:
+            raise AssertionError(
+                f"the backward of microbatch {microbatch} came after {self._stages[stage].taken}"
+                " others; gradients are leaves of the tree in the order of microbatches"
+            )
+        self._stages[stage].take_leaf()
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        for places in self._buckets:
-            held = [self._parameters[place] for place in places]
-            for parameter, part in zip(held, self._sums(places), strict=True):
-                parameter.grad = _like(parameter, part)
-        packed = self._vector.pack(self._used, self._mine, values, weights, flag)
+        used = {id(each) for stage in self._stages for each in stage.finish()}
+        mine = [float(id(parameter) in used) for parameter in self._parameters]
+        packed = self._vector.pack(mine, self._mine, values, weights, flag)
         self._world.all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
-        self._unused.clear(self._used, stats)
+        self._unused.clear(mine, stats)
         return stats
 
     def gradient_versions(self) -> list[tuple[int, int] | None]:
@@ -84,32 +99,67 @@ class OrderedReducer:
     def close(self) -> None:
         """Nothing to do: there are no hooks on the model."""
 
+
+class _StageSum:
+    """The ordered sum of the gradients of one stage's parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+        self._parameters = list(parameters)
+        self._buckets = list(_buckets(self._parameters))
+        self._world = world
+
+    def begin(self, mine: range, nodes: TreeNodes) -> None:
+        """Begin a step. `mine`: this rank's microbatches."""
+        self.taken = 0
+        """Number of microbatches whose gradient has been taken."""
+        self._count = len(mine)
+        self._nodes = nodes
+        self._used: set[int] = set()
+        self._counter: Counter[list[Tensor]] = Counter(_add, start=mine.start, count=nodes.count)
+
+    def take_leaf(self) -> None:
+        """Take the gradients of the next microbatch from `.grad`."""
+        self._counter.push([self._take(place) for place in range(len(self._parameters))])
+        self.taken += 1
+
     def _take(self, place: int) -> Tensor:
-        """Take this rank's part of the gradient of the last microbatch."""
+        """Take this rank's part of a gradient."""
         parameter = self._parameters[place]
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return torch.zeros_like(to_local(parameter.detach()))
-        self._used[place] = 1.0
+        self._used.add(place)
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
             gradient = gradient.redistribute(placements=parameter.placements)
         return to_local(gradient)
 
-    def _sums(self, places: Sequence[int]) -> Sequence[Tensor]:
-        """Return the sums over all microbatches."""
+    def finish(self) -> list[nn.Parameter]:
+        """Sum over all ranks, and write the sums to `.grad`. Return the parameters that this rank's
+        microbatches have used. Every rank calls it."""
+        if self.taken != self._count:
+            raise AssertionError(f"{self.taken} of {self._count} microbatches had a backward")
+        for parameter, total in zip(self._parameters, self._total(), strict=True):
+            parameter.grad = like_parameter(parameter, total)
+        return [self._parameters[place] for place in sorted(self._used)]
+
+    def _total(self) -> list[Tensor]:
         if self._world.size == 1:
             (root,) = self._counter.values
-            return [root[place] for place in places]
-        nodes = [
-            torch.cat([value[place].reshape(-1) for place in places])
-            for value in self._counter.values
-        ]
-        like = [to_local(self._parameters[place].detach()) for place in places]
-        ordered = OrderedSum(nodes, self._nodes, self._world)
-        ordered.start(sum(each.numel() for each in like), like[0])
-        ordered.fold()
-        parts = torch.split(ordered.finish(), [each.numel() for each in like])
-        return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+            return root
+        local = [to_local(parameter.detach()) for parameter in self._parameters]
+        totals: list[Tensor] = [torch.empty(0)] * len(local)
+        for places in self._buckets:
+            flat = [
+                torch.cat([value[place].reshape(-1) for place in places])
+                for value in self._counter.values
+            ]
+            ordered = OrderedSum(flat, self._nodes, self._world)
+            ordered.start(sum(local[place].numel() for place in places), local[places[0]])
+            ordered.fold()
+            parts = torch.split(ordered.finish(), [local[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                totals[place] = part.view(local[place].shape)
+        return totals
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
@@ -133,17 +183,3 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
 def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     torch._foreach_add_(left, right)
     return left
-
-
-def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """Return this rank's part of a gradient as a tensor that is distributed like the parameter."""
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -23,7 +23,6 @@ from lockstep.training.reducers.step_stats import (
     UnusedParameters,
     gradient_versions,
 )
-from lockstep.training.reducers.tied import TiedGradients
 
 
 class PostBackwardReducer:
@@ -36,7 +35,6 @@ class PostBackwardReducer:
         *,
         max_microbatches: int,
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
-        tied: TiedGradients | None = None,
     ) -> None:
         """`complete`: called with the parameters after the last backward, to sum gradients that are
         still partial."""
@@ -51,7 +49,6 @@ class PostBackwardReducer:
             place for place, each in enumerate(self._parameters) if mesh.is_expert(each)
         ]
         self._complete = complete
-        self._tied = tied
         self._unused = UnusedParameters(self._parameters, self._numbers)
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
@@ -86,8 +83,6 @@ class PostBackwardReducer:
         if self._complete is not None:
             self._complete(self._parameters)
         used = [float(parameter.grad is not None) for parameter in self._parameters]
-        if self._tied is not None:
-            self._tied.sum(used)
         packed = self._vector.pack(used, self._mine, values, weights, flag)
         for world, parameters in self._groups.items():
             if world.size > 1:

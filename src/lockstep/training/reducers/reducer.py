@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.model.expert.leaves import Leaves
+from lockstep.model.separate_parts import PartLeaf
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
@@ -20,7 +21,9 @@ from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.rounds import RoundsReducer
 from lockstep.training.reducers.step_stats import Number, StepStats
-from lockstep.training.reducers.tied import TiedGradients
+
+if TYPE_CHECKING:
+    from lockstep.model.pipeline.pipeline import Pipeline
 
 
 class GradientReducer(Protocol):
@@ -86,7 +89,8 @@ def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerCho
         )
     if bitwise and not all(axis.same_state for axis in mesh.larger):
         return ReducerChoice(
-            OrderedReducer, "numerics=bitwise: DistributedDataParallel takes no DTensors"
+            OrderedReducer,
+            "numerics=bitwise: DistributedDataParallel takes no DTensors and no pipeline schedules",
         )
     if not all(axis.same_state for axis in mesh.larger):
         return ReducerChoice(
@@ -110,20 +114,48 @@ def build_reducer(
     parameters: Sequence[nn.Parameter],
     mesh: Mesh,
     *,
-    tied: TiedGradients | None,
     bitwise: bool,
     max_microbatches: int,
     compression: Compression | None,
     complete: Callable[[Sequence[nn.Parameter]], None] | None,
     leaves: Sequence[Leaves],
+    part_leaves: Sequence[PartLeaf],
+    pipeline: Pipeline | None,
 ) -> GradientReducer:
-    """Build the reducer of a model. Every rank calls it. `tied`: parameters that stages share, with
-    a pipeline only. `complete`: see `PostBackwardReducer`. `leaves`: see
-    `ParameterLeaves`."""
+    """Build the reducer of a model. Every rank calls it. `complete`: see `PostBackwardReducer`.
+    `leaves`: see `ParameterLeaves`. `part_leaves`: see `SeparateParts`."""
+    if choice.reducer is FsdpReducer:
+        reducer = FsdpReducer(
+            model,
+            parameters,
+            mesh,
+            bitwise=bitwise,
+            max_microbatches=max_microbatches,
+            leaves=leaves,
+            part_leaves=part_leaves,
+            stages=() if pipeline is None else pipeline.modules,
+        )
+        if bitwise and pipeline is not None:
+            pipeline.on_gradient = reducer.after_backward
+        return reducer
+    parameters = [*parameters, *(leaf.parameter for leaf in part_leaves)]
+    if choice.reducer is OrderedReducer:
+        known = set(parameters)
+        ordered = OrderedReducer(
+            parameters,
+            mesh,
+            max_microbatches=max_microbatches,
+            stages=(
+                None
+                if pipeline is None
+                else [[each for each in stage if each in known] for stage in pipeline.weights()]
+            ),
+        )
+        if pipeline is not None:
+            pipeline.on_gradient = ordered.after_backward
+        return ordered
     if choice.reducer is RoundsReducer:
         return RoundsReducer(parameters, mesh, leaves, max_microbatches=max_microbatches)
-    if choice.reducer is OrderedReducer:
-        return OrderedReducer(parameters, mesh, max_microbatches=max_microbatches)
     if choice.reducer is DdpReducer:
         return DdpReducer(
             parameters,
@@ -132,16 +164,6 @@ def build_reducer(
             max_microbatches=max_microbatches,
             compression=compression,
         )
-    if choice.reducer is FsdpReducer:
-        return FsdpReducer(
-            model,
-            parameters,
-            mesh,
-            bitwise=bitwise,
-            max_microbatches=max_microbatches,
-            tied=tied,
-            leaves=leaves,
-        )
     return PostBackwardReducer(
-        parameters, mesh, max_microbatches=max_microbatches, complete=complete, tied=tied
+        parameters, mesh, max_microbatches=max_microbatches, complete=complete
     )

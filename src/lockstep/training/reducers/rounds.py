@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.assignment import MicrobatchAssignment
-from lockstep.comm.mesh import Mesh, to_local
+from lockstep.comm.mesh import Mesh, like_parameter, to_local
 from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.training.reducers.round_sum import RoundSum
 from lockstep.training.reducers.step_stats import (
@@ -87,7 +86,7 @@ class RoundsReducer:
             held = [self._parameters[place] for place in places]
             parts = torch.split(total.finish(), [to_local(each).numel() for each in held])
             for parameter, part in zip(held, parts, strict=True):
-                parameter.grad = _like(parameter, part)
+                parameter.grad = like_parameter(parameter, part)
         packed = self._vector.pack(self._used, self._mine, values, weights, flag)
         self._mesh.summed().all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
@@ -109,18 +108,3 @@ def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
     if gradient is None:
         gradient = torch.zeros_like(to_local(parameter))
     return to_local(gradient).reshape(-1)
-
-
-def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """Return this rank's part of a gradient as a tensor that is distributed like the parameter."""
-    shaped = part.view_as(to_local(parameter))
-    if not isinstance(parameter, DTensor):
-        return shaped
-    return DTensor.from_local(
-        shaped,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

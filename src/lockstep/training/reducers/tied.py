@@ -1,4 +1,4 @@
-"""Gradients of parameters that several stages of a pipeline share, summed over these stages."""
+"""Gradients of parameters that several parts of a model share, summed over these parts."""
 
 from __future__ import annotations
 
@@ -11,60 +11,80 @@ from torch import Tensor, nn
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.pipeline.stages import SharedParameter
+from lockstep.model.separate_parts import PartLeaf
 
 
 class TiedGradients:
-    """The parameters of this rank's stages that other stages share. Only the first of their ranks
-    counts them in the norm."""
+    """The trainable parameters that several stages of a pipeline share. Only the first of their
+    ranks counts them in the norm. In bitwise runs, with or without a pipeline: that several parts
+    share."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         tied: Sequence[SharedParameter],
         pipeline: World,
+        leaves: Mapping[str, Sequence[PartLeaf]] | None = None,
     ) -> None:
         """`parameters`: the trainable parameters of this rank's stages, by name, in the reducer's
-        order."""
+        order. `leaves`: see `SeparateParts`."""
         self._pipeline = pipeline
-        places = {name: place for place, name in enumerate(parameters)}
         mine = [each for each in tied if pipeline.rank in each.ranks and each.name in parameters]
-        self._mine = [(places[each.name], parameters[each.name], each.ranks) for each in mine]
+        held = {each.name: (leaves or {}).get(each.name, ()) for each in mine}
+        self._mine = [
+            ([parameters[each.name], *(leaf.parameter for leaf in held[each.name])], each.ranks)
+            for each in mine
+        ]
+        self.leaves = [leaf for several in held.values() for leaf in several]
+        """The leaves of this rank's parts. A reducer treats them as parameters."""
         self._elsewhere = {
-            id(parameter) for _, parameter, ranks in self._mine if ranks[0] != pipeline.rank
+            id(several[0]) for several, ranks in self._mine if ranks[0] != pipeline.rank
         }
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True if this rank counts the parameter in the gradient's norm."""
         return id(parameter) not in self._elsewhere
 
-    def sum(self, used: list[float]) -> None:
-        """Sum each tied `.grad` over its stages, and set `used` if any stage used it. Every rank of
-        the pipeline calls it, once a step."""
-        for at, parameter, ranks in self._mine:
+    def sum(self) -> None:
+        """Set the `.grad` of each of these parameters to the sum over its parts, in their order;
+        None if no part used it. Every rank of the pipeline calls it, once a step, after the
+        reducer."""
+        for holders, ranks in self._mine:
+            parameter = holders[0]
             local = to_local(parameter.detach())
-            mine = torch.zeros(local.numel() + 1, dtype=local.dtype, device=self._pipeline.device)
-            if used[at] and parameter.grad is not None:
-                mine[:-1] = to_local(parameter.grad).reshape(-1)
-                mine[-1] = 1.0
-            self._sum(mine, ranks)
-            used[at] = float(mine[-1] > 0)
-            if not used[at]:
+            size = len(holders), local.numel() + 1
+            mine = torch.zeros(size, dtype=local.dtype, device=self._pipeline.device)
+            for row, holder in zip(mine, holders, strict=True):
+                if holder.grad is not None:
+                    row[:-1] = to_local(holder.grad).reshape(-1)
+                    row[-1] = 1.0
+            total = self._sum(mine, ranks)
+            for leaf in holders[1:]:
+                leaf.grad = None
+            if total[-1] == 0:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            to_local(parameter.grad).copy_(mine[:-1].view_as(local))
+            to_local(parameter.grad).copy_(total[:-1].view_as(local))
 
-    def _sum(self, mine: Tensor, ranks: Sequence[int]) -> None:
-        """Sum over `ranks`: the first one adds the values in the order of ranks, and sends the
-        result to the others."""
+    def _sum(self, mine: Tensor, ranks: Sequence[int]) -> Tensor:
+        """Return the sum over all parts: the first of `ranks` adds the rows in their order, and
+        sends the result to the others."""
         group = self._pipeline.group or dist.group.WORLD
-        if self._pipeline.rank != ranks[0]:
-            dist.send(mine, group=group, group_dst=ranks[0])
-            dist.recv(mine, group=group, group_src=ranks[0])
-            return
-        other = torch.empty_like(mine)
+        first, *others = dict.fromkeys(ranks)
+        if self._pipeline.rank != first:
+            dist.send(mine, group=group, group_dst=first)
+            total = torch.empty_like(mine[0])
+            dist.recv(total, group=group, group_src=first)
+            return total
+        rows = {first: iter(mine)}
+        for rank in others:
+            theirs = mine.new_empty(ranks.count(rank), mine.shape[1])
+            dist.recv(theirs, group=group, group_src=rank)
+            rows[rank] = iter(theirs)
+        added: Tensor = next(rows[first])
         for rank in ranks[1:]:
-            dist.recv(other, group=group, group_src=rank)
-            mine += other
-        for rank in ranks[1:]:
-            dist.send(mine, group=group, group_dst=rank)
+            added += next(rows[rank])
+        for rank in others:
+            dist.send(added, group=group, group_dst=rank)
+        return added

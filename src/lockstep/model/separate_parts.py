@@ -1,0 +1,167 @@
+"""The sequential parts of a model, computed as if each were on a process of its own, for
+numerics=bitwise: one process then has the bits of any pipeline.
+
+Between two parts, a tensor and its gradient have the strides of a new tensor, as if they had been
+received. A parameter that several parts share has a leaf of autograd in each of them, so that the
+gradients of each part are summed on their own, and then the parts' sums in the order of the
+parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import (
+    is_distributed,
+    own_parameters,
+    storage_address,
+    tree_map,
+)
+
+
+class SeparateParts:
+    """Hooks on the parts that this rank has."""
+
+    def __init__(
+        self, model: nn.Module, parts: Sequence[str], shared: Sequence[str], *, last: str
+    ) -> None:
+        """`parts`: names of this rank's parts, in the model's order. `shared`: names of the
+        parameters that several parts of the whole model have. `last`: the model's last part."""
+        modules = {name: model.get_submodule(name) for name in parts}
+        once = {id(each): each for name, each in modules.items() if name != last}
+        self._handles = [each.register_forward_hook(_separate) for each in once.values()]
+        self.leaves: dict[str, list[PartLeaf]] = {}
+        """Shared parameter -> its leaves in all but the first of this rank's parts that have it, in
+        order. In the first one the parameter itself is the leaf."""
+        named = dict(model.named_parameters())
+        for name in shared:
+            if (parameter := named.get(name)) is None:
+                continue
+            holders = [
+                part for part in modules.values() if any(p is parameter for p in part.parameters())
+            ]
+            self.leaves[name] = [PartLeaf(parameter, part) for part in holders[1:]]
+            for leaf in self.leaves[name]:
+                self._handles += leaf.install()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class PartLeaf:
+    """A shared parameter as one part uses it."""
+
+    def __init__(self, shared: nn.Parameter, part: nn.Module) -> None:
+        self.part = part
+        self.parameter = nn.Parameter(shared.detach())
+        """Gets the gradient of this part. It has the memory of the shared parameter."""
+        self.gathered: nn.Parameter | None = None
+        """The leaf on the gathered parameter, if parameters are sharded."""
+        self._shared = shared
+        self._owners = [
+            (own_parameters(module), name)
+            for module in part.modules()
+            for name, parameter in own_parameters(module).items()
+            if parameter is shared
+        ]
+        self._replaced: nn.Parameter | None = None
+
+    def install(self) -> list[Any]:
+        """Use the leaf in forwards of the part. Return the handles of the hooks."""
+        return [
+            self.part.register_forward_pre_hook(self._put_in),
+            self.part.register_forward_hook(self._take_out, prepend=True, always_call=True),
+        ]
+
+    def _put_in(self, _: nn.Module, __: Any) -> None:
+        own, name = self._owners[0]
+        current = own[name]
+        if current is None or not current.requires_grad or not torch.is_grad_enabled():
+            return
+        if current is self._shared:
+            leaf = self.parameter
+            if leaf.data_ptr() != current.data_ptr():  # its `data` has been replaced
+                leaf.data = current.data
+        elif is_distributed(self._shared) and isinstance(current, nn.Parameter):
+            leaf = self._leaf_on_gathered(current)
+        else:
+            return  # another tensor, as with torch.func.functional_call
+        self._replaced = current
+        self._put(leaf)
+
+    def _leaf_on_gathered(self, current: nn.Parameter) -> nn.Parameter:
+        leaf = self.gathered
+        memory = storage_address(current.untyped_storage())
+        if leaf is None or storage_address(leaf.untyped_storage()) != memory:
+            leaf = self.gathered = nn.Parameter(current.data)
+        return leaf
+
+    def _take_out(self, _: nn.Module, __: Any, ___: Any) -> None:
+        if self._replaced is not None:
+            self._put(self._replaced)
+            self._replaced = None
+
+    def _put(self, parameter: nn.Parameter) -> None:
+        for own, name in self._owners:
+            own[name] = parameter
+
+
+def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
+    """Raise `RecipeError` if one module is two of the model's parts."""
+    first: dict[int, str] = {}
+    for name in parts:
+        module = model.get_submodule(name)
+        before = first.setdefault(id(module), name)
+        if before != name and any(each.requires_grad for each in module.parameters()):
+            raise RecipeError(
+                f"numerics=bitwise, and the parts {before!r} and {name!r} of the model are one"
+                " module; each part's gradients are summed on their own; give each its own module,"
+                " and share the parameters: second.weight = first.weight"
+            )
+
+
+def _separate(_: nn.Module, __: Any, output: Any) -> Any:
+    """A forward hook of a part."""
+    return tree_map(_separated, output)
+
+
+def _separated(value: Any) -> Any:
+    if not isinstance(value, Tensor) or is_distributed(value):
+        return value
+    return _Separate.apply(value) if value.requires_grad else _as_new(value)  # type: ignore[no-untyped-call]
+
+
+class _Separate(torch.autograd.Function):
+    """The identity. The result and its gradient have the strides of new tensors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return _as_new(tensor.detach())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _as_new(gradient)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def _as_new(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy, with the strides of a new tensor of its shape."""
+    sizes = [max(size, 1) for size in tensor.shape]
+    strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    return tensor if tensor.stride() == strides else tensor.reshape(-1).view(tensor.shape)
