@@ -2110,7 +2110,7 @@ HANDED_ON = (
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
-    "leave numerics=bitwise out, or use replicate instead of shard={size}",
+    "leave numerics=bitwise out, or use replicate instead of {name}={size}",
     "leave out branches that depend on the tokens, or leave numerics=bitwise out",
     "give sequences of at least {processes.size} tokens, or a smaller context",
     "without Recipe.sequence and context",
