@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 from planner.subjects import recipe, traced
 from torch import Tensor, nn
@@ -15,9 +17,10 @@ from lockstep.plan import Plan
 from lockstep.planner.machines.costs import Machine
 from lockstep.planner.machines.hardware import parse_target
 from lockstep.planner.predict import predict
-from lockstep.planner.prediction import SKEW
+from lockstep.planner.prediction import SKEW, Prediction
 from lockstep.planner.trace import TracedStep, memory_peak
 from lockstep.planner.tracing.tracer import model_size
+from lockstep.recipe.balance import Balance
 
 WIDTH, HIDDEN, LENGTH, WORDS, EXPERTS, CHOSEN, SAMPLES, MICROBATCHES = 64, 96, 33, 32, 8, 2, 2, 4
 
@@ -116,6 +119,46 @@ def test_a_prediction_has_both_figures() -> None:
     assert experts.skewed is not None
     assert experts.skewed.seconds >= experts.seconds
     assert experts.skewed.peak_bytes > experts.peak.bytes
+
+
+def predicted(plan: str, microbatches: int, over: Any) -> Prediction:
+    rows = words[:SAMPLES].repeat(microbatches, 1)
+    given = replace(
+        GIVEN,
+        model=Mixture,
+        data=TensorDataset(rows, rows),
+        global_batch=SAMPLES * microbatches,
+        balance=over and Balance(coefficient=0.1, over=over),
+        stages=["words", "blocks", "head"],
+    )
+    count = 2 if "pipeline" in plan else 1
+    return predict(given, Plan.parse(plan), Machine.of(parse_target(f"{count} x H100"), None))
+
+
+def test_a_balance_over_the_step_costs_a_forward_more() -> None:
+    """A third of the products, in the forward and the backward, of all microbatches."""
+    for count in (3, 7):
+        plain, step, previous = (
+            predicted("replicate=1", count, over).by_limit["matmul"]
+            for over in (None, "step", "previous")
+        )
+        assert previous == plain
+        assert 1.05 < step / plain < 1.4
+
+
+def test_a_balance_over_the_step_costs_no_forward_where_backwards_are_held() -> None:
+    """And holds the inputs of the blocks of all microbatches until then."""
+    plan, inputs = "replicate=1,checkpointing=full", 4 * SAMPLES * LENGTH * WIDTH
+    plain, short, long = (
+        predicted(plan, count, over) for count, over in ((7, None), (4, "step"), (7, "step"))
+    )
+    assert long.by_limit["matmul"] == pytest.approx(plain.by_limit["matmul"])
+    assert long.peak.bytes - short.peak.bytes >= 3 * inputs
+
+
+def test_a_balance_in_a_pipeline_is_predicted() -> None:
+    step, previous = (predicted("pipeline=2", 6, over) for over in ("step", "previous"))
+    assert step.seconds > previous.seconds
 
 
 def test_a_rank_holds_its_experts() -> None:

@@ -243,5 +243,6 @@ def test_a_plan_that_divides_experts_has_a_figure_for_a_skewed_router() -> None:
     lines = list(forecast(*BOTH, Outcome(plan="expert=8", prediction=experts)).lines(5))
     assert [line for line in lines if "rows" in line] == [
         "expert=8, if one rank's experts get 2 times the mean number of rows: a step of 700 ms"
-        " instead of 500 ms, and 88 GB of memory there, more than a device has"
+        " instead of 500 ms, and 88 GB of memory there, more than a device has:"
+        " it fits only with balanced routing"
     ]

@@ -176,11 +176,12 @@ class Forecast:
             if each.skewed is not None:
                 needed = each.needed_for(each.skewed.peak_bytes)
                 is_too_large = each.capacity_bytes is not None and needed > each.capacity_bytes
+                mark = ", more than a device has: it fits only with balanced routing"
                 yield (
                     f"{each.plan}, if one rank's experts get {SKEW:g} times the mean number of"
                     f" rows: a step of {time_in_words(each.skewed.seconds)} instead of"
                     f" {time_in_words(each.seconds)}, and {size(needed)} of memory there"
-                    f"{', more than a device has' if is_too_large else ''}"
+                    f"{mark if is_too_large else ''}"
                 )
 
     def _nothing_fits(self) -> Iterator[str]:

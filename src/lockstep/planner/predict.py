@@ -14,7 +14,9 @@ from lockstep.planner.machines.costs import Machine
 from lockstep.planner.prediction import SKEW, Prediction, Skewed, text
 from lockstep.planner.simulate import Costs, StepTime, fused, repeated, simulate
 from lockstep.planner.trace import (
+    HELD,
     ON_HOST,
+    Mark,
     Operation,
     TracedStep,
     memory_peak,
@@ -71,7 +73,7 @@ def predict(recipe: Recipe, plan: Plan, machine: Machine, *, is_fake: bool = Tru
     shape = _shape(recipe, plan.resolve(machine.cluster.count))
     traces = _traces(shape, machine, is_fake)
     whole = _whole(traces, shape)
-    if shape.plan.pipeline != 1:
+    if shape.plan.pipeline != 1 or Mark(HELD) in traces[0].items:
         traces = [with_more_microbatches(trace, shape.traced, shape.count) for trace in traces]
     if shape.plan.offload:
         traces = [offloaded(trace) for trace in traces]
@@ -116,7 +118,7 @@ def seconds_on_costs(recipe: Recipe, plan: Plan, machine: Machine) -> Callable[[
 def _whole(traces: Sequence[TracedStep], shape: _Shape) -> Sequence[TracedStep]:
     """Return the traces with all microbatches added (except for a pipeline), and with fused kernels
     if the plan compiles."""
-    whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.count)]
+    whole = traces if shape.plan.pipeline != 1 else [repeated(traces[0], shape.traced, shape.count)]
     return [fused(trace) for trace in whole] if shape.plan.compile else whole
 
 

@@ -319,17 +319,20 @@ def _fuses(one: Compute, other: Compute) -> bool:
     )
 
 
-def repeated(trace: TracedStep, microbatches: int) -> TracedStep:
-    """Return the trace with `microbatches` microbatches, by repeating the second of the three
-    traced ones."""
-    starts = [at for at, item in enumerate(trace.items) if item == Mark("microbatch")]
-    if len(starts) >= microbatches:
+def repeated(trace: TracedStep, traced: int, microbatches: int) -> TracedStep:
+    """Return the trace with `microbatches` microbatches instead of `traced`, by repeating the
+    second of the three traced ones in each pass over them."""
+    if traced == microbatches:
         return trace
-    assert len(starts) == 3, "a shorter step is traced with three microbatches"
-    _, second, third = starts
-    middle = trace.items[second:third]
+    assert traced == 3, "a shorter step is traced with three microbatches"
+    starts = [at for at, item in enumerate(trace.items) if item == Mark("microbatch")]
     numbers = (getattr(item, "number", getattr(item, "event", 0)) for item in trace.items)
     beyond = 1 + max(0, *numbers)
+    middle = [
+        item
+        for second, third in zip(starts[1::3], starts[2::3], strict=True)
+        for item in trace.items[second:third]
+    ]
     collectives = {item.number for item in middle if isinstance(item, Communicate)}
     events = {item.event for item in middle if isinstance(item, RecordEvent)}
 
@@ -341,7 +344,11 @@ def repeated(trace: TracedStep, microbatches: int) -> TracedStep:
                 return replace(item, event=event + shift)
         return item
 
-    items = list(trace.items[:third])
-    for copy in range(1, microbatches - 2):
-        items += [renumbered(item, copy * beyond) for item in middle]
-    return replace(trace, items=[*items, *trace.items[third:]])
+    items: list[Item] = []
+    end = 0
+    for second, third in zip(starts[1::3], starts[2::3], strict=True):
+        items += trace.items[end:third]
+        for copy in range(1, microbatches - 2):
+            items += [renumbered(item, copy * beyond) for item in trace.items[second:third]]
+        end = third
+    return replace(trace, items=[*items, *trace.items[end:]])

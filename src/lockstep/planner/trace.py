@@ -85,7 +85,7 @@ Cause = Literal[
 ON_HOST: tuple[Cause, ...] = ("parameters", "gradients", "optimizer")
 """Causes of memory that offload moves to the host."""
 DEFAULT_STREAM = 0
-DISPATCH, REDUCED = "dispatch", "reduced"
+DISPATCH, HELD, REDUCED = "dispatch", "held", "reduced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,9 @@ class AwaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in the program: `microbatch`, `dispatch` (before DTensor's work), `reduced` (a
-    gradient in DDP's hooks), `update`, `end`."""
+    """A point in the program: `microbatch` (in each pass over the microbatches), `held` (from here
+    on, the backwards that waited for all forwards), `dispatch` (before DTensor's work), `reduced`
+    (a gradient in DDP's hooks), `update`, `end`."""
 
     name: str
 
@@ -188,7 +189,8 @@ def offloaded(trace: TracedStep) -> TracedStep:
 
 def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> TracedStep:
     """Return the trace with the memory of `count` microbatches instead of `traced`. Memory that
-    each microbatch leaves until the last backward grows with their number."""
+    each microbatch leaves until the last backward, or until the first one that waits for all
+    forwards, grows with their number."""
     backward = [
         place
         for place, item in enumerate(trace.items)
@@ -196,6 +198,8 @@ def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> Traced
     ]
     if count == traced or not backward:
         return trace
+    held = [place for place, item in enumerate(trace.items) if item == Mark(HELD)]
+    until = held[0] if held else backward[-1]
     born, died, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
     for each in trace.allocations:
         if each.bytes > 0 and each.number not in born:
@@ -210,7 +214,7 @@ def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> Traced
     alike: dict[tuple[Cause, int], list[int]] = defaultdict(list)
     for number, place in born.items():
         if (
-            start < place <= backward[-1] < died.get(number, len(trace.items))
+            start < place <= until < died.get(number, len(trace.items))
             and trace.causes[number] not in ON_HOST
         ):
             alike[trace.causes[number], sizes[number]].append(number)

@@ -32,6 +32,8 @@ from lockstep.model.expert.routing import Routing
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery, PipelineFailure
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
+from lockstep.planner.trace import HELD
+from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import (
     IS_PINNED,
     PIN_MEMORY,
@@ -43,10 +45,13 @@ from lockstep.planner.tracing.torch_fakes import (
     keeping_buckets,
     mesh_methods,
     propagation_methods,
+    replaced,
 )
 from lockstep.training import loss
+from lockstep.training.balance import ExpertBalance
 from lockstep.training.loss import LossKind
 from lockstep.training.microbatches import Batching, Microbatches, Spans
+from lockstep.training.step import Step
 from lockstep.training.train_module import TrainModule
 
 TORCH = str(Path(torch.__file__).parent)
@@ -174,12 +179,18 @@ def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Ite
     yield (
         BoundaryDiscovery,
         {
-            "_discover": lambda *_: list(forwards[0]),
+            "_discover": lambda _, __, backward: [
+                boundary if backward else _without_gradients(boundary) for boundary in forwards[0]
+            ],
             "_in_turn": partialmethod(_own_stages, forwards),
         },
     )
     # The original agrees with other ranks on new buckets, in C++.
     yield DistributedDataParallel, keeping_buckets()
+
+
+def _without_gradients(boundary: Boundary) -> Boundary:
+    return boundary._replace(gradients=tuple(False for _ in boundary.gradients))
 
 
 def without_masks() -> Patch:
@@ -223,8 +234,28 @@ def without_values() -> Iterator[Patch]:
         masks = import_module("transformers.masking_utils")
         if hasattr(masks, PACKED):
             yield masks, {PACKED: lambda *_, **__: None}
+    # The originals read the routers' loads and logits.
+    nothing = partial(_answer, None)
+    yield ExpertBalance, {"check": nothing, "_check_logits": nothing}
     # The original keeps tensors for later runs, which have values.
     yield loss, {"_constant": loss._constant.__wrapped__}
+
+
+def marked_backwards(recorder: TraceRecorder) -> Patch:
+    """Return a replacement for the function that computes the backwards that waited for all
+    forwards. It marks its beginning, and each of them."""
+    release, terms = Step._release, ExpertBalance.terms
+
+    def marked_terms(balance: ExpertBalance, *given: Any) -> Any:
+        recorder.mark("microbatch")
+        return terms(balance, *given)
+
+    def marked(step: Step, balance: ExpertBalance) -> None:
+        recorder.mark(HELD)
+        with replaced(ExpertBalance, terms=marked_terms):
+            release(step, balance)
+
+    return Step, {"_release": marked}
 
 
 def _with_values(owner: type, name: str) -> Patch:

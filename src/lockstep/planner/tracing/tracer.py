@@ -38,6 +38,7 @@ from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.stand_ins import (
     GpuSemantics,
     Values,
+    marked_backwards,
     unrecorded,
     with_short_first_step,
     with_values,
@@ -251,6 +252,7 @@ class LoneSession(RecipeSession):
         gathered = self.hook.recorder.labelling(exchange.gather_keys, "keys and values")
         patches = [*without_others(options.boundaries, options.skew), unrecorded()]
         patches.append((exchange, {"gather_keys": gathered}))
+        patches.append(marked_backwards(self.hook.recorder))
         if self._executed.pipeline == 1 and not isinstance(self.recipe.data, Stream):
             # A schedule needs as many microbatches as stages, and a stream gives one microbatch of
             # each shard.
