@@ -277,8 +277,11 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         ),
         ("expert=2,compile=yes", "expert=2 with compile=yes; the number of tokens of each expert"),
         ("expert=2,shard=2,offload=yes", "expert=2 with offload=yes; experts are not moved"),
-        ("expert=2,tensor=2", "expert=2 with tensor=2; layers are not sharded beside experts yet"),
-        ("expert=2,pipeline=2,numerics=bitwise", "pipeline=2 with numerics=bitwise;"),
+        (
+            "expert=2,tensor=2,slices=2,numerics=bitwise",
+            "slices=2 with expert=2; layers are not computed in slices beside experts yet",
+        ),
+        ("expert=2,pipeline=2,numerics=bitwise", "expert=2 with pipeline=2; with numerics=bit"),
         (
             "expert=2,shard=2,pipeline=2,checkpointing=selective",
             "checkpointing=selective with expert=2, shard=2 and pipeline=2; FSDP2 gathers experts",

@@ -408,7 +408,6 @@ class Plan:
                 "the number of tokens of each expert is known only while the forward runs",
             ),
             ("offload", self.offload, False, "experts are not moved to CPU memory yet"),
-            ("tensor", given.get("tensor", 1), 1, "layers are not sharded beside experts yet"),
         )
         if self.checkpointing == "selective" and 1 not in (
             given.get("shard", 1),

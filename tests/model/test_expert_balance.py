@@ -7,8 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from model.mixtures import Mixture
 from torch import Tensor
 
+from lockstep.model.context.trial import trial
 from lockstep.model.expert.balance import (
     MORE,
     balance_loss,
@@ -21,6 +23,7 @@ from lockstep.model.expert.balance import (
     summed_probabilities,
     z_loss,
 )
+from lockstep.model.expert.routers import RoutingRecorder, find_routers
 
 seeds = st.integers(0, 2**31)
 counts = st.integers(1, 12)
@@ -118,3 +121,14 @@ def test_sigmoid_scores_are_divided_by_their_sum() -> None:
     found = probabilities(logits, "sigmoid")
     assert found.sum() == pytest.approx(1.0)
     assert found[0, 1] / found[0, 0] == pytest.approx(float(torch.sigmoid(logits[0, 1])) / 0.5)
+
+
+def test_a_forward_in_which_a_module_checks_itself_is_not_recorded() -> None:
+    model = Mixture()
+    recorder = RoutingRecorder(model, find_routers(model, None, None))
+    recorder.start()
+    text = torch.zeros(2, 3, dtype=torch.int64)
+    with trial():
+        model(text)
+    model(text)
+    assert [(len(each.index), len(each.logits)) for each in recorder.take()] == [(1, 1)] * 2

@@ -170,6 +170,15 @@ def test_a_rank_holds_its_experts() -> None:
     assert sharded["parameters"] <= 1.05 * half["parameters"] / 2
 
 
+def test_tensor_leaves_experts_whole() -> None:
+    given = replace(GIVEN, tensor={"head": "vocabulary"})
+    alone, both = (traced(plan, given) for plan in ("expert=2", "expert=2,tensor=2"))
+    bytes_alone, bytes_both = (memory_peak(each).by_cause["parameters"] for each in (alone, both))
+    assert bytes_alone - bytes_both == 4 * (WORDS * WIDTH + WORDS) // 2
+    assert both.sent_bytes()["all_to_all on expert"] == alone.sent_bytes()["all_to_all on expert"]
+    assert both.sent_bytes()["all_gather on tensor"] > 0
+
+
 def test_experts_are_found() -> None:
     size = model_size(GIVEN)
     assert (size.experts, size.expert_bytes) == (EXPERTS, 4 * EXPERTS * 2 * WIDTH * HIDDEN)

@@ -256,6 +256,12 @@ def test_experts_are_divided_over_the_ranks_of_a_node() -> None:
         "shard=4,expert=4",
         "replicate=2,expert=4,pipeline=2",
         "shard=2,expert=4,pipeline=2",
+        "replicate=2,expert=4,tensor=2",
+        "shard=2,expert=4,tensor=2",
+        "replicate=2,expert=2,tensor=4",
+        "shard=2,expert=2,tensor=4",
+        "expert=4,tensor=2,pipeline=2",
+        "expert=2,tensor=4,pipeline=2",
     }
     assert not [
         plan for plan in layouts(replace(space, stages=1)) if plan.expert != 1 != plan.pipeline
@@ -264,6 +270,9 @@ def test_experts_are_divided_over_the_ranks_of_a_node() -> None:
     held = replace(space, state_bytes=1500, expert_bytes=1200, capacity_bytes=700)
     search(held, evaluating(lambda plan: (1.0, 10), tried := []))
     assert "replicate=4,expert=4" in tried, "300 bytes of dense layers, and 300 of experts"
+    assert "replicate=2,expert=4,tensor=2" in tried, "150 bytes of dense layers, and 300"
+    search(replace(held, capacity_bytes=440), evaluating(lambda plan: (1.0, 10), tried := []))
+    assert "replicate=2,expert=4,tensor=2" not in tried, "tensor leaves experts whole"
     search(replace(held, expert_bytes=0), evaluating(lambda plan: (1.0, 10), tried := []))
     assert "replicate=4,expert=4" not in tried
 

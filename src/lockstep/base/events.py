@@ -80,6 +80,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "model-built-whole": "the model could not be built in parts",
         "experts-watched": "the router of each layer of experts",
         "weights-loaded": "pretrained weights were loaded",
+        "experts-whole": "`tensor` leaves experts whole: each of its ranks computes them",
         "experts-eager": "transformers' experts compute one after another, for the same bits",
         "optimizer-not-fused": "a fused kernel would round differently on a shard",
         "optimizer-on-whole-tensors": "an optimizer updates gathered tensors",

@@ -73,6 +73,8 @@ class Parallelized:
     """With bitwise numerics: of each module of experts on several ranks."""
     separate: SeparateParts | None
     """With bitwise numerics, of a model whose sequential parts are known."""
+    whole_experts: Sequence[str]
+    """Modules of experts that `tensor` leaves whole."""
     eager_experts: Sequence[str]
     """Modules of transformers that compute one expert after another, for the same bits."""
 
@@ -105,8 +107,10 @@ def parallelize(
         chunked = head_name(model, head, autocast_dtype)
     used_by_loss = set() if chunked is None else modules_with_weights_of(model, chunked)
     styles: Mapping[str, str] = {}
+    whole_experts: list[str] = []
     if (size := mesh.axis("tensor").size) > 1 or plan.slices != 1:
-        styles = tensor_styles(model, tensor, size, plan.slices)
+        whole_experts = list(stacked_experts(model, experts))
+        styles = tensor_styles(model, tensor, size, plan.slices, experts=whole_experts)
         if plan.context != 1:
             _check_styles_under_context(plan, styles)
     # before other stages' parameters are removed
@@ -137,11 +141,8 @@ def parallelize(
         shared = split_stages.shared_parameters
         roots = _keep_own_stages(initial, split_stages, mesh)
         block_names = _blocks_within(roots, block_names)
-        styles = {
-            name: style
-            for name, style in styles.items()
-            if any(is_within(name, root) for root in roots)
-        }
+        styles = {name: style for name, style in styles.items() if _is_within_any(name, roots)}
+        whole_experts = [name for name in whole_experts if _is_within_any(name, roots)]
     layers = layers_of(model, blocks, parts) if plan.split != 1 else []
 
     sharded = mesh.axis("shard").size > 1
@@ -156,12 +157,16 @@ def parallelize(
         if ranks.size > 1:
             assert mesh.torch_mesh is not None
             of_tensor = mesh.torch_mesh["tensor"]
-        slices = Slices(plan.slices, ranks) if plan.numerics == "bitwise" else None
-        tensor_parallel(model, of_tensor, styles, materialize=materialize, slices=slices)
+        tensor_parallel(
+            model,
+            of_tensor,
+            styles,
+            materialize=materialize,
+            experts=whole_experts,
+            slices=Slices(plan.slices, ranks) if plan.numerics == "bitwise" else None,
+        )
     held_experts = {
-        name: each
-        for name, each in found_experts.items()
-        if any(is_within(name, root) for root in roots)
+        name: each for name, each in found_experts.items() if _is_within_any(name, roots)
     }
     divided, leaves, eager = _place_experts(
         model, mesh, plan, held_experts, roots, exchange, materialize=materialize
@@ -205,7 +210,9 @@ def parallelize(
         separate = SeparateParts(model, own, names, last=parts[-1])
         if pipeline is not None:
             pipeline.leaves = [leaf for each in separate.leaves.values() for leaf in each]
-    return Parallelized(streams, pipeline, shared, cut, divided, leaves, separate, eager)
+    return Parallelized(
+        streams, pipeline, shared, cut, divided, leaves, separate, whole_experts, eager
+    )
 
 
 def _find_experts(
@@ -328,6 +335,10 @@ def _check_not_compiled(head: str, compiled: Sequence[str]) -> None:
                 " it, whose output is no plain tensor; name blocks without the head in"
                 " Recipe.blocks, or leave compile=yes out"
             )
+
+
+def _is_within_any(name: str, parts: Sequence[str]) -> bool:
+    return any(is_within(name, part) for part in parts)
 
 
 def _blocks_within(parts: Sequence[str], blocks: Sequence[str]) -> list[str]:

@@ -179,8 +179,8 @@ def _sharded(
     sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
     for shard in sorted({1, data} | within):
         yield Plan(replicate=data // shard, shard=shard, **sizes)
-    if tensor == 1 and pipeline <= max(1, space.stages):
-        yield from _with_experts(space, data, near, pipeline=pipeline, context=context)
+    if pipeline <= max(1, space.stages):
+        yield from _with_experts(space, data, near, **sizes)
 
 
 def _with_experts(space: Space, data: int, near: int, **sizes: Any) -> Iterator[Plan]:
@@ -208,7 +208,11 @@ def _held_bytes(plan: Plan, space: Space) -> int:
         for axis in plan.larger
         if not axis.same_state and (plan.shard != 1 or "experts" not in axis.divides)
     )
-    experts = math.prod(plan.size(axis) for axis in plan.larger if not axis.same_state)
+    experts = math.prod(
+        plan.size(axis)
+        for axis in plan.larger
+        if not axis.same_state and "features" not in axis.divides
+    )
     return (space.state_bytes - space.expert_bytes) // dense + space.expert_bytes // experts
 
 

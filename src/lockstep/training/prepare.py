@@ -148,6 +148,12 @@ def prepare(
     model, parallel = made.built.module, made.parallel
     if made.built.reason is not None:
         training.run.event("model-built-whole", reason=made.built.reason)
+    if parallel.whole_experts:
+        training.run.event(
+            "experts-whole",
+            modules=list(parallel.whole_experts),
+            reason="the axis expert divides experts, not tensor",
+        )
     if parallel.eager_experts:
         training.run.event(
             "experts-eager",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.expert.models import StackedExperts
 from model.tensor.models import LAYERS, TIED, WIDTH, WORDS, Fused, Model
 from torch import nn
 
@@ -92,6 +93,36 @@ def test_a_plan_of_transformers_may_cut_a_fused_layer_which_lies_by_heads() -> N
     assert tensor_styles(model, None, 2) == {
         "attention.query_key_value": "colwise",
         "attention.dense": "rowwise",
+    }
+
+
+def with_experts() -> Any:
+    """A model of transformers whose plan names experts and their parameters."""
+    experts = StackedExperts(4)
+    experts.scale = nn.Linear(8, 4)
+    model: Any = layers(mlp=layers(experts=experts, up=nn.Linear(8, 8)))
+    model._tp_plan = {
+        "mlp.experts": "moe_tp_experts",
+        "mlp.experts.down": "packed_colwise",
+        "mlp.experts.scale": "rowwise",
+        "*.up": "colwise",  # matches a parameter of the experts too
+    }
+    return model
+
+
+def test_a_plan_of_transformers_is_read_without_its_experts() -> None:
+    assert tensor_styles(with_experts(), None, 2, experts=["mlp.experts"]) == {"mlp.up": "colwise"}
+
+
+@pytest.mark.parametrize("named", ["mlp.experts", "mlp.experts.scale"])
+def test_experts_in_a_map_of_ones_own_are_refused(named: str) -> None:
+    given = {"*.up": "colwise", named: "sequence"}
+    message = rf"'{named}', a module of experts; .* '\*.experts\*': 'replicated'"
+    with pytest.raises(RecipeError, match=message):
+        tensor_styles(with_experts(), given, 2, experts=["mlp.experts"])
+    remedy = {**given, "*.experts*": "replicated"}
+    assert tensor_styles(with_experts(), remedy, 2, experts=["mlp.experts"]) == {
+        "mlp.up": "colwise"
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,23 @@ dtype's epsilon to the power of 3/4 (1e-4 in float32), or of the epsilon for sho
 bfloat16)."""
 SMALL = 1e-2
 """Parameters whose largest value is smaller do not show what they do in the output."""
+
+_is_inside = ContextVar("inside a trial", default=False)
+
+
+def in_trial() -> bool:
+    """True in a forward that a module makes inside a microbatch's forward, to check itself."""
+    return _is_inside.get()
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """A context for such forwards."""
+    before = _is_inside.set(True)
+    try:
+        yield
+    finally:
+        _is_inside.reset(before)
 
 
 def tolerance(tensor: Tensor) -> float:

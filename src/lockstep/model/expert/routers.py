@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.torch_private import in_backward, own_buffers, own_parameters
+from lockstep.comm.mesh import full_tensor
 from lockstep.model.blocks import matching_names
 from lockstep.model.context.active import active
+from lockstep.model.context.trial import in_trial
 from lockstep.model.expert.find import Experts, find_experts
 
 BIAS = "e_score_correction_bias"
@@ -192,7 +194,7 @@ class RoutingRecorder:
 
     def _router_hook(self, place: int) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> None:
-            if self._choices is not None:
+            if self._choices is not None and not in_trial():
                 layer = self.layers[place]
                 logits = _logits_in(output, layer)
                 self._choices[place].logits.append(logits)
@@ -205,7 +207,7 @@ class RoutingRecorder:
                 return None
             layer = self.layers[place]
             index = args[1] if len(args) > 1 else keywords[argument]
-            if self._choices is not None:
+            if self._choices is not None and not in_trial():
                 choices = self._choices[place]
                 choices.index.append(_checked_index(index, layer))
                 sequence = active()
@@ -245,7 +247,7 @@ def _logits_in(output: Any, layer: RoutedLayer) -> Tensor:
             and each.dim() > 1
             and each.shape[-1] == layer.experts.count
         ):
-            return each.reshape(-1, layer.experts.count)
+            return full_tensor(each).reshape(-1, layer.experts.count)
     shapes = [str(tuple(each.shape)) for each in several if isinstance(each, Tensor)]
     raise RecipeError(
         f"the router {layer.router!r} returned tensors of shapes {', '.join(shapes) or None}; the"

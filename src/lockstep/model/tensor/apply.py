@@ -28,7 +28,7 @@ from torch.distributed.tensor import (
 )
 
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import without_torch_function_modes
+from lockstep.base.torch_private import tree_map, without_torch_function_modes
 from lockstep.model.blocks import share_parameter, shared_names
 from lockstep.model.placement import place_parameters
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
@@ -39,7 +39,12 @@ from lockstep.model.tensor.sharded_features import (
     is_sharded,
     mark_sharded,
 )
-from lockstep.model.tensor.sharded_logits import as_sharded_logits, as_sliced_logits, local_shard
+from lockstep.model.tensor.sharded_logits import (
+    as_sharded_logits,
+    as_sliced_logits,
+    gather_full,
+    local_shard,
+)
 from lockstep.model.tensor.sliced import Slices, linear
 from lockstep.model.tensor.styles import STYLES, is_transposed, kind_of, shard_dim, sizes_of
 
@@ -59,13 +64,15 @@ def tensor_parallel(
     styles: Mapping[str, str],
     *,
     materialize: Callable[[nn.Module], None],
+    experts: Sequence[str] = (),
     slices: Slices | None = None,
 ) -> None:
     """Shard the layers of `model` over `mesh` (one axis), in place. Every rank calls it, before
     FSDP2 shards the model. `styles`: result of `tensor_styles`. `materialize`: called with a layer
     just before it is sharded; all ranks must get the same values, because nothing is sent. Other
-    parameters without values stay on the meta device. Shared parameters stay shared. `slices`: in
-    which the layers compute; `mesh` is None with slices on one rank."""
+    parameters without values stay on the meta device. Shared parameters stay shared. `experts`:
+    modules of experts, each of which is called with all tokens on every rank. `slices`: in which
+    the layers compute; `mesh` is None with slices on one rank."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
     for name, style in styles.items():
@@ -83,10 +90,20 @@ def tensor_parallel(
             _replace_forward(layer, _SlicedLayer(name, style, unsharded_now, slices))
     for names in shared:
         share_parameter(model, names)
+    for name in experts:
+        call = functools.partial(_gather_tokens, name)
+        model.get_submodule(name).register_forward_pre_hook(call, with_kwargs=True)
     sliced = None if slices is None else SlicedModel(model, list(styles), slices)
     features = ShardedFeatures(mesh, sliced)
     exposed = [name for name, style in styles.items() if STYLES[style].exposes_shards]
-    check = None if mesh is None else FirstForwardCheck(model, exposed, unsharded_now)
+    on_sequence = [
+        name
+        for name, style in styles.items()
+        if name not in exposed and STYLES[style].output_layout == "sequence"
+    ]
+    check = None
+    if mesh is not None:
+        check = FirstForwardCheck(model, exposed, on_sequence, unsharded_now)
     around = {"", *(name[: dot.start()] for name in styles for dot in re.finditer(r"\.", name))}
     for name, module in model.named_modules():
         if name in around:
@@ -107,6 +124,21 @@ def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
             and gradient.placements != parameter.placements
         ):
             parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _gather_tokens(
+    name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Gather the arguments of a module of experts that are sharded over the sequence. Raises
+    `RecipeError` for those that are sharded over the features."""
+    for each in (*arguments, *keywords.values()):
+        if is_sharded(each):
+            raise RecipeError(
+                f"{name} is called with a tensor of shape {tuple(each.shape)} that is sharded over"
+                " the tensor axis; experts and their router take all features; give the layer"
+                " before them 'colwise_gathered', or leave the router unsharded"
+            )
+    return tree_map(gather_full, arguments), tree_map(gather_full, keywords)
 
 
 class _ShardedLayer:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes, own_parameters, tree_leaves, tree_map
+from lockstep.model.context.trial import trial
 from lockstep.model.tensor.sharded_features import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
@@ -36,11 +37,19 @@ all sharded layers' elements."""
 
 class FirstForwardCheck:
     """Compares the outputs of sharded and full layers, once for each of `layers`: those whose
-    shards the user's code sees. Every rank of the tensor axis makes one. `unsharded_now`: filled
-    with the layers that currently run with full weights."""
+    shards the user's code sees. Every rank of the tensor axis makes one."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], unsharded_now: set[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        on_sequence: Sequence[str],
+        unsharded_now: set[str],
+    ) -> None:
+        """`on_sequence`: other layers, whose output is a shard of the sequence. `unsharded_now`:
+        filled with the layers that currently run with full weights."""
         self._modules = {name: model.get_submodule(name) for name in layers}
+        self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = set(layers)
         self._unsharded_now = unsharded_now
         self._checked_kinds: set[Any] = set()
@@ -84,6 +93,7 @@ class FirstForwardCheck:
             self._comparing = True
             try:
                 with (
+                    trial(),
                     torch.no_grad(),
                     disable_current_modes(),
                     _evaluating(module),
@@ -94,7 +104,8 @@ class FirstForwardCheck:
                         return
                     drew = drawn()
                     given = tree_map(gather_full, given)
-                    with self._whole(inside):
+                    others = [name for name in self._on_sequence if name.startswith(prefix)]
+                    with self._whole([*inside, *others]):
                         whole = _tensors(forward(*given[0], **given[1]))
                 # a module that draws random numbers in evaluation mode draws different ones for a
                 # part
@@ -115,10 +126,11 @@ class FirstForwardCheck:
     def _whole(self, names: list[str]) -> Iterator[None]:
         """While the context is entered, these layers have their full weights and ignore other
         ranks."""
-        parts = {name: dict(own_parameters(self._modules[name])) for name in names}
+        modules = {name: (self._modules | self._on_sequence)[name] for name in names}
+        parts = {name: dict(own_parameters(module)) for name, module in modules.items()}
         try:
-            for name in names:
-                own_parameters(self._modules[name]).update(
+            for name, module in modules.items():
+                own_parameters(module).update(
                     {
                         each: (
                             None
@@ -131,8 +143,8 @@ class FirstForwardCheck:
             self._unsharded_now.update(names)
             yield
         finally:
-            for name in names:
-                own_parameters(self._modules[name]).update(parts[name])
+            for name, module in modules.items():
+                own_parameters(module).update(parts[name])
             self._unsharded_now.difference_update(names)
 
     def _check(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -87,16 +87,27 @@ FUSED = re.compile(
 
 
 def tensor_styles(
-    model: nn.Module, given: Mapping[str, str] | None, size: int, slices: int = 1
+    model: nn.Module,
+    given: Mapping[str, str] | None,
+    size: int,
+    slices: int = 1,
+    *,
+    experts: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the style of each sharded module, by its name, in the order of the model's modules.
     Raises `RecipeError`. `given`: `Recipe.tensor`; if several patterns match, the last one is used.
-    None: the model's `tensor_plan`, or the plan of a Hugging Face model. A layer that shares its
-    weight (tied embeddings) gets the matching style. `slices`: as in `Plan`."""
-    source, patterns = _source(model, given)
-    chosen = styles_with_adapters(model, _matched(model, source, patterns))
+    None: the model's `tensor_plan`, or the plan of a Hugging Face model, without its `experts`. A
+    layer that shares its weight (tied embeddings) gets the matching style. `slices`: as in `Plan`.
+    `experts`: modules of experts, which stay whole."""
+    source, patterns = _source(model, given, experts)
+    matched = _matched(model, source, patterns)
+    if not source:
+        matched = {name: style for name, style in matched.items() if not _expert_of(name, experts)}
+    chosen = styles_with_adapters(model, matched)
     _add_layers_with_shared_weights(model, chosen)
     for name, style in chosen.items():
+        if style != "replicated":
+            _check_not_expert(name, style, experts)
         _check(model, name, style, size)
         if slices != 1:
             _check_slices(model, name, style, slices)
@@ -128,15 +139,17 @@ def check_stage_parts(styles: Mapping[str, str], stages: Sequence[str]) -> None:
             )
 
 
-def _source(model: nn.Module, given: Mapping[str, str] | None) -> tuple[str, Mapping[str, str]]:
+def _source(
+    model: nn.Module, given: Mapping[str, str] | None, experts: Collection[str]
+) -> tuple[str, Mapping[str, str]]:
     """Return the source of the patterns (for errors), and the patterns, with lockstep's styles in
-    place of Hugging Face's."""
+    place of Hugging Face's, and without its patterns of experts."""
     if given is not None:
         return "Recipe.tensor", given
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         return f"{type(model).__name__}.tensor_plan", own
-    theirs = _hugging_face(model)
+    theirs = _without_experts(model, _hugging_face(model), experts)
     if not theirs:
         raise RecipeError(
             "tensor parallelism on a model without a map of its layers; the axis shards only "
@@ -162,6 +175,36 @@ def _hugging_face(model: nn.Module) -> dict[str, str]:
     inner = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     plan = {**{prefix + pattern: style for pattern, style in inner.items()}, **(complete or {})}
     return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
+
+
+def _without_experts(
+    model: nn.Module, plan: Mapping[str, str], experts: Collection[str]
+) -> dict[str, str]:
+    """Return the plan without patterns that match only modules of experts, or what is inside them.
+    A plan of transformers names parameters too."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    kept = {}
+    for pattern, style in plan.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching or not all(_expert_of(name, experts) for name in matching):
+            kept[pattern] = style
+    return kept
+
+
+def _expert_of(name: str, experts: Collection[str]) -> str | None:
+    """Return the module of experts that is `name`, or has it inside."""
+    return next((each for each in experts if f"{name}.".startswith(f"{each}.")), None)
+
+
+def _check_not_expert(name: str, style: str, experts: Collection[str]) -> None:
+    if (expert := _expert_of(name, experts)) is not None:
+        around, _, last = expert.rpartition(".")
+        pattern = f"*.{last}*" if around else f"{last}*"
+        raise RecipeError(
+            f"the style {style!r} for {name!r}, a module of experts; experts stay whole on the"
+            " ranks of the axis tensor, and the axis expert divides them; end the map with"
+            f" {pattern!r}: 'replicated'"
+        )
 
 
 def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict[str, str]:
