@@ -161,7 +161,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "layers": {"model": Norm},
     "a short microbatch": {"model": Norm, "global_batch": 14, "steps": None, "epochs": 1},
     "three microbatches": {"global_batch": 12},
-    "fewer microbatches than ranks": {"global_batch": 4},
+    "fewer microbatches than ranks": {"model": Norm, "global_batch": 4},
     "weights of the forward": {"loss": weighted},
     "weights of the batch": {"loss": unweighted, "weight": weight},
     "bf16": {
