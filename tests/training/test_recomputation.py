@@ -30,6 +30,7 @@ def trained(
     every: int,
     fault: tuple[int, dict[str, Any]] | None,
     changes: dict[str, Any],
+    save: int = 1,
 ) -> dict[str, Any]:
     """Trains, and returns what this rank has seen of it."""
     found: dict[str, Any] = {"error": "", "events": []}
@@ -53,7 +54,7 @@ def trained(
                 run_dir=run_dir,
                 plan=plan if "numerics" in plan else f"{plan},numerics=bitwise",
                 hooks=[*hooks, Events()],
-                saving=ls.Saving(every=1, last=2),
+                saving=ls.Saving(every=save, last=2),
             )
             found |= {"fingerprint": result.fingerprint, "loss": result.loss}
         except WrongResultError as error:
@@ -96,7 +97,8 @@ def test_the_rank_that_computes_wrong_results_is_named(
     pool: WorkerPool, tmp_path: Path, plan: str, ranks: int, number: int
 ) -> None:
     planted = faults(ranks, number)
-    cases = [(plan, EVERY, fault, {}) for fault in planted]
+    # of every other step, so that the one of the check is not saved already
+    cases = [(plan, EVERY, fault, {}, 2) for fault in planted]
     by_rank = pool.run(ranks, several, str(tmp_path), cases)
     for place, (rank, fault) in enumerate(planted):
         found = [each[place] for each in by_rank]

@@ -155,8 +155,6 @@ class Step:
             self._note_gradients()
             compute()
             self._borrowed = None
-            for statistics in self._statistics:
-                statistics.discard()
         return found
 
     def _hold_backwards(self) -> bool:
