@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples"
 WORDS, LENGTH, WIDTH, HEADS = 48, 12, 32, 4
 SAMPLES = 128
 
@@ -226,6 +228,64 @@ def llama_in_stages() -> nn.Module:
     return in_stages(whole.model.embed_tokens, layers, whole.model.norm, whole.lm_head)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(*heads.chunk(3, 1), is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class Experts(nn.Module):
+    """Stacked experts: MLPs."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        output = torch.zeros_like(tokens)
+        for expert in range(len(self.up)):
+            row, choice = (index == expert).nonzero(as_tuple=True)
+            computed = F.relu(tokens[row] @ self.up[expert]) @ self.down[expert]
+            output = output.index_add(0, row, computed * weights[row, choice, None])
+        return output
+
+
+class MixtureLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
+        self.router, self.experts = nn.Linear(WIDTH, 4, bias=False), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        tokens = self.norm(x).flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        return x + self.experts(tokens, index, weights).view_as(x)
+
+
+def mixture() -> nn.Module:
+    """A GPT whose MLPs are mixtures of experts. Without positions."""
+    layers = (MixtureLayer() for _ in range(2))
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
+
+
+def mixture_of(family: str) -> nn.Module:
+    """A mixture of experts of transformers. Its name ends in `-eager` for experts that run in
+    float64."""
+    sys.path.append(str(TESTS))
+    from model.expert.families import mixture_of_experts
+
+    name = family.removesuffix("-eager")
+    return mixture_of_experts(name, "grouped_mm" if name == family else "eager")
+
+
 TEXTS: dict[str, Any] = {
     "data": Texts(),
     "inputs": lambda batch: batch["input_ids"],
@@ -268,6 +328,10 @@ LLAMA_TENSOR = {
     **dict.fromkeys(["*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"], "colwise"),
     **dict.fromkeys(["*.o_proj", "*.down_proj"], "rowwise"),
 }
+FAMILIES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
+BALANCE = ls.Balance(
+    coefficient=0.01, over="step", tokens=lambda batch: batch["attention_mask"] != 0
+)
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {**GPT, "model": lambda: gpt(0.0)},
     "gpt-dropout": {**GPT, "model": lambda: gpt(0.1)},
@@ -288,6 +352,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2-in-stages": {**STAGED, "model": gpt2_in_stages, "tensor": GPT2_TENSOR},
     "llama": {**HUGGING_FACE, "model": llama},
     "llama-in-stages": {**STAGED, "model": llama_in_stages, "tensor": LLAMA_TENSOR},
+    "mixture": {**TEXTS, "model": mixture, "balance": BALANCE},
+    **{
+        family: {**HUGGING_FACE, "model": partial(mixture_of, family), "balance": BALANCE}
+        for name in FAMILIES
+        for family in (name, f"{name}-eager")
+    },
 }
 """The models' parts of a recipe, by name."""
 

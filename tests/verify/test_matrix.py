@@ -7,7 +7,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from matrix import MODELS, PLANS, PRECISIONS, REFUSED, SCRIPT, faults, plans_of
+from matrix import EXPERTS, MODELS, PLANS, PRECISIONS, REFUSED, SCRIPT, faults, plans_of, too_far
 from verify.pooled import run_script, verified
 
 from lockstep.base.errors import UserError
@@ -17,6 +17,7 @@ from lockstep.verify.jobs import parse_plans
 PART = {
     ("gpt-dropout", "fp32"): ["tensor=2", "split=2"],
     ("perceptron-batchnorm", "bf16"): ["replicate=3"],
+    ("mixture", "fp32"): ["shard=2,expert=2", "expert=2,context=2"],
 }
 
 
@@ -35,6 +36,7 @@ def test_a_part_of_the_matrix_passes(pool: WorkerPool, model: str, precision: st
         check_microbatch_size=exact,
     )
     assert faults(report) == []
+    assert model not in EXPERTS or too_far(report) == []
     assert len(report.verdicts) == len(PART[model, precision])
     assert all(bool(verdict.float64) == exact for verdict in report.verdicts)
     assert report.microbatch_size_checked == exact

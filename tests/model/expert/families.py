@@ -53,12 +53,17 @@ def family(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with random weights. In float64, for which there is no `grouped_mm`, its experts are
     `eager`."""
     torch.manual_seed(0)
-    how = "eager" if dtype == torch.float64 else "grouped_mm"
+    return mixture_of_experts(name, "eager" if dtype == torch.float64 else "grouped_mm").to(dtype)
+
+
+def mixture_of_experts(name: str, implementation: str) -> nn.Module:
+    """A model with random weights. `implementation`: that of its experts."""
+    attention = "eager" if name == "gpt-oss" else "sdpa"
     model: nn.Module = AutoModelForCausalLM.from_config(
-        CONFIGS[name](), attn_implementation="eager", experts_implementation=how
+        CONFIGS[name](), attn_implementation=attention, experts_implementation=implementation
     )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.1)
-    return model.to(dtype)
+    return model
