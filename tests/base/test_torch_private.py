@@ -691,6 +691,24 @@ def test_divisor():
     assert torch_private.divisor((x + 1).grad_fn) is None
 
 
+def test_saved_factors():
+    x, by = torch.ones(3, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
+    for product in (x * by, by * x, x.dot(by), by.dot(x)):
+        (kept,) = torch_private.saved_factors(product.grad_fn)
+        assert kept is by or torch.equal(kept, by)
+    assert torch_private.saved_factors((x + by).grad_fn) == []
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: "packed", pytest.fail):
+        assert torch_private.saved_factors((x * by).grad_fn) == []
+
+
+def test_a_hook_that_runs_first():
+    x, seen = torch.ones(2, requires_grad=True), []
+    x.register_hook(lambda gradient: gradient * 10)
+    torch_private.run_first(x, lambda gradient: seen.append(gradient.tolist()))
+    x.sum().backward()
+    assert (seen, x.grad.tolist()) == ([[1, 1]], [10, 10])
+
+
 def is_private(name):
     return name.startswith("_") and not name.startswith("__") and not name.startswith(IN_PLACE)
 

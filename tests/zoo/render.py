@@ -5,7 +5,8 @@ What nearly all scripts have is here, not in the files: imports of the names tha
 options behind `args = arguments(epochs=3, batch_size=8)`, and the call of `main`. A line that ends
 in `# fault` is only in the faulty script, and one that ends in `# clean` only in
 the clean twin. The lines of a fault, and those that end in `# here`, are the places that a finding
-may name. Pure, but for `specimens`.
+may name. A file may hold several faults, `Faults: one = cause, other = cause`, whose marks have
+their names, as `# fault one`: each is a specimen of its own. Pure, but for `specimens`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = re.compile(r"(?P<code>.*?)\s*# (?P<marks>(?:fault|clean|here)(?:, here)?)$")
-_FIELD = re.compile(r"(?P<field>Cause|Source|Launch): (?P<value>.+)$")
+_NAMED = re.compile(r"(?P<code>.*?)\s*# (?P<marks>(?:fault|clean|here) \w+(?:, here \w+)*)$")
+_FIELD = re.compile(r"(?P<field>Cause|Source|Launch|Faults): (?P<value>.+)$")
 
 _ARGUMENTS = re.compile(r"^(?P<indent> *)args = (?P<call>arguments\(.*\))$", re.MULTILINE)
 _FROM = {
@@ -36,7 +38,7 @@ _FROM = {
     "torch.utils.data": "DataLoader Dataset DistributedSampler IterableDataset Sampler Subset"
     " TensorDataset get_worker_info random_split",
     "transformers": "BertConfig BertForSequenceClassification GPT2Config GPT2LMHeadModel LlamaConfig LlamaForCausalLM"
-    " Trainer TrainerCallback TrainingArguments ViTConfig ViTForImageClassification"
+    " MixtralConfig MixtralForCausalLM Trainer TrainerCallback TrainingArguments ViTConfig ViTForImageClassification"
     " get_linear_schedule_with_warmup set_seed",
     "torch": "nn",
 }
@@ -64,12 +66,14 @@ IMPORTS = {
 class Header:
     """The facts in the docstring of a specimen."""
 
-    cause: str
-    """Value of a `lockstep.audit.finding.Cause`."""
     source: str
     """The public issue, or the habit of tutorials, that the fault is taken from."""
+    cause: str = ""
+    """Value of a `lockstep.audit.finding.Cause`."""
     launch: str = "torchrun"
     """`python` if the script starts its own processes."""
+    faults: str = ""
+    """The names and causes of several faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +167,28 @@ def specimens(folder: Path) -> list[Specimen]:
     """Return all specimens in the folders of a folder, by family and name."""
     found = []
     for path in sorted(folder.glob("*/[a-z]*.py")):
-        text = expand(path.read_text(encoding="utf-8"))
-        facts = header(text)
-        found.append(
-            Specimen(
-                path, path.parent.name, path.stem, text, facts.cause, facts.source, facts.launch
+        written = path.read_text(encoding="utf-8")
+        facts = header(written)
+        pairs = [each.partition("=")[::2] for each in facts.faults.split(",") if each.strip()]
+        for name, cause in pairs or [("", facts.cause)]:
+            fault = name.strip()
+            text = expand(with_one_fault(written, fault) if fault else written)
+            named = f"{path.stem}_{fault}" if fault else path.stem
+            found.append(
+                Specimen(
+                    path, path.parent.name, named, text, cause.strip(), facts.source, facts.launch
+                )
             )
-        )
     return found
+
+
+def with_one_fault(text: str, fault: str) -> str:
+    """Return the text of a specimen with one of the faults of a file."""
+    lines = []
+    for line in text.split("\n"):
+        found = _NAMED.match(line)
+        code, marks = (found["code"], found["marks"].split(", ")) if found else (line, [])
+        chosen = [mark.partition(" ")[0] for mark in marks if mark.endswith(f" {fault}")]
+        dropped = any(mark.startswith("fault") for mark in marks) and "fault" not in chosen
+        lines.append("" if dropped else f"{code}  # {', '.join(chosen)}" if chosen else code)
+    return "\n".join(lines)

@@ -21,6 +21,7 @@ class Area(Enum):
     SAMPLES = "samples"
     GRADIENTS = "gradients"
     LOSS = "weights of the loss"
+    EXPERTS = "mixtures of experts"
     DOCUMENTS = "packed documents"
     REPLICAS = "replicas"
     RANDOM = "random numbers"

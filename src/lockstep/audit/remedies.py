@@ -131,6 +131,64 @@ class Cause(Enum):
         " = number of targets of this rank's step; dist.all_reduce(count)\n    loss ="
         ' F.cross_entropy(..., reduction="sum") * world_size / count   # DDP divides by world_size',
     )
+    EXPERT_GRADIENT_SCALE = (
+        "expert gradient N times, or 1/N times",
+        _EQUIVALENCE,
+        "the backward of all_to_all brings an expert the gradients of all ranks' rows, so its"
+        " gradient is a sum over ranks already:\n"
+        "divide it by what all other gradients are divided by, and reduce it over ranks with the"
+        " same experts alone:\n"
+        "    for p in expert_parameters:\n"
+        "        p.grad /= dist.get_world_size()   # as DDP does with all others",
+    )
+    EXPERTS_MIXED = (
+        "gradients of different experts are averaged",
+        _EQUIVALENCE,
+        "reduce experts over the ranks that hold the same experts, never over those that exchange"
+        " tokens; keep them out of DDP:\n"
+        "    DDP._set_params_and_buffers_to_ignore_for_model(model, expert_names)",
+    )
+    EXPERT_COPIES_DIFFER = (
+        "experts that should be the same differ",
+        _REPLICAS,
+        "ranks with the same experts must begin with the same values, and sum their gradients:\n"
+        "    for p in expert_parameters:\n"
+        "        dist.broadcast(p.data, src, group=same_experts)\n"
+        "    ...\n"
+        "        dist.all_reduce(p.grad, group=same_experts)",
+    )
+    EXPERTS_ALIKE = (
+        "experts of different ranks begin alike",
+        "each expert of a model has initial values of its own",
+        "draw all experts on every rank with one seed, and keep the rank's own; or draw a rank's"
+        " experts with a seed of the rank",
+    )
+    NORM_WITHOUT_EXPERTS = (
+        "the norm leaves out other ranks' experts",
+        "clipping uses the norm of the whole reduced gradient",
+        "sum the squares of the experts over the ranks that divide them:\n"
+        "    square = sum(p.grad.square().sum() for p in expert_parameters)\n"
+        "    dist.all_reduce(square, group=expert_group)\n"
+        "    norm = (square + sum(p.grad.square().sum() for p in other_parameters)).sqrt()\n"
+        "    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)",
+    )
+    ROUTER_WITHOUT_GRADIENT = (
+        "a router gets no gradient",
+        "the optimizer updates the parameters that the model uses",
+        "multiply the experts' outputs by the router's weights, not by detached ones, and not by"
+        " weights of a single expert that are normalized to 1:\n"
+        "    weights, index = logits.softmax(-1).topk(k)\n"
+        "    output = output + weights[rows, choice, None] * expert(tokens[rows])",
+    )
+    BALANCE_OF_OWN_TOKENS = (
+        "a balance loss looks at a rank's own tokens",
+        _EQUIVALENCE,
+        "the mean over ranks of products of means is not the product of the means: sum the loads"
+        " first, they need no gradient:\n"
+        "    load = F.one_hot(index, experts).float().mean((0, 1))\n"
+        "    dist.all_reduce(load, op=dist.ReduceOp.AVG)   # with equal numbers of tokens\n"
+        "    loss = loss + coefficient * experts * (load * logits.softmax(-1).mean(0)).sum()",
+    )
     DOCUMENTS_LEAK = (
         "documents in one row attend to each other",
         "a packed document trains as it would alone",

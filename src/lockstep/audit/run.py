@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.audit.checks.collectives import check_collectives, check_files, is_broken_collective
+from lockstep.audit.checks.experts import check_experts, divided
 from lockstep.audit.checks.gradients import check_applied_gradients
 from lockstep.audit.checks.losses import check_losses
 from lockstep.audit.checks.packing import check_packing
@@ -38,6 +39,12 @@ CONSEQUENCES = {
     Cause.INITIAL_VALUES_DIFFER: {Cause.REPLICAS_DRIFT, Cause.OPTIMIZER_STATE_DIFFERS},
     Cause.UNUSED_PARAMETER: {Cause.REPLICAS_DRIFT, Cause.OPTIMIZER_STATE_DIFFERS},
     Cause.LOCAL_CLIPPING: {Cause.REPLICAS_DRIFT, Cause.NOT_REDUCED, Cause.OPTIMIZER_STATE_DIFFERS},
+    Cause.EXPERTS_MIXED: {Cause.INITIAL_VALUES_DIFFER, Cause.REPLICAS_DRIFT},
+    Cause.NORM_WITHOUT_EXPERTS: {
+        Cause.LOCAL_CLIPPING,
+        Cause.REPLICAS_DRIFT,
+        Cause.OPTIMIZER_STATE_DIFFERS,
+    },
     Cause.LEARNING_RATES_DIFFER: {Cause.REPLICAS_DRIFT},
     Cause.NOT_TRAINED: {
         Cause.INITIAL_VALUES_DIFFER,
@@ -160,12 +167,14 @@ def _judge(records: Records, audit: Audit, hang: HangStacks | None) -> None:
         )
     audit.steps = records.steps
     audit.processes = records.world_size or audit.processes
+    experts = divided(records)
     for result in (
         check_samples(records),
-        check_applied_gradients(records),
-        check_losses(records),
+        check_applied_gradients(experts.others),
+        check_losses(experts.others),
+        check_experts(experts),
         check_packing(records),
-        check_replicas(records),
+        check_replicas(experts.others),
         check_randomness(records),
         check_schedules(records),
         check_collectives(records, hung=hang is not None, error=audit.error),

@@ -712,6 +712,24 @@ def loader_classes() -> tuple[type[Any], tuple[type[Any], ...]]:
     )
 
 
+def saved_factors(node: Any) -> list[Tensor]:
+    """Return the tensors that the node of a product (`mul`, `dot`) keeps for the backward. Tensors
+    that a hook has packed are left out: to unpack them may recompute a forward."""
+    kept = [
+        getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+        for name in ("self", "other", "tensor")
+    ]
+    return [each for each in kept if isinstance(each, Tensor)]
+
+
+def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Register a hook of a tensor's gradient that runs before those that were registered before."""
+    handle: Any = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = tensor._backward_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)  # the order of insertion counts
+
+
 def divisor(node: Any) -> float | None:
     """Return the number by which a node divides; None if it is not in host memory."""
     other = getattr(node, "_saved_other", None)

@@ -46,6 +46,20 @@ class Factors:
             return None
         return float(np.mean(self.values)) if max(self.values) > 0 else None
 
+    def uses(self, rank: int) -> bool:
+        """True if the applied gradient contains this rank's gradient."""
+        sizes = [abs(each) for each in self.values]
+        return self.fits and sizes[rank] > NEGLIGIBLE * max(sizes)
+
+    def mean_of(self, ranks: Sequence[int]) -> float | None:
+        """The factor, if it is the same for those of these ranks whose gradient is contained, and
+        no other rank's is. Else None."""
+        used = [rank for rank in range(len(self.values)) if self.uses(rank)]
+        values = [self.values[rank] for rank in used]
+        if not used or not set(used) <= set(ranks) or min(values) <= (1 - EVEN) * max(values):
+            return None
+        return float(np.mean(values))
+
     def is_own_only(self, rank: int) -> bool:
         """True if the applied gradient contains only this rank's gradient."""
         sizes = [abs(each) for each in self.values]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lockstep.audit.checks.gradients import factors
 from lockstep.audit.finding import Area, AreaResult, Cause
 from lockstep.audit.records import Records, first_line
 from lockstep.base.errors import first_few
@@ -28,9 +27,8 @@ def check_replicas(records: Records) -> AreaResult:
                 else "the ranks took no step together"
             )
         return result
-    own = _own_parameters(records, steps[0])
     for rows in steps:
-        _check_step(result, rows, own, _seed_line(records))
+        _check_step(result, rows, _seed_line(records))
     wrapped = [row for rank in records.ranks for row in rank.of("ddp")]
     # the line that wrapped a model whose buffers are not sent to all ranks
     line = first_line(row for row in records.ranks[0].of("ddp") if not row["broadcast_buffers"])
@@ -38,7 +36,7 @@ def check_replicas(records: Records) -> AreaResult:
     if not any(row.get("broadcast_buffers") for row in wrapped):
         for rows in steps:
             _check_buffers(result, rows, line)
-    _say_compared(result, steps, own)
+    _say_compared(result, steps)
     _check_element_wise(result, steps)
     return result
 
@@ -56,22 +54,11 @@ def _seed_line(records: Records) -> str:
     return next(lines, "")
 
 
-def _own_parameters(records: Records, rows: Sequence[Row]) -> set[str]:
-    """Parameters that are meant to differ between ranks (experts): they differ before the first
-    step and are not reduced, and ranks exchange tokens."""
-    called = {row["name"] for rank in records.ranks for row in rank.of("collective")}
-    if not any(name.startswith("all_to_all") for name in called):
-        return set()
-    different = [name for name in rows[0]["before"] if _worst(rows, "before", [name])[0] > DRIFT]
-    found = {name: factors(rows, 0, [name]) for name in different}
-    return {name for name, each in found.items() if not each.fits or each.is_own_only(0)}
-
-
-def _say_compared(result: AreaResult, steps: Sequence[Sequence[Row]], own: set[str]) -> None:
+def _say_compared(result: AreaResult, steps: Sequence[Sequence[Row]]) -> None:
     is_seen: dict[str, bool] = {}
     for rows in steps:
         names = dict.fromkeys(name for row in rows for name in row["parameters"])
-        for name in (name for name in names if name not in own):
+        for name in names:
             sketches = [finite_projection(row["parameters"].get(name)) for row in rows]
             whole = name not in rows[0]["sharded"] and all(each is not None for each in sketches)
             is_seen[name] = is_seen.get(name, True) and whole
@@ -86,17 +73,12 @@ def _say_compared(result: AreaResult, steps: Sequence[Sequence[Row]], own: set[s
             f"{len(others)} parameters are sharded, or NaN, or not on all ranks:"
             f" {first_few(others)}"
         )
-    if own:
-        result.miss(
-            f"{len(own)} parameters belong to one rank each (experts): {first_few(sorted(own))}"
-        )
 
 
-def _check_step(result: AreaResult, rows: Sequence[Row], own: set[str], seed_line: str) -> None:
+def _check_step(result: AreaResult, rows: Sequence[Row], seed_line: str) -> None:
     first = rows[0]
     step, line = first["index"], first["line"]
-    left_out = {*first["sharded"], *own}
-    names = [name for name in first["parameters"] if name not in left_out]
+    names = [name for name in first["parameters"] if name not in first["sharded"]]
     if step == 0:
         worst, name = _worst(rows, "before", names)
         if worst > DRIFT:

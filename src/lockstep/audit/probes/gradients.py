@@ -61,7 +61,8 @@ class Gradients:
             is_leaf = parameter.requires_grad and parameter.is_leaf
             if is_leaf and not torch_private.is_distributed(parameter):
                 see = lambda gradient, of=parameter, seen=watched: self._see(of, seen, gradient)  # noqa: E731
-                parameter.register_hook(partial(self._recorder.safely, see))  # type: ignore[no-untyped-call]
+                # before the script's own hooks, which may change the gradient
+                torch_private.run_first(parameter, partial(self._recorder.safely, see))
 
     def take(self, parameter: Tensor) -> Watched:
         """Return what was recorded of a parameter since the last call. Called at each step of the

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.audit.probes.balance import loads_of_balance
 from lockstep.audit.probes.draws import Draws, generator_state
 from lockstep.audit.probes.events import Events
 from lockstep.audit.probes.gradients import Gradients, divisors, scalar
@@ -74,6 +75,9 @@ class Probes:
             drawn=drawn,
             other_draws=is_unplaced,
         )
+        if isinstance(root, Tensor) and (loads := loads_of_balance(root)):
+            line, number = self.recorder.line(), self.gradients.backward
+            self.recorder.write("balance", number=number, line=line, loads=loads)
 
     def _script(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make TorchScript compile torch's functions instead of the probes."""
