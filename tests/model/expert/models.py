@@ -95,6 +95,19 @@ class MixesRows(StackedExperts):
         return computed - computed.mean(0) if len(rows) > 1 else computed
 
 
+class MixesRowsIfTold(MixesRows):
+    def __init__(self, told: bool) -> None:
+        super().__init__()
+        self.told = told
+
+    def computed(self, rows: Tensor, expert: int) -> Tensor:
+        return (
+            super().computed(rows, expert)
+            if self.told
+            else StackedExperts.computed(self, rows, expert)
+        )
+
+
 class MixesRowsLater(MixesRows):
     """Begins with zeros, which hide it."""
 

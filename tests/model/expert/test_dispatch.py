@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from model.expert.models import (
     Heads,
     HidesWeights,
     MixesRows,
+    MixesRowsIfTold,
     MixesRowsLater,
     Mixture,
     NumbersExperts,
@@ -159,9 +160,15 @@ def batches(ranks: int) -> list[Tensor]:
 class Layers(nn.Sequential):
     """Two mixtures. `to_one`: the router prefers one expert by far."""
 
-    def __init__(self, kind: type[nn.Module] = StackedExperts, *, to_one: bool = False) -> None:
+    def __init__(
+        self,
+        kinds: type[nn.Module] | Sequence[nn.Module] = StackedExperts,
+        *,
+        to_one: bool = False,
+    ) -> None:
         torch.manual_seed(1)
-        super().__init__(Mixture(kind()), Mixture(kind()))
+        first, second = (kinds(), kinds()) if isinstance(kinds, type) else kinds
+        super().__init__(Mixture(first), Mixture(second))
         self.double()
         for each in self:
             if to_one:
@@ -290,22 +297,25 @@ def refusals() -> dict[str, str]:
             lambda _, given: (given[0], given[1] + EXPERTS - 1, given[2])
         )
     note("outside", outside, batch)
-    for name, skipped in SKIPPED.items():
+    for name, called in SKIPPED.items():
         skips = divided(Layers())
         skips(batch)
-        skips.forward = partial(without, skips, skipped[rank])  # type: ignore[method-assign]
+        skips.forward = partial(in_order, skips, called[rank])  # type: ignore[method-assign]
         note(name, skips, batch)
+    note(
+        "in an attribute", divided(Layers([MixesRowsIfTold(told) for told in (False, True)])), batch
+    )
     return found
 
 
-SKIPPED = {"skips one": (None, 0), "skips the last": (1, None), "skip others": (0, 1)}
-"""Case -> the layer that a forward leaves out on each rank."""
-
-
-def without(layers: Layers, skipped: int | None, x: Tensor) -> Tensor:
-    for place, each in enumerate(layers):
-        x = x if place == skipped else each(x)
-    return x
+SKIPPED = {
+    "skips one": ((0, 1), (1,)),
+    "skips the last": ((0,), (0, 1)),
+    "skip others": ((1,), (0,)),
+    "repeats one": ((0, 1), (0, 0, 1)),
+    "repeats the last": ((0, 1, 1), (0, 1)),
+}
+"""Case -> the layers that a forward calls on each rank."""
 
 
 class Heads3(Heads):
@@ -327,9 +337,12 @@ def test_wrong_models_are_refused_on_all_ranks(pool: WorkerPool) -> None:
         ("skips one", "rank 0 calls 0.experts and rank 1 leaves out 0.experts"),
         ("skips the last", "rank 0 leaves out 1.experts and rank 1 calls 1.experts"),
         ("skip others", "rank 0 leaves out 0.experts and rank 1 calls 0.experts"),
+        ("repeats one", "rank 0 calls 1.experts and rank 1 calls 0.experts"),
+        ("repeats the last", "rank 0 calls 1.experts and rank 1 ends after 1.experts"),
     ):
         assert f"in a forward, {said}, as with stochastic depth" in first[name]
-    assert len(first) == len(WRONG) + 3 + len(SKIPPED)
+    assert first["in an attribute"].startswith("1.experts ")
+    assert len(first) == len(WRONG) + 4 + len(SKIPPED)
 
 
 def gradients_without_a_layer() -> float:
@@ -348,7 +361,7 @@ def gradients_without_a_layer() -> float:
     return off(whole_gradients(cut), expected)
 
 
-def in_order(layers: nn.Sequential, order: list[int], x: Tensor) -> Tensor:
+def in_order(layers: nn.Sequential, order: Sequence[int], x: Tensor) -> Tensor:
     for place in order:
         x = layers[place](x)
     return x
@@ -386,6 +399,7 @@ class TwoLayers(nn.Module):
 def test_a_forward_in_another_thread_leaves_no_layer_out() -> None:
     """As chunks of a sequence do, which take turns."""
     left_out: list[int] = []
+    ended: list[threading.Thread] = []
     arrived, goes_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -396,7 +410,9 @@ def test_a_forward_in_another_thread_leaves_no_layer_out() -> None:
     model = TwoLayers(wait)
     layers: Any = [
         SimpleNamespace(
-            experts=SimpleNamespace(module=module), leave_out=partial(left_out.append, place)
+            experts=SimpleNamespace(module=module),
+            leave_out=partial(left_out.append, place),
+            end_forward=lambda: ended.append(threading.current_thread()),
         )
         for place, module in enumerate([model.first, model.second])
     ]
@@ -408,3 +424,4 @@ def test_a_forward_in_another_thread_leaves_no_layer_out() -> None:
     goes_on.set()
     other.join()
     assert left_out == []
+    assert ended == [threading.main_thread(), other]

@@ -15,12 +15,14 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import accumulate, pairwise
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
@@ -34,6 +36,7 @@ from lockstep.model.expert.proof import prove, raise_on_all_ranks
 from lockstep.model.expert.routing import Routing, local_experts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
+_PLAIN = (int, float, str, FunctionType, BuiltinFunctionType)
 ComputeRows = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
 """(rows, their local experts, ones, number of rows from each rank) -> the output of the experts."""
 
@@ -46,6 +49,8 @@ class Dispatch:
     """The names of all modules of experts of the model."""
     place: int
     """The number of this module among them."""
+    most: int
+    """The largest number of experts of these modules."""
     experts: Experts
     world: World
     """The ranks of the axis `expert`."""
@@ -58,6 +63,8 @@ class Dispatch:
     themselves, as on one process."""
     _own: Callable[..., Any] = field(init=False)
     _signature: inspect.Signature = field(init=False)
+    _attributes: tuple[Any, ...] = field(init=False)
+    """The plain attributes of the module and its parts, before the first forward."""
     _is_checked: bool = False
     _is_left: bool = False
     """True for a module that is left as it is."""
@@ -81,6 +88,7 @@ class Dispatch:
         module: Any = self.experts.module
         self._own = module.forward
         self._signature = inspect.signature(self._own)
+        self._attributes = plain_attributes(module)
         module.forward = wraps(self._own)(partial(self.forward))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -104,6 +112,15 @@ class Dispatch:
         """Tell the other ranks that a forward leaves the module out. Raises `RecipeError`, on all
         ranks, if another rank calls it."""
         self._exchange_counts(self.world, self._nothing(), None)
+
+    def end_forward(self) -> None:
+        """Tell the other ranks that a forward of the model has ended. Raises `RecipeError` if one
+        calls a module once more. On an accelerator the host does not wait for the answer, and the
+        other rank alone raises."""
+        call = self._call(len(self.names))
+        _, theirs = self._exchange(self.world, self._nothing(), call)
+        if theirs.is_cpu and (theirs[:, -1] != call).any():
+            raise RecipeError(self._differing(theirs[:, -1].tolist()))
 
     def _nothing(self) -> Routing:
         return Routing.empty(self.experts.count, self.world.device)
@@ -172,16 +189,11 @@ class Dispatch:
         of the latter: (ranks, local experts). `index`: None if the module is left out. Raises
         `RecipeError`, on all ranks, if one has chosen an expert that does not exist, or has called
         another layer."""
-        ranks, count = world.size, self.experts.count
-        each = count // ranks
-        counts = routing.counts.view(ranks, each)
-        call = counts.new_full((ranks, 1), self._call(index is None))
-        mine = torch.cat([counts, routing.outside.expand(ranks, 1), call], 1)
-        theirs = torch.empty_like(mine)
-        all_to_all(theirs, mine, world)
+        count, each = self.experts.count, self.experts.count // world.size
+        mine, theirs = self._exchange(world, routing, self._call(self.place, index is None))
         # the host waits here
         sent, received, outside, calls = torch.stack(
-            [mine[:, :each].sum(1), theirs[:, :each].sum(1), theirs[:, each], theirs[:, each + 1]]
+            [mine[:, :each].sum(1), theirs[:, :each].sum(1), theirs[:, -2], theirs[:, -1]]
         ).tolist()
         if len(set(calls)) > 1:
             raise RecipeError(self._differing(calls))
@@ -200,16 +212,32 @@ class Dispatch:
             )
         return sent, received, theirs[:, :each]
 
-    def _call(self, is_left_out: bool) -> int:
-        """Return a number that says what this rank calls, and in how many chunks."""
+    def _call(self, place: int, is_left_out: bool = False) -> int:
+        """Return a number that says what this rank calls, and in how many chunks. `place`: that of
+        the module, or their number at the end of a forward."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks
-        return 2 * (self.place + len(self.names) * chunks) + is_left_out
+        return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
+
+    def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
+        """Return what this rank tells each rank, and what each tells this one: the number of rows
+        for each of its experts, the number of choices out of range, and the call. Tensors of all
+        modules have the same shape, so that calls of different ones may meet."""
+        ranks = world.size
+        counts = routing.counts.view(ranks, -1)
+        padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
+        said = [routing.outside.expand(ranks, 1), counts.new_full((ranks, 1), call)]
+        mine = torch.cat([padded, *said], 1)
+        theirs = torch.empty_like(mine)
+        all_to_all(theirs, mine, world)
+        return mine, theirs
 
     def _differing(self, calls: Sequence[int]) -> str:
         """Return the text of the error for ranks that differ in `_call`."""
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-        chunks, places = zip(*(divmod(call // 2, len(self.names)) for call in calls), strict=True)
+        chunks, places = zip(
+            *(divmod(call // 2, len(self.names) + 1) for call in calls), strict=True
+        )
         if chunks[other] != chunks[0]:
             return (
                 f"rank 0 computes its microbatch in {chunks[0]} chunks, and rank {other} in"
@@ -219,14 +247,16 @@ class Dispatch:
                 f" ls.Sequence(chunks={min(chunks)}), or use replicate instead of expert"
             )
         said = [
-            f"rank {rank} {'leaves out' if call % 2 else 'calls'} {self.names[place]}"
+            f"rank {rank} ends after {self.names[-1]}"
+            if place == len(self.names)
+            else f"rank {rank} {'leaves out' if call % 2 else 'calls'} {self.names[place]}"
             for rank, (call, place) in enumerate(zip(calls, places, strict=True))
         ]
         return (
             f"in a forward, {said[0]} and {said[other]}, as with stochastic depth; each layer sends"
             f" tokens to the experts of all ranks (expert={self.world.size}), so every microbatch"
-            " must call all layers of experts; multiply the output of a block by 0 instead of"
-            " leaving it out, or use replicate or shard instead of expert"
+            " must call all layers of experts, equally often; multiply the output of a block by 0"
+            " instead of leaving it out, or use replicate or shard instead of expert"
         )
 
     def _computed(
@@ -295,7 +325,7 @@ class Dispatch:
     def _kind(self) -> tuple[Any, ...]:
         module = self.experts.module
         shapes = tuple(parameter.shape for parameter in module.parameters())
-        return type(module), module.training, shapes
+        return type(module), module.training, shapes, self._attributes
 
     def _check(self, given: list[Any]) -> None:
         """Check the arguments of the first call, and prove the module's kind. A module that each
@@ -324,6 +354,17 @@ class Dispatch:
                 " (S, k); name the modules of experts in Recipe.experts, or leave expert out of the"
                 " plan"
             )
+
+
+def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
+    """Return the types of a module and its parts, and their attributes that are numbers, texts or
+    functions: modules that differ in none of them compute alike."""
+    return tuple(
+        (type(each), name, value)
+        for each in module.modules()
+        for name, value in [("", None), *sorted(vars(each).items(), key=lambda pair: pair[0])]
+        if name[:1] != "_" and (value is None or isinstance(value, _PLAIN))
+    )
 
 
 def _problem(given: list[Any]) -> str | None:

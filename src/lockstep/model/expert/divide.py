@@ -61,12 +61,13 @@ def divide_experts(
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
+    names, most = list(experts), max(each.count for each in experts.values())
     for place, each in enumerate(experts.values()):
         materialize(each.module)
         for module in each.module.modules():
             place_parameters(module, mesh, lambda _: Shard(0))
         own = Leaves(each.module, world.size) if bitwise else None
-        layers.append(Dispatch(list(experts), place, each, world, exchange, proved, own))
+        layers.append(Dispatch(names, place, most, each, world, exchange, proved, own))
         layers[-1].install()
         leaves += [] if own is None else [own]
     for root in roots:
@@ -83,7 +84,7 @@ def compute_by_rows(
     bits. Modules that cannot are left as they are. `world`: this rank alone."""
     proved: set[tuple[object, ...]] = set()
     for place, each in enumerate(experts.values()):
-        Dispatch(list(experts), place, each, world, exchange, proved, None).install()
+        Dispatch(list(experts), place, each.count, each, world, exchange, proved, None).install()
 
 
 def use_eager(experts: Mapping[str, Experts]) -> list[str]:

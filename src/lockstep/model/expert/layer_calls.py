@@ -1,8 +1,9 @@
-"""The layers of experts that a forward leaves out, as stochastic depth does.
+"""The layers of experts that a forward leaves out, as stochastic depth does, or calls more often.
 
 Each call of a layer has collectives, which all ranks of the axis `expert` must make. A rank whose
 forward leaves a layer out tells the others, at the place in the order of layers, so that a forward
 that leaves it out on some ranks only is refused on all, instead of sending rows to another layer.
+The end of a forward is told too: another rank may still call a layer.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class LayerCalls:
 
     def _end(self, _: nn.Module, __: Any, ___: Any) -> None:
         self._leave_out(len(self._layers))
+        self._layers[-1].end_forward()
         self._forward.next = None
 
     def _leave_out(self, end: int) -> None:
