@@ -4,7 +4,7 @@ in which training has the fault if `expert` has several ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lockstep as ls
 from lockstep.comm.mesh import full_tensor, to_local
+from lockstep.model.context import cut
 from lockstep.model.expert import dispatch, divide
 from lockstep.model.expert.dispatch import Dispatch
 from lockstep.training.balance import ExpertBalance
@@ -32,8 +33,16 @@ def replaced(owner: Any, name: str, made: Callable[..., Any]) -> AbstractContext
 
 @contextmanager
 def unproved(owner: Any, name: str, made: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function whose fault the proof of the first forward would find."""
-    with patch.object(Dispatch, "_prove", lambda *_: None), replaced(owner, name, made):
+    """Replace a function whose fault the proofs of the first forward would find."""
+
+    def not_proved(compute: Any, layout: Any, *_: Any) -> Any:
+        return compute(layout, lambda _: nullcontext())
+
+    without = (
+        patch.object(Dispatch, "_prove", lambda *_: None),
+        patch.object(cut, "prove", not_proved),
+    )
+    with without[0], without[1], replaced(owner, name, made):
         yield
 
 

@@ -177,3 +177,40 @@ def test_a_right_plan_passes(alone: Traces, divided: Traces, twin: str) -> None:
 
 def test_every_fault_is_tried() -> None:
     assert {*FAULTS, STATE} == CAUSES.keys()
+
+
+FOUR = {
+    "replicate=2,expert=2": (
+        *("expert gradients times N", "expert gradients averaged", "norm of own experts"),
+        *("norm without experts", "router detached", "rows over capacity", "balance shrinks"),
+    ),
+    "shard=2,expert=2": ("router detached", "rows of another token", "rows over capacity"),
+    "expert=2,context=2": (
+        *("expert gradients times N", "norm of own experts", "router detached"),
+        *("rows of another token", "rows over capacity"),
+    ),
+}
+"""Plan of four ranks -> the faults that are planted under it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("plan", FOUR)
+def test_faults_are_named_with_other_axes(
+    pool: WorkerPool, tmp_path: Path, alone: Traces, plan: str
+) -> None:
+    found = traced(pool, tmp_path, plan, 4, [RIGHT, BALANCED, *FOUR[plan]])
+    for twin in (RIGHT, BALANCED):
+        assert verified(alone, found[twin], twin) == (None, None)
+    for fault in FOUR[plan]:
+        first, cause = verified(alone, found[fault], fault)
+        assert first is not None, f"{fault} was not caught"
+        text = CAUSES[fault][2].replace("on rank 0", RANKS.get(plan, "on rank 0"))
+        if text.startswith("expert gradient"):  # these faults go by the number of all ranks
+            text = text.partition(":")[0].replace("2", "4")
+        text = text.replace("0.5 times the reference's", "0.25 times the reference's")
+        assert text in str(cause), (fault, first)
+
+
+RANKS = {"expert=2,context=2": "on ranks 0 and 1"}
+"""Plan -> the ranks that compute microbatch 0, if it is not rank 0 alone."""

@@ -77,6 +77,8 @@ class Parallelized:
     """Modules of experts that `tensor` leaves whole."""
     eager_experts: Sequence[str]
     """Modules of transformers that compute one expert after another, for the same bits."""
+    expert_patterns: Sequence[str] | None
+    """The patterns that name the modules of experts; None: these are found by their shapes."""
 
 
 def parallelize(
@@ -211,7 +213,10 @@ def parallelize(
         if pipeline is not None:
             pipeline.leaves = [leaf for each in separate.leaves.values() for leaf in each]
     return Parallelized(
-        streams, pipeline, shared, cut, divided, leaves, separate, whole_experts, eager
+        *(streams, pipeline, shared, cut, divided, leaves, separate),
+        whole_experts=whole_experts,
+        eager_experts=eager,
+        expert_patterns=experts,
     )
 
 

@@ -200,10 +200,11 @@ class TraceHook(ControlHook):
         return viewed
 
     def _watch_experts(self, index: int, module: TrainModule) -> None:
-        run, mesh = self.run, self.run.context.mesh
-        named = None if run.recipe is None else run.recipe.experts
+        mesh, parallel = self.run.context.mesh, module.parallel
         ranks = mesh.axis("expert").size
-        layers = stacked_experts(module.model, named) if ranks == 1 else module.parallel.experts
+        layers: Mapping[str, Experts] = parallel.experts
+        if ranks == 1:
+            layers = stacked_experts(module.model, parallel.expert_patterns)
         for name, each in layers.items():
             each.module.register_forward_hook(
                 partial(self._see_experts, index, name), with_kwargs=True

@@ -118,7 +118,8 @@ class Dispatch:
         calls a module once more. On an accelerator the host does not wait for the answer, and the
         other rank alone raises."""
         call = self._call(len(self.names))
-        _, theirs = self._exchange(self.world, self._nothing(), call)
+        with handled():
+            _, theirs = self._exchange(self.world, self._nothing(), call)
         if theirs.is_cpu and (theirs[:, -1] != call).any():
             raise RecipeError(self._differing(theirs[:, -1].tolist()))
 

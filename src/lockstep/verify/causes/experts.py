@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,20 @@ def rows(evidence: Evidence) -> str | None:
     """Check for a layer whose input and choices are right, and whose output is not."""
     for index in sorted(evidence.expected_microbatches) if not evidence.step else ():
         ours, theirs = evidence.reference.experts_of(index), evidence.plan.experts_of(index)
-        if len(ours) != 1 or len(theirs) != 1:
+        if len(ours) != 1 or not theirs:
             continue
-        ((_, expected_layers),), ((rank, found_layers),) = ours.items(), theirs.items()
-        where = f"in microbatch {index} on rank {rank}"
+        ((_, expected_layers),) = ours.items()
+        ranks = f"rank{'s' if len(theirs) > 1 else ''} {enumerated(list(theirs))}"
+        where = f"in microbatch {index} on {ranks}"
         for name in _layers(evidence):
-            expected, found = expected_layers.get(name), found_layers.get(name)
-            if expected is None or found is None or not _same_input(expected, found, evidence):
+            expected, parts = (
+                expected_layers.get(name),
+                [each.get(name) for each in theirs.values()],
+            )
+            if expected is None or any(part is None for part in parts):
+                break
+            found = _in_order(expected, [part for part in parts if part is not None])
+            if not _same_input(expected, found, evidence):
                 break
             wrong = differ(expected.output, found.output, evidence.token_tolerance)
             if wrong.any():
@@ -41,6 +48,26 @@ def rows(evidence: Evidence) -> str | None:
                     layer, expected, found, wrong, where
                 )
     return None
+
+
+def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
+    """Return the tokens of all ranks, which share out a microbatch, in the order of the expected
+    ones: each at the place of the nearest token that no other has taken."""
+    whole = LayerTrace(
+        *(
+            np.concatenate([getattr(part, each.name) for part in parts])
+            for each in fields(LayerTrace)
+        )
+    )
+    if len(parts) == 1 or whole.tokens.shape != expected.tokens.shape:
+        return whole
+    is_free = np.ones(len(expected.tokens), dtype=bool)
+    order = np.zeros(len(expected.tokens), dtype=int)
+    for place, token in enumerate(whole.tokens):
+        away = np.linalg.norm(expected.tokens - token, axis=-1)
+        nearest = int(np.where(is_free, away, np.inf).argmin())
+        is_free[nearest], order[nearest] = False, place
+    return LayerTrace(*(getattr(whole, each.name)[order] for each in fields(LayerTrace)))
 
 
 def _same_input(expected: LayerTrace, found: LayerTrace, evidence: Evidence) -> bool:
@@ -167,17 +194,19 @@ def wrong_factor(evidence: Evidence) -> str | None:
 
 
 def _times(evidence: Evidence, factor: float, what: str) -> str | None:
-    ranks = evidence.plan.metadata["expert_ranks"]
-    for power, title, reason in (
-        (1, f"expert gradient {ranks} times", "multiplied by the number of ranks of expert"),
-        (-1, f"expert gradient 1/{ranks} times", "divided by the number of ranks of expert"),
-    ):
-        if abs(factor / float(ranks) ** power - 1) < EXACT:
-            return (
-                f"{title}: {what} {factor:.4g} times what they should be, {reason}, and all other"
-                " gradients are right; an expert's gradient is complete when the rows of all ranks"
-                " have gone backward: divide or sum nothing over expert"
-            )
+    sizes = {
+        evidence.plan.world_size: "the world size",
+        evidence.plan.metadata["expert_ranks"]: "the number of ranks of expert",
+    }
+    for size, name in sizes.items():
+        for power, times, reason in ((1, f"{size}", "multiplied"), (-1, f"1/{size}", "divided")):
+            if abs(factor / float(size) ** power - 1) < EXACT:
+                return (
+                    f"expert gradient {times} times: {what} {factor:.4g} times what they should be,"
+                    f" {reason} by {name}, and all other gradients are right; an expert's gradient"
+                    " is complete when the rows of all ranks have gone backward: divide or sum"
+                    " nothing over expert"
+                )
     return None
 
 
