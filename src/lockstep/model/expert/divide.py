@@ -61,7 +61,7 @@ def divide_experts(
     proved: set[tuple[object, ...]] = set()
     leaves: list[Leaves] = []
     layers = []
-    names, most = list(experts), max(each.count for each in experts.values())
+    names, most = list(experts), max((each.count for each in experts.values()), default=0)
     for place, each in enumerate(experts.values()):
         materialize(each.module)
         for module in each.module.modules():

@@ -53,7 +53,8 @@ class LayerCalls:
 
     def _end(self, _: nn.Module, __: Any, ___: Any) -> None:
         self._leave_out(len(self._layers))
-        self._layers[-1].end_forward()
+        if self._layers:
+            self._layers[-1].end_forward()
         self._forward.next = None
 
     def _leave_out(self, end: int) -> None:
