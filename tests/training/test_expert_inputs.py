@@ -87,7 +87,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "PlanError",
         "blocks.0.experts has 7 experts; each rank holds as many as the others",
     ),
-    "NaN in the router": ({"model": poisoned, "data": ONE_WORD}, "LossError", "a step needs a finite"),
+    "NaN in the router": (
+        {"model": poisoned, "data": ONE_WORD},
+        "LossError",
+        "a step needs a finite",
+    ),
 }
 
 
