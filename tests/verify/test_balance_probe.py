@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 from torch import Tensor
-from training.test_balance import balance, recipe
+from training.test_balance import STAGES, balance, recipe
 
 import lockstep as ls
 from lockstep.evidence.tolerance import MeasuredRounding
@@ -49,7 +49,7 @@ def train(folder: str, plan: str, over: str, faults: list[str]) -> None:
             request = TraceRequest(folder=trace, steps=2)
             for name, value in request.write(trace).items():
                 environment.setenv(name, value)
-            given = recipe(balance=balance(over=over, bias_rate=0.0))
+            given = recipe(balance=balance(over=over, bias_rate=0.0), stages=STAGES)
             with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
                 ls.train(given, plan=plan, run_dir=f"{trace}/run")
 
@@ -94,3 +94,19 @@ def test_a_balance_of_a_ranks_own_tokens_is_named(
     assert found.differences
     said = likely_cause(Evidence(alone, wrong, found.differences))
     assert cause in str(said), found.differences[0]
+
+
+def test_a_pipeline_passes_and_each_stage_has_the_loads_of_its_layers(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (alone,) = traced(pool, tmp_path / "alone", 1, "replicate=1", "microbatch", ["right"])
+    (found,) = traced(pool, tmp_path / "plan", 2, "pipeline=2", "microbatch", ["right"])
+    rounding = MeasuredRounding(alone, [], minimum=1e-13)
+    assert compare_traces(alone, found, rounding, bitwise=False).differences == []
+    expected = {each.index: each.loads for each in alone.microbatches}
+    assert len({tuple(sorted(each.loads.items())) for each in alone.microbatches}) > 1
+    of_stages: dict[int, dict[str, Any]] = {}
+    for each in found.microbatches:
+        assert len(each.loads) == 1
+        of_stages.setdefault(each.index, {}).update(each.loads)
+    assert of_stages == expected

@@ -94,17 +94,17 @@ class ExpertBalance:
         """The loads of this rank's microbatches by sample, of all stages of a pipeline, if a stage
         needs the others'."""
         self._has_seen_logits = False
-        self._of_f: Tensor | None = None
-        """The loads that the latest balance loss took f of."""
+        self.is_watched = False
+        """True if `counts_of_f` is called."""
+        self._of_f: dict[int, dict[str, Tensor]] = {}
+        """For each microbatch of the step, the loads of the layers on this rank that its balance
+        loss took f of."""
 
-    def counts_of_f(self) -> dict[str, list[int]]:
-        """Return, for each layer, the tokens of each expert that the latest balance loss took f of.
-        Empty without a balance loss. Waits for the device."""
-        if self._of_f is None:
-            return {}
-        loads = self.of_layers(self._of_f.reshape(-1, sum(self._widths)).sum(0))
-        pairs = zip(self.layers, loads, strict=True)
-        return {layer.name: load[:-MORE].tolist() for layer, load in pairs}
+    def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
+        """Return, for each layer on this rank, the tokens of each expert that the balance loss of a
+        microbatch took f of. Empty without a balance loss. Waits for the device."""
+        loads = self._of_f.get(microbatch, {})
+        return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
     def of_layers(self, loads: Tensor) -> list[Tensor]:
         """Return the load of each layer."""
@@ -171,7 +171,8 @@ class ExpertBalance:
 
     def begin(self) -> None:
         """Begin the accumulation of a gradient."""
-        self._mine, self._known, self._of_microbatches = self._zeros(), None, {}
+        self._mine, self._known = self._zeros(), None
+        self._of_microbatches, self._of_f = {}, {}
 
     def routed(self, microbatch: int, batch: Any) -> Routed:
         """Return the choices of the recorded forward. `batch`: its batch. Raises `RecipeError`."""
@@ -291,8 +292,12 @@ class ExpertBalance:
     def _balance_term(self, routed: Routed) -> Tensor:
         """Return the part of the balance loss in this rank's tokens, times its denominator."""
         by_sample = self.balance.over == "sample"
-        self._of_f = self._loads_of_f(routed)
-        loads = self.of_layers(self._of_f)
+        loads = self.of_layers(self._loads_of_f(routed))
+        if self.is_watched:
+            kept = self._of_f.setdefault(routed.microbatch, {})
+            for named, load, each in zip(self.layers, loads, routed.choices, strict=True):
+                if each.logits:
+                    kept[named.name] = load.sum(0) if by_sample else load
         if not self.balance.per_layer:
             loads = [averaged_over_layers(loads)] * len(loads)
         parts = []

@@ -126,6 +126,8 @@ class TraceHook(ControlHook):
         # in bitwise, a forward computes a single chunk
         if self._request.tokens and self.run.context.plan.numerics != "bitwise":
             module.model.register_forward_hook(partial(self._see_output, index))
+        if module.balance is not None:
+            module.balance.is_watched = True
         if self._request.experts:
             self._watch_experts(index, module)
         if self._request.eval_mode and module.parallel.streams is not None:
@@ -264,7 +266,7 @@ class TraceHook(ControlHook):
             batch,
             gradients,
             together=self._together,
-            loads=None if balance is None else balance.counts_of_f(),
+            loads=None if balance is None else balance.counts_of_f(microbatch),
         )
         if self._layers:
             self.tracer.experts(module, index, self._layers)
