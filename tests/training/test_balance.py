@@ -254,6 +254,7 @@ SLOW_PLANS = (
     "pipeline=2,schedule=1f1b",
     "pipeline=2,context=2",
     "pipeline=2,shard=2",
+    "pipeline=2,expert=2",
 )
 
 
@@ -273,8 +274,10 @@ def cases_of(plan: str, whole: bool) -> list[int]:
     for number in chosen:
         drops = number == 1  # dropout needs Recipe.sequence, and draws other numbers
         too_few = CASES[number].get("microbatch", 2) * 4 > BATCH and "interleaved" in plan
-        one_stage = CASES[number].get("model") is Shared and "1f1b" in plan
-        if not (drops and "context" in plan) and not too_few and not one_stage:
+        # one stage on each rank; or experts that several layers share
+        cannot_share = "1f1b" in plan or "expert" in plan
+        is_refused = CASES[number].get("model") is Shared and cannot_share
+        if not (drops and "context" in plan) and not too_few and not is_refused:
             found.append(number)
     return found
 

@@ -113,7 +113,9 @@ def train(folder: str, plan: str, faults: Sequence[str]) -> None:
             for name, value in request.write(trace).items():
                 environment.setenv(name, value)
             with_balance = fault in WITH_BALANCE
+            staged = {"stages": ["words", "blocks.*", "head"], "experts": ["blocks.*.experts"]}
             given = recipe(
+                **staged if "pipeline" in plan else {},
                 microbatch=3,
                 clip_norm=0.1,
                 balance=balance(over="microbatch", bias_rate=0.0) if with_balance else None,
@@ -173,6 +175,20 @@ def test_a_right_plan_passes(alone: Traces, divided: Traces, twin: str) -> None:
     ]
     assert divided[twin].experts_of(0).keys() == {0}
     assert alone[twin].metadata["short_dtype_operations"] == [], "the trace has none"
+
+
+IN_STAGES = "expert gradients times N", "averaged on a rank", "experts alike"
+
+
+@pytest.mark.slow
+def test_faults_of_experts_in_two_stages_are_named(
+    pool: WorkerPool, tmp_path: Path, alone: Traces
+) -> None:
+    found = traced(pool, tmp_path, "pipeline=2,expert=2", 4, [RIGHT, *IN_STAGES])
+    assert verified(alone, found[RIGHT], RIGHT) == (None, None)
+    for fault in IN_STAGES:
+        _, cause = verified(alone, found[fault], fault)
+        assert CAUSES[fault][2] in str(cause), fault
 
 
 def test_every_fault_is_tried() -> None:
