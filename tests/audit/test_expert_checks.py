@@ -152,11 +152,9 @@ def test_experts_that_begin_alike_are_found_by_their_name() -> None:
 
 
 def test_shared_experts_are_no_divided_experts() -> None:
-    shared = "blocks.0.shared_experts.up"
-    records = ranks(
-        lambda _, mean, __: {EXPERT: mean[EXPERT]}, expert=shared, before=lambda _: values(9, 9)
-    )
-    assert divided(records).names == []
+    apart = divided(ranks(expert="blocks.0.shared_experts.up", before=lambda _: values(9, 9)))
+    assert apart.names == []
+    assert causes(check_applied_gradients(apart.others)) == {Cause.NOT_REDUCED}
 
 
 def test_experts_of_ranks_may_have_names_of_their_own() -> None:
@@ -209,6 +207,18 @@ def test_a_norm_without_other_ranks_experts_is_found(norm: str) -> None:
     assert (finding.cause, finding.line) == (Cause.NORM_WITHOUT_EXPERTS, "train.py:18")
     what = "its own experts and of all other" if norm == "own" else "the parameters that are no"
     assert f"the norm of {what}" in finding.evidence
+
+
+def test_the_norm_of_own_experts_is_whole_if_others_have_no_gradient() -> None:
+    def clipped(rank: int, row: Row) -> Row:
+        zero = {**row["applied"], **({EXPERT: sketched(np.zeros(24))} if rank else {})}
+        norm = sum(each[-1] for each in row["applied"].values()) ** 0.5
+        clip = {"line": "train.py:18", "scaled": False, "backward": 0, "reduced": zero}
+        clip["norm"] = norm if rank == 0 else (sum(each[-1] for each in zero.values()) + own) ** 0.5
+        return {**row, "clip": clip, "clipped": [{"backward": 0, "line": "train.py:18"}]}
+
+    own = ranks().ranks[0].steps[0]["applied"][EXPERT][-1]
+    assert not checked(ranks(change=clipped)).findings
 
 
 def test_a_router_without_a_gradient_is_found() -> None:

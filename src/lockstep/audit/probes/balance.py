@@ -57,7 +57,7 @@ def _terms(root: Any) -> Iterator[Any]:
 
 def _loads(product: Any) -> list[Tensor]:
     inputs = [each for each, _ in product.next_functions if each is not None]
-    if len(inputs) != 1 or not _is_mean_of_probabilities(inputs[0]):
+    if not _is_mean_of_probabilities(inputs[0]):
         return []
     kept = torch_private.saved_factors(product)
     return [each for each in kept if each.dim() and each.shape[-1] > 1 and not each.requires_grad]
