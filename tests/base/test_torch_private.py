@@ -209,6 +209,14 @@ def test_in_backward():
     assert not torch_private.in_backward()
 
 
+def test_unsafe_view():
+    base = torch.ones(6, requires_grad=True) * 2
+    found = torch_private.unsafe_view(base, (2, 3))
+    assert found.shape == (2, 3)
+    assert not found._is_view()
+    assert base.view(2, 3)._is_view()
+
+
 def test_without_torch_function_modes():
     seen = []
 

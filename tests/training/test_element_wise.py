@@ -303,8 +303,7 @@ def test_its_state_is_saved_and_read_by_any_plan(
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Plan(tensor=2), "tensor=2"),
-        (Plan(shard=2, tensor=2), "shard=2,tensor=2"),
+        (Plan(tensor=2, pipeline=2), "tensor=2,pipeline=2"),
         (Plan(shard=2, pipeline=2), "shard=2,pipeline=2"),
         (Plan(shard=2, offload=True), "shard=2,offload=yes"),
     ],
@@ -315,14 +314,9 @@ def test_it_is_refused_where_no_rank_can_have_whole_tensors(plan: Plan, said: st
     assert (
         str(caught.value)
         == f"Muon with {said}; its update of an element depends on the other elements of the"
-        " tensor, which are on other ranks; use replicate, shard or both, or an optimizer that"
+        " tensor, which are on other ranks; use replicate, shard and tensor, or an optimizer that"
         " updates each element by itself, such as AdamW"
     )
-
-
-def test_it_is_refused_in_a_run(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="Muon with tensor=2; its update of an element"):
-        pool.run(2, train, "muon", str(tmp_path / "run"), "tensor=2")
 
 
 def test_each_number_of_dims_is_tried() -> None:

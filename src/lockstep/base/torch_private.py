@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 BatchNormBase = batchnorm._BatchNorm
 DropoutBase = dropout._DropoutNd
 disable_current_modes = _python_dispatch._disable_current_modes
+unsafe_view = torch.ops.aten._unsafe_view.default
+"""`Tensor.view` of a tensor that nobody else has: its result does not count as a view."""
 
 _FSDP = {
     "AllGather": "_fsdp_api",

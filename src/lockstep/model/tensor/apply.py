@@ -241,7 +241,7 @@ class _ShardedLayer:
         return mark_sharded(held) if self._style.output_layout == "sharded" else held
 
 
-class _Forward:
+class OtherForward:
     """A forward that replaces the one of a module. Copies of the module share it."""
 
     def __deepcopy__(self, _: Any) -> Self:
@@ -254,7 +254,7 @@ class _Forward:
         raise NotImplementedError
 
 
-class _SlicedLayer(_Forward):
+class _SlicedLayer(OtherForward):
     """The forward of a sharded layer in slices. An embedding adds nothing, and has none."""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str], slices: Slices) -> None:
@@ -284,7 +284,7 @@ def _held(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _TensorParallelForward(_Forward):
+class _TensorParallelForward(OtherForward):
     """Runs the forward of a module with sharded layers inside, and explains its errors about sizes.
     `name`: name of the module, empty for the model. `layers`: the sharded layers directly inside
     it."""
@@ -319,7 +319,7 @@ class _TensorParallelForward(_Forward):
             return output if self._name else checked_output(output, self._called)
 
 
-def _replace_forward(module: Any, by: _Forward) -> None:
+def _replace_forward(module: Any, by: OtherForward) -> None:
     """Replace the forward in a new class of the module, so that a copy of the module runs its own
     forward."""
     # a forward that is an attribute of the module has priority over its class's

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lockstep.base.torch_private import unsafe_view
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import World
 
@@ -62,7 +63,8 @@ def linear(
     rows = given.reshape(-1, given.shape[-1])
     with torch.autocast(given.device.type, enabled=False):
         out: Tensor = product.apply(rows, weight, bias, slices)
-    return out.view(*given.shape[:-1], out.shape[-1])
+    shaped: Tensor = unsafe_view(out, (*given.shape[:-1], out.shape[-1]))
+    return shaped
 
 
 def product_of_heads(left: Tensor, right: Tensor, slices: Slices) -> Tensor:

@@ -58,13 +58,13 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
         found = [each for each in optimizers if not is_element_wise(each)]
     else:
         found = [each for each in optimizers if not is_element_wise(each, divided_over)]
-    if found and (plan.offload or plan.divides("features") or plan.divides("layers")):
+    if found and (plan.offload or plan.divides("layers")):
         raise RecipeError(
             f"{type(found[0]).__name__} with"
             f" {','.join([*axes, *(['offload=yes'] if plan.offload else [])])}; its update of an"
             " element depends on the other elements of the tensor, which are on other ranks; use"
-            " replicate, shard or both, or an optimizer that updates each element by itself, such"
-            " as AdamW"
+            " replicate, shard and tensor, or an optimizer that updates each element by itself,"
+            " such as AdamW"
         )
     return found
 

@@ -3,7 +3,8 @@ by one rank.
 
 At rest, parameters and optimizer state are divided as for any optimizer, and so are saved as such.
 In a step, every rank all-gathers each parameter, its gradient and its state. The owner of the
-tensor updates it and broadcasts the result, and each rank keeps its shard of that.
+tensor updates it and broadcasts the result, and each rank keeps its shard of that. Under `tensor`
+each rank of that axis does so for itself: all have the same full tensors.
 """
 
 from __future__ import annotations

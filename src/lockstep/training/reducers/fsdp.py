@@ -11,6 +11,7 @@ accelerator during the backward of the last round, otherwise after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from lockstep.base.torch_private import (
     tree_leaves,
     version,
 )
-from lockstep.comm.mesh import Mesh, like_parameter, shard_as, to_local
+from lockstep.comm.mesh import Mesh, like_parameter, shard_as, shard_dim_over, to_local
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.model.expert.leaves import Leaves, ParameterLeaves
@@ -287,6 +288,12 @@ class _PartSum:
         self._leaf = leaf
         self._device = mesh.world.device
         self._sum = RoundSum(mesh.data, mesh.data)
+        self._tensor = mesh.axis("tensor")
+        self._dim = shard_dim_over(leaf.parameter, "tensor")
+        self._shape = list(leaf.parameter.shape)
+        """The shape of the gathered leaf on this rank."""
+        if self._dim is not None:
+            self._shape[self._dim] //= self._tensor.size
 
     def begin(self, count: int) -> None:
         self._sum.begin(count)
@@ -296,9 +303,10 @@ class _PartSum:
     def push(self) -> None:
         """Take the gradient of this rank's microbatch."""
         gradient, parameter = self.take(), self._leaf.parameter
-        flat = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=self._device)
+        numbers = math.prod(self._shape)
+        flat = torch.zeros(numbers + 1, dtype=parameter.dtype, device=self._device)
         if gradient is not None:
-            flat[:-1] = gradient.reshape(-1)
+            flat[:-1] = to_local(gradient).reshape(-1)
             flat[-1] = 1.0
         self._sum.add(flat[None, None])
         self._sum.end_round()
@@ -308,8 +316,15 @@ class _PartSum:
         has used it."""
         parameter, flat = self._leaf.parameter, self._sum.finish()
         if flat[-1] > 0:
-            mine = shard_as(parameter, flat[:-1].view(parameter.shape))
+            mine = shard_as(parameter, self._over_tensor(flat[:-1].view(self._shape)))
             parameter.grad = like_parameter(parameter, mine.to(to_local(parameter).device))
+
+    def _over_tensor(self, part: Tensor) -> Tensor:
+        """Return the full tensor of which the ranks of the tensor axis have parts."""
+        if self._dim is None:
+            return part
+        rows = part.movedim(self._dim, 0).contiguous()
+        return self._tensor.gather_rows(rows, [len(rows)] * self._tensor.size).movedim(0, self._dim)
 
     def take(self) -> Tensor | None:
         """Return the leaf's gradient, and clear it."""
