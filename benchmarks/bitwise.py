@@ -1,158 +1,105 @@
-"""Compares the processor time of numerics=bitwise with slices and without, on one process.
+"""Measures what `numerics=bitwise` costs under a plan.
 
-    python benchmarks/bitwise.py [--widths 256 512] [--slices 2 8] [--rounds 5] [--steps 8]
-        [--json FILE]
+    python benchmarks/bitwise.py [--plans replicate=1 pipeline=2 ...] [--rounds 5] [--steps 12]
 
-Each side trains a causal language model (2 blocks, 8 heads, 256 words, tokens in microbatches of
-512) by `ls.train`, on one thread. Every round runs each side once, in turn. A run's figure is the
-processor time of its median step, without the first two. The ratio is the median over the rounds of
-a side's time over that of the side without slices in the same round. Processor time is used because
-other processes change it less than time.
+`ls.train` trains examples/gpt.py's model under each plan, in `fast` and in `bitwise` numerics by
+turns, so other load on the machine affects both. All ranks add up their processor time of a step;
+the first two steps are left out. A line has the median of the rounds' ratios bitwise ÷ fast.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import json
-import os
 import statistics
+import sys
 import tempfile
 import time
-from contextlib import redirect_stderr
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional as F
+import torch.distributed as dist
 
 import lockstep as ls
 
-WORDS, HEADS, BLOCKS, TOKENS, MICROBATCHES = 256, 8, 2, 128, 2
-WARMUP = 2
-STYLES = {
-    **dict.fromkeys(["*.query", "*.key", "*.value", "*.up"], "colwise"),
-    **dict.fromkeys(["*.out", "*.down"], "rowwise"),
-    "words": "embedding",
-    "head": "vocabulary",
-}
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import gpt
 
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.head_width = width // HEADS
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norms[0](x)
-        heads = (
-            layer(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
-        self.head = nn.Linear(width, WORDS, bias=False)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.words(text)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+PLANS = ["replicate=1", "replicate=2", "pipeline=2", "pipeline=2,schedule=zero-bubble"]
+LEFT_OUT = 2
+CONTEXT = 64
 
 
 class Clock(ls.Hook):
-    """Notes the processor time after each step."""
+    """Processor seconds of all ranks in the steps that count."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.total = 0.0
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def before_step(self, run: Any) -> None:
+        self._began = time.process_time()
 
     def after_step(self, run: Any) -> None:
-        self.times.append(time.process_time())
+        if run.step > LEFT_OUT:
+            self._seconds += time.process_time() - self._began
+
+    def on_finish(self, run: Any) -> None:
+        seconds = torch.tensor([self._seconds])
+        if dist.is_initialized():
+            dist.all_reduce(seconds)
+        self.total = float(seconds)
 
 
-def entropy(logits: Tensor, batch: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-def seconds_a_step(width: int, slices: int, steps: int, folder: Path) -> float:
+def seconds(plan: str, steps: int, width: int) -> float:
+    """Train under the plan. Return the processor time of all ranks. Runs on each rank."""
+    torch.set_num_threads(1)
+    windows = torch.randint(0, 256, (512, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     clock = Clock()
-    generator = torch.Generator().manual_seed(0)
     recipe = ls.Recipe(
-        model=lambda: LanguageModel(width),
-        data=torch.randint(WORDS, (64, TOKENS + 1), generator=generator),
-        inputs=lambda batch: batch[:, :-1],
-        loss=entropy,
+        model=lambda: gpt.GPT(layers=4, width=width, heads=4, context=CONTEXT, dropout=0.1),
+        data=torch.utils.data.TensorDataset(windows),
+        inputs=lambda batch: batch[0][:, :-1],
+        loss=lambda logits, batch: gpt.cross_entropy(logits, batch[0]),
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        global_batch=4 * MICROBATCHES,
+        global_batch=32,
         microbatch=4,
         steps=steps,
         clip_norm=1.0,
-        tensor=STYLES,
+        stages=["embedding", "blocks.*", "head"],
     )
-    with redirect_stderr(io.StringIO()):
-        ls.train(
-            recipe,
-            plan=f"replicate=1,numerics=bitwise,slices={slices}",
-            run_dir=folder,
-            hooks=[clock],
-        )
-    return statistics.median(after - before for before, after in pairwise(clock.times[WARMUP:]))
-
-
-def measure(width: int, slices: list[int], rounds: int, steps: int) -> dict[str, Any]:
-    found: dict[int, list[float]] = {count: [] for count in (1, *slices)}
-    for _ in range(rounds):
-        for count, seconds in found.items():
-            with tempfile.TemporaryDirectory() as folder:
-                seconds.append(seconds_a_step(width, count, steps, Path(folder)))
-    ratios = {
-        count: [each / plain for each, plain in zip(seconds, found[1], strict=True)]
-        for count, seconds in found.items()
-        if count != 1
-    }
-    return {"width": width, "seconds": found, "ratios": ratios}
+    with tempfile.TemporaryDirectory() as folder:
+        ls.train(recipe, plan=plan, run_dir=folder, hooks=[clock])
+    return clock.total
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--slices", type=int, nargs="+", default=[2, 8])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    table = Table("width", "slices", "processor time a step", "÷ without slices (median; all)")
-    rows = []
-    for width in options.widths:
-        row = measure(width, options.slices, options.rounds, options.steps)
-        rows.append(row)
-        for count, seconds in row["seconds"].items():
-            ratios = sorted(row["ratios"].get(count, []))
-            said = (
-                f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-                if ratios
-                else ""
+    for plan in options.plans:
+        processes = ls.Plan.parse(plan).sizes(1024)[0]
+        ratios = []
+        for _ in range(options.rounds):
+            fast, bitwise = (
+                ls.spawn(
+                    seconds,
+                    nproc=processes,
+                    args=(f"{plan},numerics={numerics}", options.steps, options.width),
+                )
+                for numerics in ("fast", "bitwise")
             )
-            table.add_row(str(width), str(count), f"{statistics.median(seconds):.3f} s", said)
-    Console().print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+            ratios.append(bitwise / fast)
+        print(
+            f"{plan}: {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
