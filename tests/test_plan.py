@@ -264,14 +264,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "schedule=2f2b; the known values are gpipe, 1f1b, interleaved, zero-bubble",
         ),
         (
-            "context=2,shard=2,numerics=bitwise",
-            (
-                "context=2 with numerics=bitwise and shard=2; chunks of a sequence are computed in"
-                " turn, and FSDP2 gathers the parameters of a block for one forward at a time; leave"
-                " numerics=bitwise out, or use replicate instead of shard=2"
-            ),
-        ),
-        (
             "context=2,compile=yes",
             "context=2 with compile=yes; attention is replaced while the forward runs",
         ),

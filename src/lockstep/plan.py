@@ -65,11 +65,11 @@ PACED_BY: dict[Divided, str] = {
 }
 """The reason why ranks cannot each compute at their own speed, by what their axis divides last. For
 an axis that is missing here: `TOGETHER`."""
-IN_ONE_FORWARD = {
-    "shard": "FSDP2 gathers the parameters of a block for one forward at a time",
-    "pipeline": "a stage passes on the tokens of a whole microbatch at once",
-}
-"""Axis -> the reason why its ranks cannot compute chunks of a sequence in turn."""
+IN_TURN = (
+    "chunks of a sequence are computed in turn, and a stage passes on the tokens of a whole"
+    " microbatch at once"
+)
+"""The reason why the stages of `pipeline` cannot compute chunks of a sequence in turn."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
@@ -384,13 +384,11 @@ class Plan:
 
     def _check_bitwise_context(self, given: dict[str, Any]) -> None:
         both = f"context={self.context} with numerics=bitwise"
-        for name in IN_ONE_FORWARD:
-            if (size := given.get(name, 1)) != 1:
-                raise PlanError(
-                    f"{both} and {name}={size}; chunks of a sequence are computed in turn, and"
-                    f" {IN_ONE_FORWARD[name]}; leave numerics=bitwise out, or use replicate instead"
-                    f" of {name}={size}"
-                )
+        if (size := given.get("pipeline", 1)) != 1:
+            raise PlanError(
+                f"{both} and pipeline={size}; {IN_TURN}; leave numerics=bitwise out, or use"
+                f" replicate instead of pipeline={size}"
+            )
         if self.exchange == "heads":
             raise PlanError(
                 f"{both} and exchange=heads; each chunk attends with all heads, so that its bits do"

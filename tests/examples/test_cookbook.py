@@ -22,11 +22,6 @@ NAMES = sorted(path.stem for path in COOKBOOK.glob("*.py"))
 NEEDS = {"detection": "scipy", "lora": "peft", "mixtral": "transformers"}
 VERIFY_OPTIONS = {"vision": ["--whole-microbatch-loss"]}
 REFUSED = {("physics", "shard=2"): "a gradient that is itself differentiated .* use replicate"}
-BITS_REFUSED = REFUSED | {
-    (name, "shard=2"): "chunks of a sequence are computed in turn, .* or use replicate instead of"
-    for name in ("long", "packed")
-}
-"""Refused with numerics=bitwise."""
 VERIFIED_TOO = {"long": ["context=2"]}
 FAIL_AFTER = 6
 """Steps, of which a checkpoint has four."""
@@ -70,7 +65,7 @@ def train_and_fail(name: str, run_dir: str, plan: str) -> None:
 
 def on_two_processes(name: str, folder: str) -> str | None:
     """Train sharded, where the example can; then fail, in a run for other processes to resume."""
-    refused = (name, "shard=2") in BITS_REFUSED
+    refused = (name, "shard=2") in REFUSED
     sharded = None if refused else train(name, f"{folder}/sharded", "shard=2")
     train_and_fail(name, f"{folder}/resumed", "replicate=2")
     return sharded
@@ -92,14 +87,14 @@ def test_it_has_one_fingerprint_on_any_number_of_processes_and_after_a_resume(
     sharded = set(pool.run(2, on_two_processes, name, str(tmp_path), timeout_seconds=60))
     resumed = pool.run(3, train, name, str(tmp_path / "resumed"), "replicate=3", timeout_seconds=60)
     assert set(resumed) == {alone}
-    assert sharded == {None if (name, "shard=2") in BITS_REFUSED else alone}
+    assert sharded == {None if (name, "shard=2") in REFUSED else alone}
 
 
-@pytest.mark.parametrize(("training", "plan"), BITS_REFUSED)
+@pytest.mark.parametrize(("training", "plan"), REFUSED)
 def test_a_plan_under_which_it_cannot_train_is_refused(
     pool: WorkerPool, tmp_path: Path, training: str, plan: str
 ) -> None:
-    with pytest.raises(ls.errors.PlanError, match=BITS_REFUSED[training, plan]):
+    with pytest.raises(ls.errors.PlanError, match=REFUSED[training, plan]):
         pool.run(2, train, training, str(tmp_path), plan, timeout_seconds=60)
 
 

@@ -1951,7 +1951,6 @@ ELSEWHERE = {
     "leave {said} or sequence out": CONTEXT,
     "sum in float32: output.float()": CONTEXT,
     "leave exchange=heads out, or numerics=bitwise": CONTEXT,
-    "leave numerics=bitwise or sequence out, or use replicate": CONTEXT,
     "any number of processes if the recipe has them; give Recipe(sequence=ls.Sequence())": CONTEXT,
     "give each its own module, and share the parameters": (
         "training/test_bitwise_pipeline.py::test_one_module_that_is_two_parts_is_refused"
@@ -2110,7 +2109,8 @@ HANDED_ON = (
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
-    "leave numerics=bitwise out, or use replicate instead of {name}={size}",
+    "leave numerics=bitwise out, or use replicate instead of pipeline={size}",
+    "leave numerics=bitwise or sequence out, or use replicate instead of pipeline",
     "leave out branches that depend on the tokens, or leave numerics=bitwise out",
     "give sequences of at least {processes.size} tokens, or a smaller context",
     "without Recipe.sequence and context",

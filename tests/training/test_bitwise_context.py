@@ -27,9 +27,15 @@ PLANS = {
         "context=2,numerics=bitwise",
         "context=2,numerics=bitwise,checkpointing=full",
         "replicate=2,numerics=bitwise",
+        "shard=2,numerics=bitwise",
     ),
     3: ("context=3,numerics=bitwise,checkpointing=selective",),
-    4: ("context=4,numerics=bitwise", "replicate=2,context=2,numerics=bitwise"),
+    4: (
+        "context=4,numerics=bitwise",
+        "replicate=2,context=2,numerics=bitwise",
+        "shard=2,context=2,numerics=bitwise,checkpointing=full",
+        "replicate=2,shard=2,numerics=bitwise",
+    ),
 }
 """Number of processes -> plans."""
 

@@ -316,12 +316,6 @@ REFUSED: list[tuple[str, Any, str, list[tuple[str, Any]]]] = [
         "leave exchange=heads out, or numerics=bitwise",
         [("context=2,numerics=bitwise", {}), ("context=2,exchange=heads", {})],
     ),
-    (
-        "shard=2,numerics=bitwise",
-        {},
-        "leave numerics=bitwise or sequence out, or use replicate",
-        [("shard=2", {}), ("replicate=2,numerics=bitwise", {})],
-    ),
     ("context=2,compile=yes", {}, "leave compile=yes out, or context", [("context=2", {})]),
     (
         "context=2",

@@ -26,13 +26,14 @@ CASES: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("expert=2", ("own", "uneven", "balanced", "chunks", "transformers")),
         ("expert=2,checkpointing=full", ("own", "chunks")),
         ("replicate=2", ("own", "chunks")),
-        ("shard=2", ("own", "uneven", "balanced")),
+        ("shard=2", ("own", "uneven", "balanced", "chunks")),
         ("context=2", ("chunks",)),
     ],
     4: [
         ("shard=2,expert=2", ("uneven", "balanced", "transformers")),
         ("shard=2,expert=2,checkpointing=full", ("own",)),
         ("expert=2,context=2", ("chunks",)),
+        ("shard=2,context=2", ("chunks",)),
     ],
 }
 """Number of processes -> plans and names of `RECIPES`."""
@@ -40,7 +41,8 @@ SLOW: dict[int, list[tuple[str, tuple[str, ...]]]] = {
     4: [
         ("expert=4", ("own", "chunks", "transformers")),
         ("replicate=2,expert=2", ("own", "uneven", "balanced", "chunks")),
-        ("replicate=2,shard=2", ("own", "balanced")),
+        ("replicate=2,shard=2", ("own", "balanced", "chunks")),
+        ("shard=2,expert=2", ("chunks",)),
         ("shard=2,expert=2,sharding=gradients", ("own", "balanced")),
         ("shard=2,expert=2,checkpointing=selective", ("own", "uneven", "transformers")),
         ("expert=2,context=2,checkpointing=full", ("chunks",)),
@@ -228,5 +230,5 @@ def test_ranks_whose_sequences_have_other_numbers_of_chunks_are_refused(
         assert f"in {SHORT} chunks" in said
         assert (
             f"give sequences of at least 4 tokens, ls.Sequence(chunks={SHORT}), or use replicate"
-            " instead of expert" in said
+            " or shard instead of expert" in said
         )

@@ -12,6 +12,7 @@ from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.reducer import choose_reducer
+from lockstep.training.reducers.rounds import RoundsReducer
 
 
 def mesh(*, shard: int = 1, divides_features: bool = False, on_one_host: bool = False) -> Any:
@@ -59,3 +60,11 @@ def test_every_mesh_has_one_reducer(
     else:
         expected, reason = DdpReducer, "buckets are summed while the backward computes"
     assert (choice.reducer, choice.reason) == (expected, reason)
+
+
+def test_chunks_of_sharded_models_are_summed_in_rounds() -> None:
+    choice = choose_reducer(mesh(shard=2), bitwise=True, compressed=False, in_chunks=True)
+    assert choice == (
+        RoundsReducer,
+        "numerics=bitwise: chunks of a sequence are computed in turn",
+    )

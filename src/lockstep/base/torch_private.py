@@ -613,6 +613,14 @@ def fsdp_parameter_group(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
+def remove_forward_hooks(module: Any) -> None:
+    """Remove the hooks by which FSDP2 gathers a module's parameters in its forward, and reduces
+    their gradients in its backward."""
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
     """Return the modules that hold a grouped parameter, with its name in each."""
     info = parameter._module_info

@@ -42,7 +42,7 @@ from lockstep.model.pipeline.stages import (
 )
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.separate_parts import SeparateParts, check_separable
-from lockstep.model.shard import shard, shard_parts
+from lockstep.model.shard import gather_whole, shard, shard_parts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.sliced import Slices
@@ -197,6 +197,8 @@ def parallelize(
         else:
             parts_held = {root: _blocks_within([root], block_names) for root in roots}
             shard_parts(model, mesh, parts_held, free_root=free, **options)
+    if sharded and plan.numerics == "bitwise" and sequence is not None:
+        gather_whole(model)
     materialize(model)
     if plan.split != 1:
         split_over_devices(

@@ -16,9 +16,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import (
     is_fsdp_root,
+    remove_forward_hooks,
     set_unshard_async,
     tree_flatten,
     tree_unflatten,
+    version,
 )
 from lockstep.comm.mesh import Mesh
 from lockstep.model.block_inputs import RepeatedInputs
@@ -44,6 +46,38 @@ def reset_after_error(model: nn.Module) -> None:
     for group in fsdp_groups(model):
         if is_fsdp_root(group):
             group.reset_iter_state()
+
+
+def gather_whole(model: nn.Module) -> None:
+    """Let a forward gather all parameters of the model, until `reshard`, and reduce no gradient. So
+    several forwards and backwards can run in turn."""
+    groups = fsdp_groups(model)
+    versions: dict[str, int] = {}
+    for group in groups:
+        remove_forward_hooks(group)
+
+    def before(_: nn.Module, __: Any) -> None:
+        for group in groups:
+            group.unshard()
+        for name, parameter in model.named_parameters():
+            versions.setdefault(name, version(parameter))
+
+    def after(_: nn.Module, __: Any, ___: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if version(parameter) != versions[name]:
+                raise error_of_change(name)
+
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)
+
+
+def error_of_change(name: str) -> RecipeError:
+    """Return the error for a forward that changes a parameter."""
+    return RecipeError(
+        f"the model's forward changed its parameter {name!r} (as nn.Embedding does by max_norm):"
+        " under shard a copy that is gathered for the forward, and dropped; change it between"
+        " steps, in a hook's after_step"
+    )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.digests import differing_part
 from lockstep.model.sync_batchnorm import training_batchnorms
-from lockstep.plan import IN_ONE_FORWARD, MEASURED, Plan
+from lockstep.plan import IN_TURN, MEASURED, Plan
 from lockstep.recipe.checks import Precision
 from lockstep.recipe.code import Digests, other_sources
 from lockstep.recipe.sequence import Sequence as RecipeSequence
@@ -345,13 +345,12 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
             " that are computed by themselves are the same on any number of processes if the recipe"
             " has them; give Recipe(sequence=ls.Sequence())"
         )
-    for name, why in IN_ONE_FORWARD.items():
-        if (size := getattr(plan, name)) != 1:
-            raise PlanError(
-                f"{name}={size} with numerics=bitwise and Recipe.sequence; chunks of a sequence are"
-                f" computed in turn, and {why}; leave numerics=bitwise or sequence out, or use"
-                f" replicate instead of {name}={size}"
-            )
+    if plan.pipeline != 1:
+        raise PlanError(
+            f"pipeline={plan.pipeline} with numerics=bitwise and Recipe.sequence; {IN_TURN}; leave"
+            " numerics=bitwise or sequence out, or use replicate instead of"
+            f" pipeline={plan.pipeline}"
+        )
     if plan.slices != 1:
         raise PlanError(
             f"slices={plan.slices} with Recipe.sequence; chunks of a sequence are computed in"

@@ -226,7 +226,10 @@ class TrainModule:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
         calls it."""
         self.choice = choose_reducer(
-            self.mesh, bitwise=self._bitwise, compressed=self._compression is not None
+            self.mesh,
+            bitwise=self._bitwise,
+            compressed=self._compression is not None,
+            in_chunks=self._bitwise and self.parallel.cut is not None,
         )
         if self._reducer is None or max_microbatches > self._max_microbatches:
             self._close_reducer()

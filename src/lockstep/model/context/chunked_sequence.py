@@ -21,7 +21,8 @@ from lockstep.model.context.cut import MOST_LAYOUTS, SequenceCut
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.kernels import Chosen
 from lockstep.model.context.label_shift import LossFunction, has_tokens
-from lockstep.model.expert.leaves import Leaves, ParameterLeaves
+from lockstep.model.expert.leaves import Leaves, leaves_of
+from lockstep.model.shard import reshard
 from lockstep.recipe.sequence import Sequence
 
 
@@ -34,13 +35,14 @@ class ChunkedSequenceCut(SequenceCut):
     ) -> None:
         """`leaves`: see `ParameterLeaves`."""
         super().__init__(model, processes, sequence, "keys")
-        self._leaves = [(each, ParameterLeaves(each, leaves)) for each in model.parameters()]
+        self._leaves = leaves_of(model, leaves)
         self._threads = ChunkThreads(processes.device)
         self._chunk_layouts: dict[int, list[TokenLayout]] = {}
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
         """Return the outputs of this process's chunks, for `whole`, and the loss of all chunks of
         all processes."""
+        reshard(self._model)  # a forward without a backward may have left parameters gathered
         self.current = self.cut_of(arguments, batch)
         layouts = self._layouts_of_chunks(self.current.layout.tokens)
 
@@ -50,7 +52,7 @@ class ChunkedSequenceCut(SequenceCut):
             return output, self._loss_of(loss, output, batch, cut)
 
         pairs = self._threads.run([partial(compute, layout) for layout in layouts])
-        trained = (leaves for each, leaves in self._leaves if each.requires_grad)
+        trained = (leaves for each, leaves in self._leaves.items() if each.requires_grad)
         tensors = [tensor for leaves in trained for tensor in leaves.tensors()]
         axis = layouts[0].world
         assert isinstance(axis, ChunkAxis)

@@ -91,6 +91,7 @@ def all_in_use(model: nn.Module) -> Iterator[None]:
     gate or a layer hides at first has a part in the output. Every rank gives equal parameters the
     same numbers."""
     generator, before = torch.Generator(), []
+    reshard(model)  # a forward may have left parameters gathered
     try:
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):

@@ -245,7 +245,7 @@ class Dispatch:
                 f" {chunks[other]}; with numerics=bitwise each chunk sends its tokens to the"
                 f" experts of all ranks (expert={self.world.size}), and a sequence of fewer tokens"
                 f" than chunks has fewer; give sequences of at least {max(chunks)} tokens,"
-                f" ls.Sequence(chunks={min(chunks)}), or use replicate instead of expert"
+                f" ls.Sequence(chunks={min(chunks)}), or use replicate or shard instead of expert"
             )
         said = [
             f"rank {rank} ends after {self.names[-1]}"

@@ -66,11 +66,15 @@ class Leaves:
 
 class ParameterLeaves:
     """The tensors that get the gradients of one parameter in a round: itself, or those for the rows
-    of each rank."""
+    of each rank. Under FSDP2: the gathered one, while it is gathered."""
 
-    def __init__(self, parameter: nn.Parameter, leaves: Sequence[Leaves]) -> None:
-        """`leaves`: of all modules of experts of the model."""
+    def __init__(
+        self, parameter: nn.Parameter, leaves: Sequence[Leaves], key: Key | None = None
+    ) -> None:
+        """`leaves`: of all modules of experts of the model. `key`: the parameter's place, if other
+        tensors take it."""
         self._parameter = parameter
+        self._key = key
         found = ((each, each.key_of(parameter)) for each in leaves)
         self._place = next(((each, key) for each, key in found if key is not None), None)
 
@@ -85,18 +89,38 @@ class ParameterLeaves:
         return 1 if self._place is None else self._place[0].ranks
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors. Under FSDP2: while the parameter is gathered."""
+        """Return the tensors."""
         if self._place is None:
-            return [self._parameter]
+            return [self._current]
         leaves, key = self._place
         return leaves.of(key)
 
     def take(self) -> list[Tensor | None]:
         """Return their gradients, and clear them; None for a tensor without one."""
         if self._place is None:
-            return [_take(self._parameter)]
+            return [_take(self._current)]
         leaves, key = self._place
         return leaves.take(key)
+
+    @property
+    def _current(self) -> Tensor:
+        if self._key is None:
+            return self._parameter
+        module, name = self._key
+        current = own_parameters(module)[name]
+        assert current is not None, "it was a parameter"
+        return current
+
+
+def leaves_of(model: nn.Module, leaves: Sequence[Leaves]) -> dict[nn.Parameter, ParameterLeaves]:
+    """Return the leaves of each parameter, also while FSDP2 has replaced it by the gathered one.
+    Under FSDP2: call it while parameters are sharded."""
+    found: dict[nn.Parameter, ParameterLeaves] = {}
+    for module in model.modules():
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and parameter not in found:
+                found[parameter] = ParameterLeaves(parameter, leaves, (module, name))
+    return found
 
 
 def _take(tensor: Tensor) -> Tensor | None:

@@ -39,7 +39,7 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.model.separate_parts import PartLeaf
-from lockstep.model.shard import fsdp_groups, modules_of, reshard
+from lockstep.model.shard import error_of_change, fsdp_groups, modules_of, reshard
 from lockstep.model.weight_casts import check_uses
 from lockstep.training.reducers.gradient_checksums import GradientChecksums
 from lockstep.training.reducers.gradient_hooks import (
@@ -439,11 +439,7 @@ class _UsedParameters:
         change would be lost."""
         for name, then in self._versions.items():
             if version(self._gathered[name]) != then:
-                raise RecipeError(
-                    f"the model's forward changed its parameter {name!r} (as nn.Embedding does by"
-                    " max_norm): under shard a copy that is gathered for the forward, and dropped;"
-                    " change it between steps, in a hook's after_step"
-                )
+                raise error_of_change(name)
 
     def _refuse_others(self, own: Sequence[_Own]) -> Any:
         """Return a forward pre-hook that refuses other tensors in place of parameters, because

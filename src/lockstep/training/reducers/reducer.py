@@ -77,9 +77,15 @@ class ReducerChoice(NamedTuple):
     reason: str
 
 
-def choose_reducer(mesh: Mesh, *, bitwise: bool, compressed: bool) -> ReducerChoice:
-    """The reducer for a model parallelized on `mesh`. `compressed`: True with gradient
-    compression."""
+def choose_reducer(
+    mesh: Mesh, *, bitwise: bool, compressed: bool, in_chunks: bool = False
+) -> ReducerChoice:
+    """The reducer for a model parallelized on `mesh`. `compressed`: True with gradient compression.
+    `in_chunks`: True if each chunk of a sequence is computed by itself."""
+    if mesh.axis("shard").size > 1 and in_chunks:
+        return ReducerChoice(
+            RoundsReducer, "numerics=bitwise: chunks of a sequence are computed in turn"
+        )
     if mesh.axis("shard").size > 1:
         return ReducerChoice(FsdpReducer, "the shard axis has more than one rank")
     divides_experts = any("experts" in axis.divides for axis in mesh.larger)
@@ -155,7 +161,7 @@ def build_reducer(
             pipeline.on_gradient = ordered.after_backward
         return ordered
     if choice.reducer is RoundsReducer:
-        return RoundsReducer(parameters, mesh, leaves, max_microbatches=max_microbatches)
+        return RoundsReducer(model, parameters, mesh, leaves, max_microbatches=max_microbatches)
     if choice.reducer is DdpReducer:
         return DdpReducer(
             parameters,

@@ -1,4 +1,5 @@
-"""Gradient reduction in the canonical order for models whose experts are on several ranks.
+"""Gradient reduction in the canonical order where a rank has the gradients of whole parameters:
+for models whose experts are on several ranks, and for sharded ones that are computed in chunks.
 
 After each backward, the gradients of the round are exchanged (`round_sum.py`). A rank with experts
 has a gradient of them for each microbatch whose rows it has computed, and exchanges it only with
@@ -7,6 +8,7 @@ the ranks that hold the same experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, like_parameter, to_local
-from lockstep.model.expert.leaves import Leaves, ParameterLeaves
+from lockstep.model.expert.leaves import Leaves, ParameterLeaves, leaves_of
+from lockstep.model.shard import reshard
 from lockstep.training.reducers.round_sum import RoundSum
 from lockstep.training.reducers.step_stats import (
     Number,
@@ -26,10 +29,11 @@ from lockstep.training.reducers.step_stats import (
 
 
 class RoundsReducer:
-    """A `GradientReducer` for experts on several ranks, with bitwise numerics."""
+    """A `GradientReducer` for bitwise numerics."""
 
     def __init__(
         self,
+        model: nn.Module,
         parameters: Sequence[nn.Parameter],
         mesh: Mesh,
         leaves: Sequence[Leaves],
@@ -38,14 +42,22 @@ class RoundsReducer:
     ) -> None:
         self._parameters = list(parameters)
         self._mesh = mesh
-        self._leaves = [ParameterLeaves(parameter, leaves) for parameter in self._parameters]
+        reshard(model)
+        self._model = model
+        by_parameter = leaves_of(model, leaves)
+        self._leaves = [
+            by_parameter.get(parameter) or ParameterLeaves(parameter, leaves)
+            for parameter in self._parameters
+        ]
         places: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place, parameter in enumerate(parameters):
             places.setdefault((mesh.is_expert(parameter), parameter.dtype), []).append(place)
         self._sums: list[tuple[RoundSum, list[int]]] = []
         for several in places.values():
-            world = mesh.summed(self._parameters[several[0]])
-            self._sums.append((RoundSum(world, world), several))
+            first = self._parameters[several[0]]
+            world, shards = mesh.summed(first), mesh.shards(first)
+            replicas = world if shards.size == 1 else mesh.replicas
+            self._sums.append((RoundSum(world, replicas), several))
         self._unused = UnusedParameters(self._parameters, mesh.summed())
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
@@ -70,23 +82,25 @@ class RoundsReducer:
             counts = not is_dummy or self._mesh.is_expert(parameter)
             if counts and any(gradient is not None for gradient in gradients):
                 self._used[place] = 1.0
+        reshard(self._model)
         for summed, places in self._sums:
-            flattened = [
-                [_flat(gradient, self._parameters[place]) for gradient in taken[place]]
+            shaped = [
+                [self._in_shards(gradient, self._parameters[place]) for gradient in taken[place]]
                 for place in places
             ]
-            flat = [torch.cat(leaf) for leaf in zip(*flattened, strict=True)]
-            summed.add(torch.stack(flat)[:, None])
+            summed.add(torch.stack([torch.cat(leaf, 1) for leaf in zip(*shaped, strict=True)]))
             summed.end_round()
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        for total, places in self._sums:
+        for summed, places in self._sums:
             held = [self._parameters[place] for place in places]
-            parts = torch.split(total.finish(), [to_local(each).numel() for each in held])
+            parts = torch.split(summed.finish(), [self._shards(each)[1] for each in held])
             for parameter, part in zip(held, parts, strict=True):
-                parameter.grad = like_parameter(parameter, part)
+                held_here = to_local(parameter)
+                own = part[: held_here.numel()].to(held_here.device)
+                parameter.grad = like_parameter(parameter, own)
         packed = self._vector.pack(self._used, self._mine, values, weights, flag)
         self._mesh.summed().all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
@@ -103,8 +117,27 @@ class RoundsReducer:
         for each in self._leaves:
             each.take()
 
+    def _shards(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return the number of shards of the parameter that this rank computes with, and the
+        elements of each, which FSDP2 pads."""
+        shards = self._mesh.shards(parameter).size
+        if shards == 1:
+            return 1, to_local(parameter).numel()
+        rows, *others = parameter.shape
+        if self._mesh.is_expert(parameter):
+            rows //= self._mesh.axis("expert").size
+        return shards, -(-rows // shards) * math.prod(others)
 
-def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    if gradient is None:
-        gradient = torch.zeros_like(to_local(parameter))
-    return to_local(gradient).reshape(-1)
+    def _in_shards(self, gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
+        """Return a gradient as padded shards: those of the ranks with which it is exchanged, which
+        compute the same chunks. None: zeros."""
+        shards, numbers = self._shards(parameter)
+        dtype, device = parameter.dtype, self._mesh.world.device
+        padded = torch.zeros(shards, numbers, dtype=dtype, device=device)
+        if gradient is not None:
+            flat = to_local(gradient).reshape(-1)
+            padded.view(-1)[: len(flat)] = flat
+        if shards == 1:
+            return padded
+        chunks = self._mesh.tokens
+        return padded.view(-1, chunks.size, numbers)[:, chunks.rank]
