@@ -2111,6 +2111,7 @@ HANDED_ON = (
 UNTRIED = (
     "leave numerics=bitwise out, or use replicate instead of pipeline={size}",
     "leave numerics=bitwise or sequence out, or use replicate instead of pipeline",
+    "use replicate, or leave --recompute-every out",
     "leave out branches that depend on the tokens, or leave numerics=bitwise out",
     "give sequences of at least {processes.size} tokens, or a smaller context",
     "without Recipe.sequence and context",

@@ -281,6 +281,17 @@ def check_recomputation(plan: Plan, every: int) -> None:
             )
 
 
+def check_recomputed_chunks(plan: Plan, sequence: RecipeSequence | None, every: int) -> None:
+    """Raise `PlanError` if ranks would recompute sharded models in chunks. `every`: as in
+    `check_recomputation`."""
+    if every and sequence is not None and plan.shard != 1:
+        raise PlanError(
+            f"--recompute-every {every} with shard={plan.shard} and Recipe.sequence; the gradient"
+            " of a microbatch that is computed in chunks is not compared under shard yet; use"
+            " replicate, or leave --recompute-every out"
+        )
+
+
 def check_no_auto(plan: Plan, microbatch: object) -> None:
     """Raise `PlanError` or `RecipeError` if a setting is still `auto`."""
     why = "in your own loop; only ls.train has a loss to measure with; give a number"
