@@ -635,6 +635,13 @@ def test_default_mps_generator():
         assert torch_private.default_mps_generator().device.type == "mps"
 
 
+def test_remove_forward_hooks(mesh):
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh["a"])
+    torch_private.remove_forward_hooks(model)
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
 def test_set_unshard_async(mesh):
     torch_private.set_unshard_async(fully_shard(nn.Linear(2, 2), mesh=mesh["a"]), True)
 

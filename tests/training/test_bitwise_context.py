@@ -18,7 +18,7 @@ from training.subjects import each_of, learned
 from training.test_context_axis import Fails, recipe
 
 import lockstep as ls
-from lockstep.base.errors import DataError, PlanError
+from lockstep.base.errors import DataError, PlanError, RecipeError
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.set_up import check_recomputed_chunks
@@ -253,3 +253,25 @@ def test_chunks_of_sharded_models_are_not_recomputed() -> None:
         (Plan(replicate=2, numerics="bitwise"), sequence, 5),
     ]:
         check_recomputed_chunks(plan, given, every)
+
+
+class Renormed(GPT):
+    """Its forward changes the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.max_norm = 0.1
+
+
+def train_renormed(folder: str, plan: str) -> str:
+    try:
+        return str(train(folder, plan, model=Renormed)[0])
+    except RecipeError as error:
+        return str(error)
+
+
+def test_a_forward_that_changes_gathered_parameters_is_refused(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    for said in pool.run(2, train_renormed, str(tmp_path), "shard=2,numerics=bitwise"):
+        assert "the model's forward changed its parameter 'words.weight'" in said
