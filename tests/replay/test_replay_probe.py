@@ -56,6 +56,7 @@ def replay(
     request = ReplayRequest(
         folder=folder,
         checkpoints=str(made / "checkpoints"),
+        before=step,
         begins_anew=step < 3,
         step=step,
         without=without,

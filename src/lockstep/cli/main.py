@@ -24,6 +24,7 @@ _COMMANDS = (
     "average",
     "evaluate",
     "replay",
+    "blame",
     "report",
     "doctor",
     "inspect",
@@ -80,6 +81,7 @@ def _commands() -> None:
       lockstep average runs/a runs/b -o model.safetensors
       lockstep evaluate runs/a
       lockstep replay --step 1200 runs/a
+      lockstep blame runs/a
       lockstep report runs/a
       lockstep doctor --nproc 2
       lockstep inspect runs/a

@@ -44,6 +44,13 @@ MOST_ROWS = 64
 """Largest number of microbatches in the printed table; --json has all."""
 
 
+checkpoints_option = click.option(
+    "--checkpoints",
+    metavar="FOLDER",
+    help="The folder or URL of the run's checkpoints, if it is not the one in the run directory.",
+)
+
+
 @click.command("replay", cls=ScriptCommand)
 @count_option("--step", "step", None, "N", "The step to make again, as in metrics.jsonl.")
 @click.option(
@@ -54,11 +61,7 @@ MOST_ROWS = 64
     metavar="K",
     help="Leave this sample of the dataset out of the step. Give it once for each.",
 )
-@click.option(
-    "--checkpoints",
-    metavar="FOLDER",
-    help="The folder or URL of the run's checkpoints, if it is not the one in the run directory.",
-)
+@checkpoints_option
 @launch_option("nproc")
 @launch_option("plan", help="Default: the numerics of the run's plan, with replicate=N.")
 @launch_option("share_devices")
@@ -94,20 +97,10 @@ def command(
     """
     if step is None:
         raise LaunchError("no step to make again; give one of metrics.jsonl, such as --step 100")
-    target = Target.find(source)
-    run = target.run
-    if run is None:
-        raise CheckpointError(f"{source} is no run directory (it has no run.json); give one")
-    if checkpoints is not None:
-        target = Target.find(checkpoints)
-    elif target.elsewhere is not None:
-        raise CheckpointError(f"{source}: {target.none_there}, as --checkpoints")
+    target, run, line = replayed_run(source, checkpoints, line, given)
     last = max((row["step"] for row in rows_of(run)), default=0)
     if step > last:
         raise LaunchError(f"--step {step}, and the last step in {run / METRICS} is {last}")
-    line = line or script_of(run, source, "a step is made again by the script")
-    given["set"] = assignments(run, ())
-    given["plan"] = given["plan"] or str(replay_plan(read_metadata(run)["plan"]["text"]))
     with work_folder("lockstep-replay-") as folder:
         status, found = replay(
             target, run, step, line, given, folder=folder, without=without, quiet=as_json
@@ -119,6 +112,25 @@ def command(
     else:
         _show(found)
     return int(found.is_bitwise and found.first_difference is not None)
+
+
+def replayed_run(
+    source: str, checkpoints: str | None, line: ScriptLine | None, given: dict[str, Any]
+) -> tuple[Target, Path, ScriptLine]:
+    """Return the checkpoints of a run, its directory and its script. Completes `given`, the launch
+    options by name. Raises `CheckpointError` and `LaunchError`."""
+    target = Target.find(source)
+    run = target.run
+    if run is None:
+        raise CheckpointError(f"{source} is no run directory (it has no run.json); give one")
+    if checkpoints is not None:
+        target = Target.find(checkpoints)
+    elif target.elsewhere is not None:
+        raise CheckpointError(f"{source}: {target.none_there}, as --checkpoints")
+    line = line or script_of(run, source, "a step is made again by the script")
+    given["set"] = assignments(run, ())
+    given["plan"] = given["plan"] or str(replay_plan(read_metadata(run)["plan"]["text"]))
+    return target, run, line
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -147,14 +159,19 @@ def replay(
     *,
     folder: Path,
     without: Sequence[int] = (),
+    by_sample: int | None = None,
+    before: int | None = None,
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
     """Make the step again. Returns the exit status and, if the step was reached, what was found.
-    `given`: launch options by name. `folder`: for temporary files. Raises `LaunchError`."""
+    `given`: launch options by name. `folder`: for temporary files. `by_sample`: the
+    microbatch whose gradient is divided among its samples. `before`: begin at the newest checkpoint
+    with fewer steps; default: `step`. Raises `LaunchError`."""
     run_dir = folder / "run"
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")
-    steps = [name.step for name in target.names if name.step < step]
+    before = step if before is None else before
+    steps = [name.step for name in target.names if name.step < before]
     if not quiet:
         where = (
             f"after step {max(steps)}" if steps else "at the beginning, for want of a checkpoint"
@@ -167,8 +184,10 @@ def replay(
         folder=folder,
         step=step,
         checkpoints=str(target.storage),
+        before=before,
         begins_anew=not steps,
         without=without,
+        by_sample=by_sample,
     )
     status = launch_script(
         line,
@@ -206,6 +225,7 @@ def _result(
         run_plan=before["plan"]["text"],
         loss=whole["loss"],
         squares=whole["squares"],
+        before=whole["before"],
         microbatches=sorted(parts, key=lambda each: (each.model, each.microbatch)),
         on_the_way=compared(
             rows_of(run),

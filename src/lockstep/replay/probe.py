@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.base.files import write_atomically
+from lockstep.base.nested import tensors_in
 from lockstep.comm.mesh import to_local
 from lockstep.data.loader import SamplesLeftOut
 from lockstep.replay.request import ReplayRequest
@@ -21,6 +22,7 @@ from lockstep.training.consensus import Request
 from lockstep.training.context import BeginAt, Overrides
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
+from lockstep.training.train_module import TrainModule
 
 
 def install(environ: Mapping[str, str]) -> tuple[Overrides, list[ReplayHook]]:
@@ -31,7 +33,7 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[ReplayHook]]:
     hook, left_out = ReplayHook(request), None
     if request.without:
         left_out = SamplesLeftOut(request.step - 1, frozenset(request.without))
-    begin = BeginAt(folder=request.checkpoints, before=request.step)
+    begin = BeginAt(folder=request.checkpoints, before=request.before)
     begin_at = None if request.begins_anew else begin
     return Overrides(bare=True, probe=hook, begin_at=begin_at, left_out=left_out), [hook]
 
@@ -44,11 +46,21 @@ class ReplayHook(ControlHook):
     def __init__(self, request: ReplayRequest) -> None:
         self._request = request
         self._microbatches: list[dict[str, Any]] = []
-        self._squares: dict[str, float] = {}
-        """Block -> the sum of squares of the step's gradient."""
+        self._squares: list[dict[str, float]] = []
+        """For each step: block -> the sum of squares of its gradient."""
+        self._outputs: dict[nn.Module, list[Tensor]] = {}
+        """The tensors of each model's latest output that have a gradient."""
 
     def before_steps(self, run: Run) -> None:
         self.run, self._begin = run, run.step
+        if self._request.by_sample is not None:
+            for module in run.training.modules:
+                module.model.register_forward_hook(self._see_output)
+
+    def _see_output(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Keep the output. A forward hook."""
+        if self._is_now:
+            self._outputs[model] = [each for each in tensors_in(output) if each.requires_grad]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -79,7 +91,47 @@ class ReplayHook(ControlHook):
             squares = squares_by_block((name, part) for name, part in named if part is not None)
             squares = {name: value / scale**2 for name, value in squares.items()}
         part = float((total.detach() * grad_output).double())
-        self._note(module, microbatch, total=float(total.detach()), part=part, squares=squares)
+        by_sample = None
+        if microbatch == self._request.by_sample and squares is not None:
+            by_sample = self._by_sample(each, total, grad_output)
+        self._note(
+            module,
+            microbatch,
+            total=float(total.detach()),
+            part=part,
+            squares=squares,
+            by_sample=by_sample,
+        )
+
+    def _by_sample(
+        self, module: TrainModule, total: Tensor, grad_output: Tensor
+    ) -> list[float] | None:
+        """Return the squared norm of the gradient that goes through each sample's rows of the
+        model's output. They are in units of the loss scale. None if no output has these rows."""
+        assert self.run.training.source is not None, "a step has begun"
+        layout = self.run.training.source.layout
+        start, stop = layout.spans[self._request.by_sample or 0]
+        rows = [
+            each
+            for each in self._outputs.get(module.model, [])
+            if each.dim() and len(each) == stop - start
+        ]
+        if not rows:
+            return None
+        of_rows = torch.autograd.grad(
+            total, rows, grad_output, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        found = []
+        for sample in range(stop - start):
+            only = [torch.zeros_like(each) for each in of_rows]
+            for each, whole in zip(only, of_rows, strict=True):
+                each[sample] = whole[sample]
+            gradients = torch.autograd.grad(
+                rows, module.parameters, only, retain_graph=True, allow_unused=True
+            )
+            squares = [each.double().square().sum() for each in gradients if each is not None]
+            found.append(float(torch.stack(squares).sum()) if squares else 0.0)
+        return found
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """See `Probe`."""
@@ -96,11 +148,12 @@ class ReplayHook(ControlHook):
         )
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        if not self._is_now:
-            return
+        if run.step == self._begin + len(self._squares):
+            self._squares.append({})
+        squares = self._squares[-1]
         for name, norm in run.gradient_norms(model).items():
             block = block_of(name)
-            self._squares[block] = self._squares.get(block, 0.0) + norm**2
+            squares[block] = squares.get(block, 0.0) + norm**2
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         """Write the step, once its line is in metrics.jsonl, and end the process."""
@@ -112,7 +165,8 @@ class ReplayHook(ControlHook):
             values = {
                 "begin": self._begin,
                 "loss": run.loss,
-                "squares": self._squares,
+                "squares": self._squares[-1],
+                "before": self._squares[:-1],
             }
             write_atomically(folder / STEP, json.dumps(values))
         if world.size > 1:

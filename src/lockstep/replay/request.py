@@ -23,7 +23,11 @@ class ReplayRequest(ScriptRequest):
     """The step to end after: its number in metrics.jsonl."""
     checkpoints: str = ""
     """The folder of the run's checkpoints: a path or a URL."""
+    before: int
+    """The newest checkpoint with fewer steps done is the one to begin at."""
     begins_anew: bool = False
     """True to begin at step 0, without a checkpoint."""
     without: Sequence[int] = ()
     """Indices of samples that the step leaves out."""
+    by_sample: int | None = None
+    """The number of the microbatch whose gradient is divided among its samples."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from lockstep.logging.run_files import CHECKSUM
 
+ROUNDING = 0.01
+"""Without numerics=bitwise, a relative difference of loss or norm that rounding may make."""
 STEP = "step.json"
 """The file of the step as a whole, in the folder of the request."""
 
@@ -48,6 +50,10 @@ class ReplayedMicrobatch:
     squares: Mapping[str, float] | None = None
     """Block -> the sum of squares of its part in the gradient. None: not computed under a plan
     that divides the model."""
+
+    by_sample: Sequence[float] | None = None
+    """For each of `samples`: the sum of squares of the gradient through its rows of the model's
+    output. None: not asked for, or the output has no such rows."""
 
     @property
     def norm(self) -> float | None:
@@ -94,6 +100,8 @@ class Replay:
     squares: Mapping[str, float]
     """Block -> the sum of squares of the step's gradient, before clipping."""
     microbatches: Sequence[ReplayedMicrobatch]
+    before: Sequence[Mapping[str, float]] = ()
+    """`squares` of the steps on the way, without this one."""
     on_the_way: Sequence[StepComparison] = ()
     """The logged steps from the checkpoint to this step, without those that leave out samples."""
     without: Sequence[int] = ()
@@ -113,6 +121,14 @@ class Replay:
     def first_difference(self) -> StepComparison | None:
         """The first step on the way whose gradient has other bits."""
         return next((each for each in self.on_the_way if each.checksum is False), None)
+
+    @property
+    def first_unlike(self) -> StepComparison | None:
+        """The first step on the way that is not the run's: that has other bits, or without
+        numerics=bitwise that differs by more than rounding."""
+        if self.is_bitwise:
+            return self.first_difference
+        return next((each for each in self.on_the_way if each.difference > ROUNDING), None)
 
     @property
     def same_bits(self) -> bool:

@@ -1,0 +1,149 @@
+"""`lockstep blame`: the step, microbatch, samples and layer that made a loss or gradient jump."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.base.errors import LaunchError
+from lockstep.base.foreign_text import show
+from lockstep.cli.arguments import (
+    ScriptCommand,
+    count_option,
+    json_option,
+    launch_option,
+    script_arguments,
+    work_folder,
+)
+from lockstep.cli.replay import checkpoints_option, replay, replayed_run, rows_of
+from lockstep.cli.target import Target
+from lockstep.replay.blame import Blame, Spike, cause_of, largest_spike, spike_at, suspected
+from lockstep.replay.step import Replay
+from lockstep.scripts.line import ScriptLine
+
+LATER_STEPS = 3
+"""Number of logged steps that are made again from a later checkpoint."""
+
+
+@click.command("blame", cls=ScriptCommand)
+@count_option(
+    "--step", "step", None, "N", "The step to explain. Default: the largest spike of the run."
+)
+@checkpoints_option
+@launch_option("nproc")
+@launch_option("plan", help="Default: the numerics of the run's plan, with replicate=N.")
+@launch_option("share_devices")
+@launch_option("allow_change")
+@json_option
+@click.argument("source", metavar="RUN_DIR")
+@script_arguments(required=False)
+def command(
+    step: int | None,
+    checkpoints: str | None,
+    as_json: bool,
+    source: str,
+    line: ScriptLine | None,
+    **given: Any,
+) -> int:
+    """Find what made the loss or the gradient of a run jump.
+
+    Takes the step whose loss or gradient norm is most unusual, or --step, and makes it again as
+    lockstep replay does. If a microbatch is unusual, it then looks at the gradient of each of its
+    samples. If the run's gradients do not come back, it tries steps after the next checkpoint.
+
+    \b
+    Examples:
+      lockstep blame runs/a
+      lockstep blame --step 1200 runs/a
+
+    Exit status: 0 if it names a cause or finds no unusual step, 2 for a mistake, or the status of
+    the process that failed first.
+    """
+    target, run, line = replayed_run(source, checkpoints, line, given)
+    rows = rows_of(run)
+    spike = _spike(rows, step, run)
+    if spike is None:
+        if as_json:
+            print(json.dumps(None))
+        else:
+            show(f"no step of {source} has an unusual loss or gradient norm")
+        return 0
+    with work_folder("lockstep-blame-") as folder:
+        status, found = _explained(target, run, spike.step, line, given, folder=folder)
+    if found is None:
+        return status
+    if as_json:
+        values = {"metric": spike.metric, "value": str(spike.value), "usual": spike.usual}
+        print(json.dumps({**found.as_json(), "spike": {"step": spike.step, **values}}, indent=2))
+        return 0
+    show(
+        f"step {spike.step}: {spike.metric} {spike.value:.6g}; the median of the steps before it"
+        f" is {spike.usual:.6g}"
+    )
+    show(f"cause: {found.text}")
+    return 0
+
+
+def _spike(rows: list[dict[str, Any]], step: int | None, run: Path) -> Spike | None:
+    if step is None:
+        return largest_spike(rows)
+    place = next((place for place, row in enumerate(rows) if row["step"] == step), None)
+    if place is None:
+        raise LaunchError(f"--step {step}, and {run / 'metrics.jsonl'} has no line of it")
+    spike = spike_at(rows, place)
+    if spike is None:
+        raise LaunchError(f"--step {step}: too few steps are logged before it to compare it with")
+    return spike
+
+
+def _explained(
+    target: Target,
+    run: Path,
+    step: int,
+    line: ScriptLine,
+    given: dict[str, Any],
+    *,
+    folder: Path,
+) -> tuple[int, Blame | None]:
+    rows = rows_of(run)
+
+    def again(name: str, at: int, **how: Any) -> tuple[int, Replay | None]:
+        own = folder / name
+        own.mkdir()
+        return replay(target, run, at, line, given, folder=own, **how)
+
+    status, as_it_was = again("as-it-was", step)
+    if as_it_was is None:
+        return status, None
+    by_sample = later = None
+    if as_it_was.first_unlike is None and as_it_was.begin and suspected(as_it_was) is None:
+        # the state that was saved may be wrong already
+        earlier = again("earlier", step, before=as_it_was.begin)[1]
+        as_it_was = earlier if earlier is not None and earlier.first_unlike else as_it_was
+    if (first := as_it_was.first_unlike) is not None:
+        if (at := _later_step(target, rows, first.step)) is not None:
+            later = again("later", at)[1]
+    elif (suspect := suspected(as_it_was)) is not None and len(suspect.samples) > 1:
+        by_sample = again("by-sample", step, by_sample=suspect.microbatch)[1]
+    return 0, cause_of(as_it_was, rows, by_sample=by_sample, later=later)
+
+
+def _later_step(target: Target, rows: list[dict[str, Any]], first: int) -> int | None:
+    """Return a logged step to make again from the earliest checkpoint that has done step `first`;
+    None: there is none."""
+    names = sorted(name.step for name in target.names)
+    for place, begin in enumerate(names):
+        if begin < first:
+            continue
+        until = names[place + 1] if place + 1 < len(names) else None
+        steps = [
+            row["step"]
+            for row in rows
+            if row["step"] > begin and (until is None or row["step"] <= until)
+        ]
+        if steps:
+            return int(steps[:LATER_STEPS][-1])
+    return None
