@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.subjects import network, recipe, rows, sgd
+from training.subjects import FEATURES, OUTPUTS, network, recipe, rows, sgd
 from verify.built import built
 
 import lockstep as ls
@@ -210,6 +210,52 @@ def test_two_models_have_one_trace_each_and_end_together(
         (0, 2, 8),
         (1, 2, 8),
     ]
+
+
+class Scales(nn.Module):
+    """Experts of vectors, which are not found by their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4, FEATURES))
+
+    def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return (self.scale[index] * tokens[:, None] * weights[..., None]).sum(1)
+
+
+class ScalesLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.scales = nn.Linear(FEATURES, 4), Scales()
+        self.head = nn.Linear(FEATURES, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return self.head(self.scales(x, index, weights))  # type: ignore[no-any-return]
+
+
+def train_scales(folder: Path) -> None:
+    with ls.Session(run_dir=str(folder / "run")) as session:
+        model, optimizer = session.prepare(ScalesLayer, sgd, experts=["scales"])
+        for step in session.steps(rows(8), global_batch=8, microbatch=4, steps=2):
+            for batch in step.microbatches():
+                step.backward((model(batch[1]) - batch[2]).square().mean())
+            step.commit(optimizer)
+
+
+def test_experts_that_a_session_names_are_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = TraceRequest(folder=tmp_path, steps=1, experts=True)
+    for name, value in request.write(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        train_scales(tmp_path)
+    (trace,) = read_traces(tmp_path)
+    assert {index: list(trace.experts_of(index)[0]) for index in (0, 1)} == {
+        0: ["scales"],
+        1: ["scales"],
+    }
 
 
 def test_a_session_without_a_request_has_no_probe(tmp_path: Path) -> None:

@@ -18,15 +18,15 @@ from torch import nn
 from lockstep.model.expert.dispatch import Dispatch
 
 
-class _Forward(threading.local):
+class _RunningForward(threading.local):
     """The forward of the model that runs in this thread."""
 
     next: int | None = None
     """The layer that is expected next; None outside of a forward. (Recomputation calls layers in
     another order.)"""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RunningForward:
+        return _RunningForward()
 
 
 class LayerCalls:
@@ -35,7 +35,7 @@ class LayerCalls:
     def __init__(self, model: nn.Module, layers: Sequence[Dispatch]) -> None:
         """`layers`: those inside `model`, in the order of its modules."""
         self._layers = layers
-        self._forward = _Forward()
+        self._forward = _RunningForward()
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
         for place, layer in enumerate(layers):
