@@ -84,6 +84,7 @@ def faults(ranks: int, number: int) -> list[tuple[int, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("plan", "ranks", "number"),
     [
@@ -99,7 +100,7 @@ def test_the_rank_that_computes_wrong_results_is_named(
     planted = faults(ranks, number)
     # of every other step, so that the one of the check is not saved already
     cases = [(plan, EVERY, fault, {}, 2) for fault in planted]
-    by_rank = pool.run(ranks, several, str(tmp_path), cases)
+    by_rank = pool.run(ranks, several, str(tmp_path), cases, timeout_seconds=160)
     for place, (rank, fault) in enumerate(planted):
         found = [each[place] for each in by_rank]
         assert len({each["error"] for each in found}) == 1
@@ -175,6 +176,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -192,7 +194,7 @@ def test_a_run_has_the_bits_that_it_has_without_checks_and_no_alarm(
     cases = [
         (plan, every, None, {"steps": 4, **kind}) for kind in kinds.values() for every in (0, 1)
     ]
-    found = pool.run(ranks, several, str(tmp_path), cases)[0]
+    found = pool.run(ranks, several, str(tmp_path), cases, timeout_seconds=160)[0]
     for number, name in enumerate(kinds):
         without, checked = found[2 * number : 2 * number + 2]
         assert (without["error"], checked["error"]) == ("", ""), name
