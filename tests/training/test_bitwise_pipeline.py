@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import each_of
+from training.subjects import each_of, learned
 from training.test_pipeline_axis import Staged, of_its_own_weight, recipe
 
 import lockstep as ls
@@ -171,7 +171,10 @@ MORE = {
 
 def fingerprint(run_dir: str, plan: str, name: str) -> str:
     changed = recipe(**(MODELS | REFUSED)[name])
-    return ls.train(changed, plan=f"{plan},numerics=bitwise", run_dir=run_dir).fingerprint
+    plan += ",numerics=bitwise"
+    result = ls.train(changed, plan=plan, run_dir=run_dir, log_every=1)
+    # a norm is float64, so its last bits seldom change a clipped gradient
+    return f"{result.fingerprint} {[row.get('gradient_norm') for row in learned(run_dir)]}"
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +203,9 @@ def test_the_bits_are_those_of_one_process(
         processes, partial(each_of, may_refuse=False), fingerprint, str(tmp_path), cases
     )
     assert [name for name, other in zip(cases, found, strict=True) if other != alone[name[1]]] == []
-    assert all(other == found for other in others)
+    # only rank 0 has written the norms when it returns
+    prints = [[each.split()[0] for each in several] for several in (found, *others)]
+    assert all(each == prints[0] for each in prints)
 
 
 def test_each_part_has_its_own_leaf_only_in_its_forward() -> None:
