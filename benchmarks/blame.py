@@ -8,8 +8,8 @@ processes, with one of these causes:
 - `sample`: the target of one sample is 1,000 times as large, in other places of the data and of
   the microbatch. Right: that sample is named.
 - `rate`: the learning rate jumps. Right: the learning rate is named, with its step.
-- `flip`: a bit of a parameter flips after a step, on one rank. Right: that it was once, in the
-  first step whose gradient is another one.
+- `flip`: a bit of the summed gradient flips in a step, on one rank. Right: that it was once, in
+  that step.
 - `machine`: one rank computes wrong products from a step on. Right: a machine is named, from that
   step on.
 
@@ -76,11 +76,10 @@ class Fault(ls.Hook):
             true = nn.Linear.forward
             nn.Linear.forward = lambda self, x: true(self, x) * 40.0
 
-    def after_step(self, run):
+    def after_backward(self, run, model):
         if self.kind == "flip" and self.is_now(run):
-            (module,) = run.training.modules
-            local = module.parameters[0].to_local().view(torch.int32)
-            local[1, 2] ^= 1 << 30
+            gradient = next(iter(model.parameters())).grad
+            gradient.to_local().view(torch.int32)[1, 2] ^= 1 << 30
 
 
 recipe = ls.Recipe(

@@ -69,6 +69,23 @@ def test_the_sample_that_spoils_a_step_is_seen(run: Path) -> None:
     assert f"{spike['loss']:.6g}" not in ended.stdout
 
 
+def test_the_sample_is_blamed(run: Path) -> None:
+    ended = command("blame", "--json", run)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["cause"] == "sample"
+    assert found["samples"] == [17]
+    assert f"--step {found['step']} --without-sample 17" in found["text"]
+    ended = command("blame", "--step", str(found["step"]), run)
+    assert f"cause: {found['text']}\n" in ended.stdout
+
+
+def test_a_step_without_a_line_has_no_cause(run: Path) -> None:
+    ended = command("blame", "--step", "999", run)
+    assert ended.returncode == 2
+    assert "--step 999, and" in ended.stderr
+
+
 def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
