@@ -304,6 +304,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "matmul of a tensor that is sharded over the tensor axis; with slices, products between",
     ),
     (
+        {"model": lambda: Between(lambda _, x: x * x.softmax(0)), "tensor": BETWEEN},
+        "softmax of a tensor that is sharded over the tensor axis, and adds over its tokens",
+    ),
+    (
+        {"model": lambda: Between(lambda _, x: x * x[:1]), "tensor": BETWEEN},
+        "mul broadcasts a tensor that is sharded over the tensor axis, and has a gradient",
+    ),
+    (
         {"model": lambda: Between(lambda _, x: x, 7), "tensor": BETWEEN},
         "up.weight of shape (7, 7) with",
     ),

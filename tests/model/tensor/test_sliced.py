@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from lockstep.comm.world import World
 from lockstep.model.tensor.apply import tensor_parallel
-from lockstep.model.tensor.elementwise import ROUNDED_BY_PLACE, elementwise
+from lockstep.model.tensor.elementwise import ROUNDED_BY_PLACE, elementwise, is_rounded_by_place
 from lockstep.model.tensor.sliced import Slices, linear, product_of_heads
+from lockstep.model.tensor.token_sums import gradient_sums_tokens, sums_tokens
 
 ALONE = World(
     rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False
@@ -73,6 +74,44 @@ def test_an_element_has_the_same_bits_in_a_part_as_in_the_whole(dtype: torch.dty
             found = outcome(elementwise(function, (part,), {}), part)
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other[..., start : start + 6]), function
+
+
+@pytest.mark.parametrize(
+    "function", [torch.special.expit, torch.exp2_, Tensor.sigmoid_, F.silu, Tensor.__pow__]
+)
+def test_functions_that_are_rounded_by_place(function: Any) -> None:
+    assert is_rounded_by_place(function, {})
+    assert is_rounded_by_place(torch.add, {"alpha": 0.3})
+    assert not is_rounded_by_place(torch.add, {})
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "over_tokens"),
+    [
+        (Tensor.mean, {"dim": 2}, True),
+        (Tensor.sum, {}, True),
+        (F.softmax, {"dim": 1}, True),
+        (F.normalize, {}, True),
+        (Tensor.var, {"dim": (2, 3)}, True),
+        (F.group_norm, {"num_groups": 2}, True),
+        (F.softmax, {"dim": -1, "dtype": torch.float64}, False),
+        (Tensor.mean, {"dim": 3, "keepdim": True}, False),
+        (F.normalize, {"dim": -1}, False),
+        (F.gelu, {}, False),
+    ],
+)
+def test_sums_over_tokens(function: Any, arguments: dict[str, Any], over_tokens: bool) -> None:
+    """Or samples, or heads."""
+    assert sums_tokens(function, (drawn(2, 4, 3, 5),), arguments) == over_tokens
+
+
+def test_the_gradient_of_what_is_broadcast_is_a_sum() -> None:
+    whole, gate, scores = drawn(2, 3, 5), drawn(2, 1, 5), drawn(2, 3, 1)
+    for few, expected in ((gate, True), (scores, False), (whole, False), (gate.detach(), False)):
+        given = (whole, few)
+        assert gradient_sums_tokens(whole * few, given, {}, lambda _: True) == expected
+    both = [[whole, gate]]
+    assert not gradient_sums_tokens(torch.cat([whole, gate], 1), both, {}, lambda _: True)
 
 
 def test_an_embedding_gives_no_negative_zero() -> None:

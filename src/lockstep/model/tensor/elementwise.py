@@ -15,21 +15,34 @@ from torch.nn import functional as F
 
 VECTOR_ELEMENTS = 64
 """The most elements that a CPU's kernel computes at once, in bf16 with AVX-512."""
+NAMES = (
+    "exp exp2 expm1 log log2 log10 log1p sigmoid tanh erf erfc erfinv sin cos tan asin acos atan"
+    " sinh cosh asinh acosh atanh lgamma digamma sinc logit pow float_power rsqrt reciprocal xlogy"
+    " atan2 hypot logaddexp logaddexp2 lerp addcmul addcdiv"
+)
 ROUNDED_BY_PLACE = frozenset(
-    getattr(owner, name)
+    getattr(owner, each)
     for owner, names in {
         F: "gelu silu mish softplus elu celu selu logsigmoid tanhshrink hardswish hardsigmoid",
-        torch: "exp exp2 expm1 log log2 log10 log1p sigmoid tanh erf erfc erfinv sin cos tan asin"
-        " acos atan sinh cosh asinh acosh atanh lgamma digamma sinc logit pow float_power rsqrt"
-        " reciprocal xlogy atan2 hypot logaddexp logaddexp2 lerp addcmul addcdiv",
-        Tensor: "exp exp2 expm1 log log2 log10 log1p sigmoid tanh erf erfc erfinv sin cos tan asin"
-        " acos atan sinh cosh asinh acosh atanh lgamma digamma sinc logit pow float_power rsqrt"
-        " reciprocal xlogy atan2 hypot logaddexp logaddexp2 lerp addcmul addcdiv exp_ sigmoid_"
-        " tanh_ pow_ __pow__ __rpow__ addcmul_ addcdiv_ lerp_",
+        torch: f"{NAMES} celu selu",
+        Tensor: f"{NAMES} __pow__ __rpow__",
+        torch.special: "expit exp2 expm1 log1p erf erfc erfcx erfinv gammaln psi digamma sinc logit"
+        " ndtr ndtri log_ndtr i0 i0e i1 i1e entr xlogy xlog1py zeta",
     }.items()
     for name in names.split()
+    for each in (name, f"{name}_")
+    if hasattr(owner, each)
 )
-"""The functions that a CPU computes by an approximation, or by several operations at once."""
+"""The functions that a CPU computes by an approximation, or by several operations at once. So are
+sums with `alpha`."""
+SUMS = frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in ("add", "sub")) | {
+    Tensor.add_,
+    Tensor.sub_,
+}
+
+
+def is_rounded_by_place(func: Any, kwargs: Any) -> bool:
+    return func in ROUNDED_BY_PLACE or (func in SUMS and "alpha" in kwargs)
 
 
 def elementwise(func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -39,9 +39,10 @@ from torch.overrides import TorchFunctionMode
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters, tree_leaves, tree_map
-from lockstep.model.tensor.elementwise import ROUNDED_BY_PLACE, elementwise, mapped, tensors_of
+from lockstep.model.tensor.elementwise import elementwise, is_rounded_by_place, mapped, tensors_of
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 from lockstep.model.tensor.sliced import Slices, product_of_heads
+from lockstep.model.tensor.token_sums import gradient_sums_tokens, sums_tokens
 
 MARK = "_lockstep_sharded"
 SEEDS = 2**32
@@ -166,13 +167,25 @@ class ShardedFeatures(TorchFunctionMode):
                 return _AllReduceGradient.apply(item, self._mesh.get_group())  # type: ignore[no-untyped-call]
 
             args, kwargs = mapped(with_full_gradient, args), mapped(with_full_gradient, kwargs)
-        if self._sliced is not None and func in MATMUL:
-            return _marked(self._product(func, *args, **kwargs))
-        if self._sliced is not None and func in OTHER_PRODUCTS:
-            raise _other_product(func)
-        if self._sliced is not None and func in ROUNDED_BY_PLACE:
-            return _marked(elementwise(func, args, kwargs))
+        if self._sliced is not None:
+            return _marked(self._in_slices(func, args, kwargs))
         return _marked(func(*args, **kwargs))
+
+    def _in_slices(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in MATMUL:
+            return self._product(func, *args, **kwargs)
+        if func in OTHER_PRODUCTS:
+            raise _other_product(func)
+        if sums_tokens(func, args, kwargs):
+            raise _sum_of_tokens(f"{func.__name__} of", "adds over its tokens")
+        by_place = is_rounded_by_place(func, kwargs)
+        out = elementwise(func, args, kwargs) if by_place else func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return out
+        if gradient_sums_tokens(out, args, kwargs, is_sharded):
+            name = getattr(func, "__name__", func)
+            raise _sum_of_tokens(f"{name} broadcasts", "has a gradient that is a sum over tokens")
+        return out
 
     def _product(self, func: Any, input: Tensor, other: Tensor) -> Tensor:
         assert self._sliced is not None
@@ -328,6 +341,14 @@ def _other_product(func: Any) -> RecipeError:
         " slices, products between sharded layers are torch.matmul of two sharded tensors of shape"
         " (batch, heads, ., .), or scaled_dot_product_attention, so that each head has the same"
         " bits on any number of ranks; write one of these, give the layers before and after it"
+        " 'colwise_gathered' and 'rowwise_split', or leave slices and numerics=bitwise out"
+    )
+
+
+def _sum_of_tokens(what: str, why: str) -> RecipeError:
+    return RecipeError(
+        f"{what} a tensor that is sharded over the tensor axis, and {why}; with slices, the order"
+        " of such a sum would depend on the number of ranks; give the layers before and after it"
         " 'colwise_gathered' and 'rowwise_split', or leave slices and numerics=bitwise out"
     )
 
