@@ -12,17 +12,18 @@ from torch.nn import functional as F
 
 from lockstep.model.tensor.elementwise import tensors_of
 
+SUMS = "sum nansum mean nanmean var std softmax log_softmax logsumexp"
 OVER_DIMS: dict[Callable[..., Any], tuple[int, int | None]] = {
     **{
         getattr(owner, name): (1, None)
         for owner, names in {
             F: "softmax log_softmax softmin",
-            torch: "sum nansum mean nanmean var std var_mean std_mean softmax log_softmax logsumexp",
-            Tensor: "sum nansum mean nanmean var std softmax log_softmax logsumexp",
+            torch: f"{SUMS} var_mean std_mean",
+            Tensor: SUMS,
         }.items()
         for name in names.split()
     },
-    **{each: (2, None) for each in (torch.norm, Tensor.norm, torch.linalg.vector_norm)},
+    **dict.fromkeys((torch.norm, Tensor.norm, torch.linalg.vector_norm), (2, None)),
     F.glu: (1, -1),
     F.normalize: (2, 1),
     F.cosine_similarity: (2, 1),
@@ -30,9 +31,11 @@ OVER_DIMS: dict[Callable[..., Any], tuple[int, int | None]] = {
 """Functions that add, or round by place, along a dim: the place of this argument, and its
 default."""
 OVER_TOKENS = frozenset(
-    getattr(F, name)
-    for name in "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"
-    " adaptive_avg_pool3d lp_pool1d lp_pool2d batch_norm instance_norm group_norm".split()
+    [
+        *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.lp_pool1d, F.lp_pool2d),
+        *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+        *(F.batch_norm, F.instance_norm, F.group_norm),
+    ]
 )
 
 
