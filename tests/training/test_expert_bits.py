@@ -130,7 +130,7 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return dict(zip(RECIPES, found, strict=True))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "cases", [CASES, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"]
 )
@@ -139,7 +139,8 @@ def test_one_fingerprint(
 ) -> None:
     for size in cases:
         pairs = [(plan, name) for plan, names in cases[size] for name in names]
-        for rank in pool.run(size, fingerprints, str(tmp_path / str(size)), pairs):
+        folder = str(tmp_path / str(size))
+        for rank in pool.run(size, fingerprints, folder, pairs, timeout_seconds=280):
             assert [(pair, each) for pair, each in zip(pairs, rank, strict=True)] == [
                 ((plan, name), alone[name]) for plan, name in pairs
             ]
