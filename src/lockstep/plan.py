@@ -399,12 +399,6 @@ class Plan:
     def _check_expert(self, given: dict[str, Any]) -> None:
         self._refuse_with(
             "expert",
-            (
-                "compile",
-                self.compile,
-                False,
-                "the number of tokens of each expert is known only while the forward runs",
-            ),
             ("offload", self.offload, False, "experts are not moved to CPU memory yet"),
         )
         if self.checkpointing == "selective" and 1 not in (

@@ -6,14 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-from training.subjects import recipe, squared_error
+from training.subjects import Trained as TrainedMixture, off as off_mixture, recipe, squared_error
 from training.test_balance import Trained, balance, off, train as train_balanced
+from training.test_expert_axis import train as train_experts
 from training.test_pipeline_axis import train_in_float64
 
 import lockstep as ls
@@ -55,6 +57,19 @@ def test_training_gives_the_model_of_one_process(
     torch.testing.assert_close(
         (found, state), ([alone] * PLANS[plan], truth), rtol=1e-9, atol=1e-11
     )
+
+
+def train_mixture(plan: str, run_dir: str) -> TrainedMixture:
+    small: dict[str, Any] = {"sequence": None, "global_batch": 4, "steps": 2, "evaluation": None}
+    return train_experts(run_dir, plan, blocks=["blocks.*"], **small)
+
+
+def test_blocks_are_compiled_around_their_experts(compiling: WorkerPool, tmp_path: Path) -> None:
+    (alone,) = compiling.run(1, train_mixture, "replicate=1", str(tmp_path / "alone"))
+    plan = "expert=2,compile=yes,checkpointing=full"
+    run_dir = str(tmp_path / "run")
+    for found in compiling.run(2, train_mixture, plan, run_dir, timeout_seconds=SECONDS):
+        assert off_mixture(found, alone) < 1e-12
 
 
 def balanced(plan: str, run_dir: str) -> list[Trained]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.model.expert.dispatch import Dispatch
@@ -39,9 +40,8 @@ class LayerCalls:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
         for place, layer in enumerate(layers):
-            layer.experts.module.register_forward_pre_hook(
-                partial(self._before, place), prepend=True
-            )
+            hook = torch.compiler.disable(partial(self._before, place))  # type: ignore[no-untyped-call]
+            layer.experts.module.register_forward_pre_hook(hook, prepend=True)
 
     def _begin(self, _: nn.Module, __: Any) -> None:
         self._forward.next = 0
