@@ -17,7 +17,7 @@ from lockstep.assignment import Recomputed
 from lockstep.base.errors import PlanError, UserError, WrongResultError
 from lockstep.checkpoint.storage import FolderStorage
 from lockstep.hooks.checkpointing import Checkpointing
-from lockstep.hooks.recomputation_audit import Blame
+from lockstep.hooks.recomputation_audit import Disagreement
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.set_up import check_recomputation
 
@@ -276,22 +276,47 @@ def gathered() -> ls.Gathered:
     return ls.Gathered(every_output, mean_of_all)
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("replicate=2,numerics=fast", {}, "PlanError: --recompute-every 2 with numerics=fast"),
-    ("replicate=2,numerics=bitwise", {"data": stream}, "RecipeError: --recompute-every 2 with an"),
+def squares(output: Tensor, batch: Any) -> Tensor:
+    return (output - batch[2]).pow(2).mean()
+
+
+OF_OUTPUTS = {"inputs": lambda: features, "loss": lambda: squares}
+OF_BATCH = {"inputs": lambda: features, "loss": lambda: None, "batch_loss": gathered}
+OF_STREAM = {"data": stream}
+Case = tuple[str, dict[str, Any], int]
+"""A plan, changes of the recipe (called on each rank), and the value of --recompute-every."""
+REFUSED: list[tuple[Case, str, list[Case]]] = [
     (
-        "shard=2,numerics=bitwise",
-        {"loss": lambda: None, "inputs": lambda: features, "batch_loss": gathered},
+        ("replicate=2,numerics=fast", {}, 2),
+        "PlanError: --recompute-every 2 with numerics=fast",
+        [("replicate=2,numerics=bitwise", {}, 2), ("replicate=2,numerics=fast", {}, 0)],
+    ),
+    (
+        ("pipeline=2,numerics=bitwise", OF_OUTPUTS, 2),
+        "PlanError: --recompute-every 2 with pipeline=2",
+        [
+            ("replicate=2,numerics=bitwise", OF_OUTPUTS, 2),
+            ("shard=2,numerics=bitwise", OF_OUTPUTS, 2),
+            ("pipeline=2,numerics=bitwise", OF_OUTPUTS, 0),
+        ],
+    ),
+    (
+        ("replicate=2,numerics=bitwise", OF_STREAM, 2),
+        "RecipeError: --recompute-every 2 with an ls.Stream",
+        [("replicate=2,numerics=bitwise", {}, 2), ("replicate=2,numerics=bitwise", OF_STREAM, 0)],
+    ),
+    (
+        ("shard=2,numerics=bitwise", OF_BATCH, 2),
         "RecipeError: --recompute-every 2 with a batch_loss",
+        [("shard=2,numerics=bitwise", {}, 2), ("shard=2,numerics=bitwise", OF_BATCH, 0)],
     ),
 ]
-"""A plan, changes of the recipe (called on each rank), and what the error says."""
+"""A mistake, what its error says, and what the error recommends."""
 
 
-def refused(run_dir: str, number: int) -> str:
-    plan, changes, _ = REFUSED[number]
+def briefly(run_dir: str, plan: str, changes: dict[str, Any], every: int) -> dict[str, Any]:
     made = {name: make() for name, make in changes.items()}
-    return str(trained(run_dir, plan, 2, None, made)["error"])
+    return trained(run_dir, plan, every, None, {"steps": 3, **made}, save=3)
 
 
 def looped(run_dir: str) -> str:
@@ -318,10 +343,16 @@ def computed(run_dir: str, every: int) -> str:
             return ls.fingerprint(session.full_state_dict())
 
 
-def refusals(run_dir: str) -> list[str]:
-    found = [refused(f"{run_dir}/{number}", number) for number in range(len(REFUSED))]
+def refusals(run_dir: str) -> Any:
+    found = [
+        [
+            briefly(f"{run_dir}/{number}-{place}", *case)
+            for place, case in enumerate((mistake, *then))
+        ]
+        for number, (mistake, _, then) in enumerate(REFUSED)
+    ]
     fingerprints = {computed(f"{run_dir}/every-{every}", every) for every in (0, 2)}
-    return [*found, looped(f"{run_dir}/loop"), *fingerprints]
+    return found, looped(f"{run_dir}/loop"), fingerprints
 
 
 def test_what_cannot_be_recomputed_is_refused_and_the_remedies_work(
@@ -329,11 +360,14 @@ def test_what_cannot_be_recomputed_is_refused_and_the_remedies_work(
 ) -> None:
     first, second = pool.run(2, refusals, str(tmp_path))
     assert first == second
-    *said, of_a_loop, fingerprint = first  # one: with checks, step.compute has the same bits
-    for (_, _, expected), found in zip(REFUSED, said, strict=True):
-        assert expected in found
+    found, of_a_loop, fingerprints = first
+    for (_, expected, remedies), (mistake, *then) in zip(REFUSED, found, strict=True):
+        assert expected in mistake["error"]
+        assert [each["error"] for each in then] == [""] * len(remedies), expected
+    of_pipeline = {each["fingerprint"] for each in found[1][1:]}
+    assert len(of_pipeline) == 1  # the same bits with checks, and without under the plan it was
     assert "with a loop over step.microbatches()" in of_a_loop
-    assert len(fingerprint) == 64
+    assert len(fingerprints) == 1  # step.compute, too, has the same bits with checks
 
 
 @pytest.mark.parametrize("axis", ["pipeline", "tensor", "context", "expert"])
@@ -359,14 +393,14 @@ def test_the_text_names_tensors_ranks_and_hosts() -> None:
     chosen = [Recomputed(13, (5, 6, 2)), Recomputed(4, (1, 5, 0))]
     rows_ = {rank: [[1, 1], [1, 1], [1, 1]] for rank in range(8)}
     rows_[5] = [[2, 3], [1, 9], [7, 7]]
-    blame = Blame.of(chosen, rows_, ["up", "down"])
-    assert blame == Blame(13, 2, "up", [5], True, [2, 6])
+    disagreement = Disagreement.of(chosen, rows_, ["up", "down"])
+    assert disagreement == Disagreement(13, 2, "up", [5], True, [2, 6])
     hosts = [f"host-{rank}" for rank in range(8)]
-    text = blame.text(1200, 1150, hosts, None)
+    text = disagreement.text(1200, 1150, hosts, None)
     assert text.startswith(
         "after step 1200, microbatch 13: rank 5 (host-5) computed another gradient of up and 1"
         " more tensor than ranks 2 and 6: it computes wrong results;"
     )
     assert "checkpoints after step 1150, where all agreed, are deleted" in text
-    kept = blame.text(1200, 1150, hosts, "Permission denied")
+    kept = disagreement.text(1200, 1150, hosts, "Permission denied")
     assert "cannot be deleted (Permission denied): delete them before you resume" in kept

@@ -53,38 +53,40 @@ class RecomputationAudit(ControlHook):
         rows = [own.tolist(), again.tolist(), third.tolist()]
         gathered = world.gather_values([socket.gethostname(), rows])
         hosts = [host for host, _ in gathered]
-        blame = Blame.of(
+        disagreement = Disagreement.of(
             found.chosen, {rank: rows for rank, (_, rows) in enumerate(gathered)}, found.names
         )
-        self._end(run, blame, hosts)
+        self._end(run, disagreement, hosts)
 
-    def _end(self, run: Run, blame: Blame, hosts: Sequence[str]) -> None:
+    def _end(self, run: Run, disagreement: Disagreement, hosts: Sequence[str]) -> None:
         agreed = run.training.loop.agreed or 0
         deleted, not_deleted = self._checkpointing.delete_after(agreed)
         run.event(
             "microbatch-differs",
-            microbatch=blame.microbatch,
-            tensors=blame.tensors,
-            first=blame.first,
-            ranks=blame.ranks,
-            hosts=[hosts[rank] for rank in blame.ranks],
-            is_certain=blame.is_certain,
+            microbatch=disagreement.microbatch,
+            tensors=disagreement.tensors,
+            first=disagreement.first,
+            ranks=disagreement.ranks,
+            hosts=[hosts[rank] for rank in disagreement.ranks],
+            is_certain=disagreement.is_certain,
             agreed=agreed,
             deleted=deleted,
             not_deleted=not_deleted,
         )
-        error = WrongResultError(blame.text(run.step, agreed, hosts, not_deleted))
-        recovers = self._recovery is not None and self._recovery.can_replace and blame.is_certain
+        error = WrongResultError(disagreement.text(run.step, agreed, hosts, not_deleted))
+        recovers = (
+            self._recovery is not None and self._recovery.can_replace and disagreement.is_certain
+        )
         if self._recovery is not None and recovers:
             self._recovery.distrust()
-            if run.rank not in blame.ranks:
+            if run.rank not in disagreement.ranks:
                 # the launcher has these processes wait for new ranks
                 raise error from ConnectionAbortedError("a rank leaves the run")
         raise error
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class Disagreement:
     """The result of a comparison in which gradients differ."""
 
     microbatch: int
@@ -105,10 +107,10 @@ class Blame:
         chosen: Sequence[Recomputed],
         rows: Mapping[int, Sequence[Sequence[int]]],
         names: Sequence[str],
-    ) -> Blame:
-        """Return the blame for the `chosen` microbatches, of which at least one differs. `rows`:
-        rank -> the checksums by parameter that it computed in each of its roles, which are the
-        places in `Recomputed.ranks`."""
+    ) -> Disagreement:
+        """Return the disagreement on the `chosen` microbatches, of which at least one differs.
+        `rows`: rank -> the checksums by parameter that it computed in each of its roles, which are
+        the places in `Recomputed.ranks`."""
         votes = [
             (each, [rows[rank][role] for role, rank in enumerate(each.ranks)]) for each in chosen
         ]
