@@ -42,6 +42,25 @@ REMEDIES = {
             "give slices=2 (and the same slices to the plans whose bits are compared), or leave",
             ["tensor=2,numerics=bitwise,slices=2", "tensor=2"],
         ),
+        "tensor=2,slices=2": (
+            "add numerics=bitwise, or leave slices out",
+            ["tensor=2,slices=2,numerics=bitwise", "tensor=2"],
+        ),
+        "expert=2,slices=2,numerics=bitwise": (
+            "leave slices out, or use replicate instead of expert",
+            ["replicate=2,slices=2,numerics=bitwise"],
+        ),
+        "replicate=2,slices=2,numerics=bitwise,compile=yes": (
+            "leave compile=yes out, or leave slices out",
+            ["replicate=2,slices=2,numerics=bitwise"],
+        ),
+        "pipeline=2,schedule=zero-bubble,checkpointing=selective": (
+            "choose checkpointing=full, or schedule=1f1b",
+            [
+                "pipeline=2,schedule=zero-bubble,checkpointing=full",
+                "pipeline=2,schedule=1f1b,checkpointing=selective",
+            ],
+        ),
         "tensor=2,compile=yes": ("leave compile=yes out, or use replicate and shard", ["tensor=2"]),
         "shard=2,assignment=measured": (
             "leave assignment=measured out, or",

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep.replay.step import STEP, microbatch_file
 from lockstep.testing.pool import WorkerPool
 
 STEPS = 6
+SAMPLES = rows(48)
 
 
 def with_dropout() -> nn.Module:
@@ -33,9 +35,9 @@ def of_the_rows(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return (model(batch[1]) - batch[2]).square().mean()
 
 
-def train(folder: str, plan: str, model: Callable[[], nn.Module]) -> None:
+def train(folder: str, plan: str, model: Callable[[], nn.Module], data: Any = SAMPLES) -> None:
     ls.train(
-        recipe(model=model, loss=of_the_rows, steps=STEPS, clip_norm=0.5),
+        recipe(model=model, data=data, loss=of_the_rows, steps=STEPS, clip_norm=0.5),
         plan=f"{plan},numerics=bitwise",
         run_dir=folder,
         log_every=1,
@@ -50,6 +52,7 @@ def replay(
     model: Callable[[], nn.Module],
     step: int,
     without: Sequence[int] = (),
+    data: Any = SAMPLES,
 ) -> None:
     """Train as `lockstep replay` starts it."""
     folder.mkdir(exist_ok=True)
@@ -65,7 +68,7 @@ def replay(
         for name, value in request.write(folder).items():
             environment.setenv(name, value)
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
-            train(f"{folder}/run", plan, model)
+            train(f"{folder}/run", plan, model, data)
 
 
 def read(folder: Path, ranks: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -174,3 +177,29 @@ def test_samples_that_cannot_be_left_out_are_refused(made: Path, tmp_path: Path)
         replay(tmp_path / "out", made, "replicate=1", network, 3, (1000, parts[0]["samples"][0]))
     with pytest.raises(DataError, match="every microbatch needs a sample; leave out fewer"):
         replay(tmp_path / "all", made, "replicate=1", network, 3, parts[2]["samples"])
+
+
+def part(shard: int, epoch: int, start: int) -> Iterator[tuple[Tensor, ...]]:
+    return islice(SAMPLES, 12 * shard + start, 12 * shard + 12)
+
+
+def stream() -> ls.Stream:
+    return ls.Stream(part, shards=4)
+
+
+def of_a_stream(folder: Path) -> str:
+    train(f"{folder}/made", "replicate=auto", network, stream())
+    with pytest.raises(DataError) as refused:
+        replay(folder / "out", folder / "made", "replicate=auto", network, 4, (3,), stream())
+    replay(folder / "all", folder / "made", "replicate=auto", network, 4, (), stream())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_a_stream_is_made_again_with_all_samples(
+    pool: WorkerPool, tmp_path: Path, ranks: int
+) -> None:
+    for said in pool.run(ranks, of_a_stream, tmp_path):
+        assert said.endswith("replay the step with all samples")
+    made, again = row(tmp_path / "made", 4), row(tmp_path / "all" / "run", 4)
+    assert again[CHECKSUM] == made[CHECKSUM]

@@ -1944,6 +1944,7 @@ REPORTS = "training/test_reports.py::test_what_would_be_another_model_is_refused
 CHUNKED = "training/test_chunked_logits.py::test_what_the_errors_recommend_trains"
 CHUNKED_PLANS = "training/test_chunked_logits.py::test_every_plan_trains_the_model_of_whole_logits"
 PLANS = "device/test_plan_remedies.py::test_the_plans_that_an_error_recommends_train_the_model_of_one_process"
+RECOMPUTED = "training/test_recomputation.py::test_what_cannot_be_recomputed_is_refused_and_the_remedies_work"
 CONTEXT = "training/test_context_axis.py::test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process"
 ELSEWHERE = {
     "leave {said} out, or {axis}": CONTEXT,
@@ -2030,7 +2031,21 @@ ELSEWHERE = {
     "only one axis can be auto; give the others a size": PLANS,
     "give shard two processes or more, or leave offload=yes out": PLANS,
     "the number of threads changes bits, so it is 1; leave threads out": PLANS,
-    "leave {name}={said} out, or use replicate and shard": PLANS,
+    "leave {name}={said} out, or {instead}": PLANS,
+    "give {remedy} (and the same slices to the plans": PLANS,
+    "add numerics=bitwise, or leave slices out": PLANS,
+    "leave slices out, or use replicate instead of {name}": PLANS,
+    "choose checkpointing=full, or schedule=1f1b": PLANS,
+    "recomputes only what is alike; choose checkpointing=full": (
+        "training/test_expert_pipeline.py::test_sharded_stages_with_experts_recompute_all"
+    ),
+    "use a map-style dataset, or leave --recompute-every out": RECOMPUTED,
+    "is wrong; give numerics=bitwise, or leave --recompute-every out": RECOMPUTED,
+    "{' or '.join(sorted(RECOMPUTES))}, or leave --recompute-every out": RECOMPUTED,
+    "itself; use {instead}, or leave --recompute-every out": RECOMPUTED,
+    "only the samples of a dataset have an index; replay the step with all samples": (
+        "replay/test_replay_probe.py::test_a_step_of_a_stream_is_made_again_with_all_samples"
+    ),
     "choose schedule=1f1b or interleaved": PLANS,
     "of every microbatch until the backwards; choose schedule=1f1b": CHUNKED_PLANS,
     "the head's weight on the device of the loss; leave one of the two out": CHUNKED_PLANS,
@@ -2058,6 +2073,7 @@ RIGHT_VALUES = (
     "the known keys are {', '.join(known)}",
     "it must be yes or no (in Python",
     "it counts how often each microbatch is halved",
+    "it counts the slices of each sharded layer and is a power of two",
     "it counts loader processes a rank",
     "it counts intra-op threads a process",
     "it counts microbatches that a loader process makes ahead",

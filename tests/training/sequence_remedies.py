@@ -263,6 +263,11 @@ CLASSES: dict[str, Any] = {
     "weight": one,
 }
 SEQUENCES = [
+    kept(
+        trains(also=",numerics=bitwise,slices=2", sequence=CHUNKS),
+        "leave slices or sequence out",
+        trains(also=",numerics=bitwise", sequence=CHUNKS),
+    ),
     cut(extra("own mask"), "write is_causal=True instead of a causal mask", GPTS),
     cut(
         trains(model=partial(GPT, dropout=0.0, attention_dropout=0.1), sequence=CHUNKS),

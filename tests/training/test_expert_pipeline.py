@@ -174,6 +174,19 @@ def test_stages_with_experts_train_the_model_of_one_process(
             assert off(found, alone[changes is HALF]) < 1e-14, plan
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_sharded_stages_with_experts_recompute_all(
+    pool: WorkerPool, tmp_path: Path, alone: tuple[Trained, Trained]
+) -> None:
+    plan = "shard=2,pipeline=2,expert=2,checkpointing="
+    cases: list[tuple[str, dict[str, Any]]] = [(f"{plan}selective", {}), (f"{plan}full", {})]
+    with WorkerPool(8) as larger:
+        for refused, found in larger.run(8, train_each, str(tmp_path), cases, timeout_seconds=140):
+            assert refused.endswith("recomputes only what is alike; choose checkpointing=full")
+            assert off(found, alone[0]) < 1e-14
+
+
 def begin(run_dir: str, plan: str) -> str:
     """Train until it fails after a checkpoint."""
     try:
