@@ -94,7 +94,7 @@ def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_text(lines)
     ended = command("replay", "--step", "3", tmp_path / "run")
     assert ended.returncode == 1, ended.stderr
-    assert "at the beginning, for want of a checkpoint" in ended.stderr
+    assert "at step 0, because no checkpoint is earlier" in ended.stderr
     assert "from step 2 on, the gradients have other bits than in the run" in ended.stdout
 
 

@@ -243,8 +243,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (
         {},
         (
-            "tensor parallelism on a model without a map of its layers; the axis shards only mapped"
-            " layers",
+            "tensor or slices on a model without a map of its layers; both are for mapped layers"
+            " only",
             "give Recipe(tensor=",
         ),
     ),

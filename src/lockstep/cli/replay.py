@@ -174,7 +174,7 @@ def replay(
     steps = [name.step for name in target.names if name.step < before]
     if not quiet:
         where = (
-            f"after step {max(steps)}" if steps else "at the beginning, for want of a checkpoint"
+            f"after step {max(steps)}" if steps else "at step 0, because no checkpoint is earlier"
         )
         several = "es" if processes > 1 else ""
         say(

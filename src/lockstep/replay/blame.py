@@ -195,8 +195,9 @@ def cause_of(
         cause="all alike",
         block=block,
         text=(
-            "no microbatch has an unusual gradient: the parameters before the step make the loss of"
-            f" the whole batch; the gradient has grown most in {block}; look at the steps before"
+            "no microbatch has an unusual gradient: the whole batch is unusual, or the parameters"
+            " before the step were bad already; the gradient has grown most in"
+            f" {block}; look at the steps before"
         ),
     )
 

@@ -152,10 +152,10 @@ def _source(
     theirs = _without_experts(model, _hugging_face(model), experts)
     if not theirs:
         raise RecipeError(
-            "tensor parallelism on a model without a map of its layers; the axis shards only "
-            "mapped layers; give "
+            "tensor or slices on a model without a map of its layers; both are for mapped layers "
+            "only; give "
             "Recipe(tensor={'blocks.*.query': 'colwise', 'blocks.*.projection': 'rowwise', ...}), "
-            "or set `tensor_plan` on the model"
+            "set `tensor_plan` on the model, or leave tensor and slices out"
         )
     for pattern, style in theirs.items():
         if style not in HUGGING_FACE:
