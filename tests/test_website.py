@@ -57,6 +57,14 @@ def test_every_name_of_the_reference_exists_and_has_a_docstring() -> None:
         assert missing == [], f"{name} has no {missing}"
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    docs = ROOT / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
+    pages |= {f"commands/{name}.md" for name in commands.commands()}
+    _, _, navigation = (ROOT / "website" / "mkdocs.yml").read_text("utf-8").partition("\nnav:")
+    assert pages - set(navigation.split()) == set()
+
+
 def test_the_page_of_a_command_has_all_its_options_and_examples() -> None:
     found = commands.commands()
     assert list(found)[:2] == ["run", "verify"]
