@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import own_parameters
+from lockstep.base.uncompiled import Uncompiled
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.model.context.active import active, handled
@@ -90,8 +91,7 @@ class Dispatch:
         self._signature = inspect.signature(self._own)
         self._attributes = plain_attributes(module)
         # compiled code breaks here: it knows neither the numbers of rows nor collectives
-        called = torch.compiler.disable(partial(self.forward))  # type: ignore[no-untyped-call]
-        module.forward = wraps(self._own)(called)
+        module.forward = wraps(self._own)(Uncompiled(partial(self.forward)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the experts of this rank's tokens. Every rank of the axis calls it at the same

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from lockstep.base.uncompiled import Uncompiled
 from lockstep.model.expert.dispatch import Dispatch
 
 
@@ -40,7 +40,7 @@ class LayerCalls:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
         for place, layer in enumerate(layers):
-            hook = torch.compiler.disable(partial(self._before, place))  # type: ignore[no-untyped-call]
+            hook = Uncompiled(partial(self._before, place))
             layer.experts.module.register_forward_pre_hook(hook, prepend=True)
 
     def _begin(self, _: nn.Module, __: Any) -> None:
