@@ -39,6 +39,8 @@ PLANS = [
         "pipeline=2,schedule=gpipe",
         "pipeline=2,schedule=interleaved",
         "pipeline=2,schedule=zero-bubble",
+        "pipeline=2,numerics=bitwise",
+        "tensor=2,numerics=bitwise,slices=2",
     ),
     *(
         "replicate=4",
@@ -56,6 +58,11 @@ PLANS = [
     ),
     *("replicate=2,pipeline=2", "tensor=2,pipeline=2", "shard=2,pipeline=2"),
     "shard=2,pipeline=2,sharding=gradients",
+    *("replicate=2,pipeline=2,numerics=bitwise", "shard=2,pipeline=2,numerics=bitwise"),
+    *(
+        "tensor=2,pipeline=2,numerics=bitwise,slices=2",
+        "shard=2,tensor=2,numerics=bitwise,slices=2",
+    ),
 ]
 COMPRESSED = ("powersgd", "quantized")
 CASES = [
@@ -120,6 +127,8 @@ def test_every_collective_of_a_step_is_in_the_trace(real: Real) -> None:
         for rank, found in enumerate(by_rank):
             if rank and "pipeline" not in plan and name == "transformer":
                 continue  # all ranks do the same
+            if "pipeline" in plan and "bitwise" in plan and rank < len(by_rank) // 2:
+                continue  # a trace takes all stages to have as many rows as its own: the last has
             trace = traced(
                 f"{plan},transport=torch", recipe(**CHANGES[name]), rank=rank, is_gpu=False
             )

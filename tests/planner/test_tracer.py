@@ -127,6 +127,20 @@ def test_a_bitwise_sum_has_buffers_beside_the_buckets() -> None:
     assert held(plain("replicate=2,numerics=bitwise"), "communication") >= 2 * PARAMETERS
 
 
+@pytest.mark.parametrize(
+    ("plan", "parameters"),
+    [
+        ("pipeline=2,numerics=bitwise", OF_STAGE),
+        ("tensor=2,numerics=bitwise,slices=2", PARAMETERS - SPLIT // 2),
+    ],
+)
+def test_an_ordered_sum_after_the_backwards_holds_a_gradient_for_each_level_of_its_tree(
+    plan: str, parameters: int
+) -> None:
+    assert MICROBATCHES == 4
+    assert held(plain(plan), "gradients") == 3 * parameters
+
+
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2,checkpointing=full"])
 def test_what_a_block_is_gathered_in_and_scattered_from_is_communication(plan: str) -> None:
     """A reduce-scatter has the whole gradient and its shard; the next block is gathered
