@@ -11,6 +11,9 @@ from lockstep.logging.run_files import read_metadata
 from lockstep.recipe.parameters import saved_values, split_assignment
 from lockstep.scripts.line import ScriptLine
 
+OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+"""Python's options that take the next word."""
+
 
 def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
     """Return the command line of the script that made a run. Raises `LaunchError` if it is not
@@ -21,14 +24,30 @@ def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
     words = (
         line[line.index("lockstep.launch.worker") + 1 :]
         if "lockstep.launch.worker" in line
-        else line[1:]
+        else without_options(line[1:])
     )
+    is_module = words[:1] == ["-m"]
+    words = words[is_module:]
     if not words or words[0].startswith("-"):
         raise LaunchError(f"{source} does not name its script; {needs}; give SCRIPT")
-    script = os.path.join(environment.get("working_directory") or "", words[0])
-    made_by = ScriptLine(script, words[1:])
+    script = words[0]
+    if not is_module:
+        script = os.path.join(environment.get("working_directory") or "", script)
+    made_by = ScriptLine(script, words[1:], is_module)
     made_by.check()
     return made_by
+
+
+def without_options(words: Sequence[str]) -> Sequence[str]:
+    """Return the words of a Python command line after Python's own options. `-m` stays.
+
+    >>> without_options(["-u", "-X", "dev", "-m", "package.train", "-u"])
+    ['-m', 'package.train', '-u']
+    """
+    place = 0
+    while words[place : place + 1] and words[place][:1] == "-" and words[place] not in ("-m", "-c"):
+        place += 1 + (words[place] in OPTIONS_WITH_VALUE)
+    return words[place:]
 
 
 def assignments(run: Path | None, given: Sequence[str]) -> tuple[str, ...]:
