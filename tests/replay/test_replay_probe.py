@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import test_context_axis
 from training.subjects import network, recipe, rows
 
 import lockstep as ls
 from lockstep.base.errors import DataError
 from lockstep.logging.run_files import CHECKSUM
 from lockstep.replay.request import ReplayRequest
-from lockstep.replay.step import STEP, microbatch_file
+from lockstep.replay.step import STEP, ReplayedMicrobatch, joined, microbatch_file
 from lockstep.testing.pool import WorkerPool
 
 STEPS = 6
@@ -55,7 +56,6 @@ def replay(
     data: Any = SAMPLES,
 ) -> None:
     """Train as `lockstep replay` starts it."""
-    folder.mkdir(exist_ok=True)
     request = ReplayRequest(
         folder=folder,
         checkpoints=str(made / "checkpoints"),
@@ -64,11 +64,17 @@ def replay(
         step=step,
         without=without,
     )
+    answer(request, lambda: train(f"{folder}/run", plan, model, data))
+
+
+def answer(request: ReplayRequest, trains: Callable[[], object]) -> None:
+    folder = request.folder
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as environment:
         for name, value in request.write(folder).items():
             environment.setenv(name, value)
         with pytest.raises(SystemExit, check=lambda ended: ended.code == 0):
-            train(f"{folder}/run", plan, model, data)
+            trains()
 
 
 def read(folder: Path, ranks: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -203,3 +209,32 @@ def test_a_step_of_a_stream_is_made_again_with_all_samples(
         assert said.endswith("replay the step with all samples")
     made, again = row(tmp_path / "made", 4), row(tmp_path / "all" / "run", 4)
     assert again[CHECKSUM] == made[CHECKSUM]
+
+
+def begun_anew(folder: Path, plan: str, given: ls.Recipe) -> None:
+    """Make step 2 without a checkpoint."""
+    request = ReplayRequest(folder=folder, step=2, before=2, begins_anew=True)
+    answer(request, lambda: ls.train(given, plan=plan, run_dir=f"{folder}/run", log_every=1))
+
+
+def share_out_microbatches(folder: Path, plans: Sequence[str]) -> None:
+    for plan in plans:
+        begun_anew(folder / plan, plan, test_context_axis.recipe(evaluation=None))
+
+
+def test_ranks_that_share_out_a_microbatch_make_one_row(pool: WorkerPool, tmp_path: Path) -> None:
+    plans = "tensor=2", "context=2", "context=2,numerics=bitwise"
+    pool.run(2, share_out_microbatches, tmp_path, plans)
+    for plan in plans:
+        whole, parts = read(tmp_path / plan, 2)
+        found = joined(ReplayedMicrobatch(**each) for each in parts)
+        assert [each.microbatch for each in found] == [0, 1, 2]
+        assert math.fsum(each.part or 0.0 for each in found) == pytest.approx(whole["loss"])
+        assert [each.norm for each in found] == [None] * 3
+
+
+def test_a_part_of_the_loss_is_without_the_loss_scale(tmp_path: Path) -> None:
+    given = recipe(loss=of_the_rows, precision="fp16")
+    begun_anew(tmp_path, "replicate=1", given)
+    whole, parts = read(tmp_path, 1)
+    assert sum(each["part"] for each in parts) == pytest.approx(whole["loss"], rel=1e-3)

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.cli.replay import replay_plan
-from lockstep.replay.step import Replay, ReplayedMicrobatch, StepComparison, block_of, compared
+from lockstep.cli.replay import _show, replay_plan
+from lockstep.replay.step import (
+    Replay,
+    ReplayedMicrobatch,
+    StepComparison,
+    block_of,
+    compared,
+    joined,
+)
 
 SAME = StepComparison(step=4, checksum=True, loss=(1.0, 1.0), norm=(2.0, 2.0))
 OTHER = replace(SAME, step=5, checksum=False, norm=(2.0, 2.02))
@@ -109,3 +116,27 @@ def test_the_default_plan_has_the_numbers_of_the_run_on_one_process(run: str, pl
 
     found = replay_plan(run)
     assert found.resolve(1) == Plan.parse(plan).resolve(1)
+
+
+def test_shares_of_ranks_in_a_microbatch_are_added() -> None:
+    one, two = (
+        ReplayedMicrobatch(microbatch=1, samples=[4], total=total, part=total / 2)
+        for total in (1.0, 3.0)
+    )
+    other = ReplayedMicrobatch(microbatch=1, samples=[4], model=1, squares={"a": 1.0})
+    first = ReplayedMicrobatch(microbatch=0, samples=[3])
+    assert joined([one, other, first, two, first]) == [
+        first,
+        replace(one, total=4.0, part=2.0),
+        other,
+    ]
+
+
+def test_the_table_names_the_model_if_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
+    _show(REPLAY)
+    assert "model" not in capsys.readouterr().out
+    (only,) = REPLAY.microbatches
+    _show(replace(REPLAY, microbatches=[only, replace(only, model=1)]))
+    _, _, heads, _, *lines = capsys.readouterr().out.splitlines()
+    assert heads.split()[1] == "model"
+    assert [line.split()[1] for line in lines[:2]] == ["0", "1"]

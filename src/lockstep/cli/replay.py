@@ -34,6 +34,7 @@ from lockstep.replay.step import (
     Replay,
     ReplayedMicrobatch,
     compared,
+    joined,
     microbatch_file,
 )
 from lockstep.scripts.launch import count_gpus, launch_script
@@ -226,7 +227,7 @@ def _result(
         loss=whole["loss"],
         squares=whole["squares"],
         before=whole["before"],
-        microbatches=sorted(parts, key=lambda each: (each.model, each.microbatch)),
+        microbatches=joined(parts),
         on_the_way=compared(
             rows_of(run),
             rows_of(folder / "run"),
@@ -251,12 +252,16 @@ def _show(found: Replay) -> None:
     from rich.table import Table
 
     whole = Table(title=f"step {found.step}", title_justify="left")
+    has_models = any(each.model for each in found.microbatches)
+    if has_models:
+        whole.add_column("model", justify="right")
     for name in ("microbatch", "part of the loss", "loss", "gradient norm", "largest in"):
         whole.add_column(name, justify="left" if name == "largest in" else "right")
     whole.add_column("samples", overflow="ellipsis", no_wrap=True, max_width=60)
     for each in found.microbatches[:MOST_ROWS]:
         largest = max(each.squares, key=each.squares.__getitem__) if each.squares else ""
         whole.add_row(
+            *([str(each.model)] if has_models else []),
             str(each.microbatch),
             _text(each.part),
             _text(each.total),
@@ -266,7 +271,8 @@ def _show(found: Replay) -> None:
         )
     whole.add_section()
     largest = max(found.squares, key=found.squares.__getitem__, default="")
-    whole.add_row("all", _text(found.loss), "", _text(found.norm), largest, "")
+    models = [""] if has_models else []
+    whole.add_row(*models, "all", _text(found.loss), "", _text(found.norm), largest, "")
     console(None if sys.stdout.isatty() else 120).print(whole)
     if len(found.microbatches) > MOST_ROWS:
         show(f"{len(found.microbatches) - MOST_ROWS} more microbatches: --json has all")

@@ -71,6 +71,12 @@ class ReplayHook(ControlHook):
         """See `Probe`."""
 
     @property
+    def _has_whole_gradient(self) -> bool:
+        """True if this rank computes the gradient of whole microbatches for the whole model."""
+        context = self.run.context
+        return not context.plan.state_divided and context.mesh.tokens.size == 1
+
+    @property
     def _is_now(self) -> bool:
         return self.run.step + 1 == self._request.step
 
@@ -82,15 +88,15 @@ class ReplayHook(ControlHook):
         if not self._is_now:
             return
         each, squares = self.run.training.modules[module], None
-        if not self.run.context.plan.state_divided:
+        scale = 1.0 if each.loss_scale is None else each.loss_scale.value
+        if self._has_whole_gradient:
             found = torch.autograd.grad(
                 total, each.parameters, grad_output, retain_graph=True, allow_unused=True
             )
-            scale = 1.0 if each.loss_scale is None else each.loss_scale.value
             named = zip(each.names, found, strict=True)
             squares = squares_by_block((name, part) for name, part in named if part is not None)
             squares = {name: value / scale**2 for name, value in squares.items()}
-        part = float((total.detach() * grad_output).double())
+        part = float((total.detach() * grad_output).double()) / scale
         by_sample = None
         if microbatch == self._request.by_sample and squares is not None:
             by_sample = self._by_sample(each, total, grad_output)
@@ -139,6 +145,10 @@ class ReplayHook(ControlHook):
             self._note(module, microbatch)
 
     def _note(self, module: int, microbatch: int, **values: Any) -> None:
+        mesh = self.run.context.mesh
+        has_whole_loss = mesh.loss_parts.size == 1
+        if mesh.axis("tensor").rank or (has_whole_loss and mesh.tokens.rank):
+            return  # the first of these ranks has computed the same loss
         assert self.run.training.source is not None, "a step has begun"
         index, samples = self.run.training.source.layout.full_microbatch(microbatch)
         left_out = {*self._request.without}

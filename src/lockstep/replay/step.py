@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.logging.run_files import CHECKSUM
@@ -49,7 +49,7 @@ class ReplayedMicrobatch:
     """Its part in the loss of the step."""
     squares: Mapping[str, float] | None = None
     """Block -> the sum of squares of its part in the gradient. None: not computed under a plan
-    that divides the model."""
+    that divides the model or sequences."""
 
     by_sample: Sequence[float] | None = None
     """For each of `samples`: the sum of squares of the gradient through its rows of the model's
@@ -59,6 +59,24 @@ class ReplayedMicrobatch:
     def norm(self) -> float | None:
         """The norm of its part in the gradient."""
         return None if self.squares is None else math.sqrt(math.fsum(self.squares.values()))
+
+
+def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
+    """Return one for each microbatch of each model, in order. `parts`: those of all ranks, of which
+    several may have a share in a microbatch."""
+    found: dict[tuple[int, int], ReplayedMicrobatch] = {}
+    for each in parts:
+        place = each.model, each.microbatch
+        if (other := found.get(place)) is not None:
+            each = replace(
+                each, total=_sum(each.total, other.total), part=_sum(each.part, other.part)
+            )
+        found[place] = each
+    return [found[place] for place in sorted(found)]
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
