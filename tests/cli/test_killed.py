@@ -120,7 +120,9 @@ def test_a_run_that_is_killed_under_each_plan_ends_with_the_bits_of_one_process(
         assert rows(run) <= expected, (leg, plan)
     train(run, name, last)
     assert result(run) == result(alone)
-    assert rows(run) <= expected
+    # rank 0 takes the row of the step that another rank saves after its death with it
+    saved = {row for row in expected if dict(row)["step"] % 2 == 0}
+    assert saved <= rows(run) <= expected
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     starts = [each["step"] for each in events if each["event"] == "resumed"]
     assert len(starts) == len(others)

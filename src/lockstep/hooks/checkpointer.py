@@ -476,6 +476,7 @@ class Checkpointer:
     def _save(self, step: int) -> None:
         self.compare()
         began = time.monotonic()
+        self.run.context.recorder.flush()  # a run that resumes here does not repeat their steps
         self._saver.begin()
         score = self.scores.note(CheckpointName(step, self.attempt), self.run)
         keep = {

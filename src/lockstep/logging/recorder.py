@@ -264,10 +264,14 @@ class Recorder:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, {f"evaluation/{name}": value for name, value in values.items()})
-        if self._metrics is not None:
-            self._metrics.flush()
+        self.flush()
         if self._progress is not None:
             self._progress.evaluation(step, values)
+
+    def flush(self) -> None:
+        """Write the rows of all recorded steps to the files."""
+        if self._metrics is not None:
+            self._metrics.flush()
 
     def _write(self, step: int, values: Mapping[str, float], checksum: str | None = None) -> None:
         if self._metrics is not None:
