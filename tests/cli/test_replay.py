@@ -119,3 +119,13 @@ def test_a_checkpoint_is_no_run(run: Path) -> None:
     ended = command("replay", "--step", "3", run / "checkpoints")
     assert ended.returncode == 2
     assert "is no run directory" in ended.stderr
+
+
+def test_a_run_without_a_plan_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    metadata = json.loads((run / "run.json").read_text())
+    del metadata["plan"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(metadata))
+    ended = command("replay", "--step", "3", tmp_path / "run")
+    assert ended.returncode == 2
+    assert "run.json has no plan, so it is not known what the run computes" in ended.stderr

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from lockstep.cli.replay import _show, replay_plan
+from lockstep.cli.replay import _show, replay_plan, rows_of
 from lockstep.replay.step import (
     Replay,
     ReplayedMicrobatch,
@@ -140,3 +142,35 @@ def test_the_table_names_the_model_if_there_are_several(capsys: pytest.CaptureFi
     _, _, heads, _, *lines = capsys.readouterr().out.splitlines()
     assert heads.split()[1] == "model"
     assert [line.split()[1] for line in lines[:2]] == ["0", "1"]
+
+
+def test_rows_are_of_steps_that_the_run_has_kept(tmp_path: Path) -> None:
+    steps = [1, 2, 3, 4, 2, 3]
+    rows = [{"step": step, "loss": float(place)} for place, step in enumerate(steps)]
+    not_finite = {"step": 4, "loss": None, "not_finite": {"loss": "inf"}}
+    lines = [*rows, {"step": 9, "evaluation": 1.0}, not_finite]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert rows_of(tmp_path) == [rows[0], rows[4], rows[5], not_finite]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"loss": "1.0"},
+        {"loss": [1.0]},
+        {"loss": 10**400},
+        {"gradient_norm": {}},
+        {"lr": "0.1"},
+        {"gradient_checksum": 17},
+        {"not_finite": "loss"},
+        {"loss": None, "not_finite": {"loss": "x"}},
+        {"loss": None, "not_finite": {"loss": []}},
+    ],
+)
+def test_a_row_that_no_run_writes_is_passed_over(
+    tmp_path: Path, damaged: dict[str, object]
+) -> None:
+    rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0} | damaged]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert rows_of(tmp_path) == rows[:1]

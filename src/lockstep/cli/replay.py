@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from lockstep.base.errors import CheckpointError, LaunchError, say
-from lockstep.base.files import parse_object
+from lockstep.base.errors import CheckpointError, LaunchError, RunDirectoryError, say
+from lockstep.base.files import NUMBER, check_kinds, parse_object
 from lockstep.base.foreign_text import console, show
 from lockstep.cli.arguments import (
     ScriptCommand,
@@ -26,7 +26,7 @@ from lockstep.cli.arguments import (
 from lockstep.cli.run_script import assignments, script_of
 from lockstep.cli.target import Target
 from lockstep.launch.environment import count_processes
-from lockstep.logging.run_files import METRICS, read_metadata, read_rows
+from lockstep.logging.run_files import CHECKSUM, METRICS, RUN, read_metadata, read_rows
 from lockstep.plan import Plan
 from lockstep.replay.request import ReplayRequest
 from lockstep.replay.step import (
@@ -44,6 +44,9 @@ from lockstep.scripts.process import never_trained
 MOST_ROWS = 64
 """Largest number of microbatches in the printed table; --json has all."""
 
+_ROW_KINDS = {
+    "loss": NUMBER, "gradient_norm": NUMBER, "lr": NUMBER, CHECKSUM: str, "not_finite": dict,
+}  # fmt: skip
 
 checkpoints_option = click.option(
     "--checkpoints",
@@ -130,13 +133,32 @@ def replayed_run(
         raise CheckpointError(f"{source}: {target.none_there}, as --checkpoints")
     line = line or script_of(run, source, "a step is made again by the script")
     given["set"] = assignments(run, ())
-    given["plan"] = given["plan"] or str(replay_plan(read_metadata(run)["plan"]["text"]))
+    plan = (read_metadata(run).get("plan") or {}).get("text")
+    if plan is None:
+        raise RunDirectoryError(
+            f"{run / RUN} has no plan, so it is not known what the run computes; lockstep writes"
+            " it; give another run directory"
+        )
+    given["plan"] = given["plan"] or str(replay_plan(plan))
     return target, run, line
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl that belong to steps."""
-    return list(read_rows(run, METRICS, lambda row: "loss" in row, {}))
+    """Return the valid rows of a run's metrics.jsonl that belong to steps, each step once: those of
+    steps that the run has repeated after a resume are the last ones."""
+    found: list[dict[str, Any]] = []
+    for row in read_rows(run, METRICS, _is_of_a_step, {}):
+        while found and found[-1]["step"] >= row["step"]:
+            found.pop()
+        found.append(row)
+    return found
+
+
+def _is_of_a_step(row: Mapping[str, Any]) -> bool:
+    check_kinds(row, _ROW_KINDS)
+    for text in row.get("not_finite", {}).values():
+        float(text)
+    return "loss" in row
 
 
 def replay_plan(run_plan: str) -> Plan:
