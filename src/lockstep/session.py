@@ -313,7 +313,8 @@ class Session:
             training.start()
             loop.report_layout(training, options, batching)
             if (begin_at := self.context.overrides.begin_at) is not None:
-                self.house.checkpointing.begin_before(run, begin_at.before)
+                if begin_at.before is not None:
+                    self.house.checkpointing.begin_before(run, begin_at.before)
             elif not self.context.overrides.bare:
                 self.house.checkpointing.resume(run, self._recovery, options.data)
         first = training.loop.begin_loop(run.step)

@@ -157,4 +157,4 @@ def test_the_only_sample_of_a_microbatch_needs_no_second_replay() -> None:
 
 def test_machines_that_differ_are_named() -> None:
     other = replace(GONE, environment=["torch: 2.13.0, now 2.14.0"])
-    assert "the machines differ: torch: 2.13.0, now 2.14.0" in cause_of(other, rows(1.0)).text
+    assert "not as in the run: torch: 2.13.0, now 2.14.0" in cause_of(other, rows(1.0)).text

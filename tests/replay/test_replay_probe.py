@@ -213,7 +213,10 @@ def test_a_step_of_a_stream_is_made_again_with_all_samples(
 
 def begun_anew(folder: Path, plan: str, given: ls.Recipe) -> None:
     """Make step 2 without a checkpoint."""
-    request = ReplayRequest(folder=folder, step=2, before=2, begins_anew=True)
+    checkpoints = f"{folder}/none"
+    request = ReplayRequest(
+        folder=folder, step=2, checkpoints=checkpoints, before=2, begins_anew=True
+    )
     answer(request, lambda: ls.train(given, plan=plan, run_dir=f"{folder}/run", log_every=1))
 
 
@@ -238,3 +241,20 @@ def test_a_part_of_the_loss_is_without_the_loss_scale(tmp_path: Path) -> None:
     begun_anew(tmp_path, "replicate=1", given)
     whole, parts = read(tmp_path, 1)
     assert sum(each["part"] for each in parts) == pytest.approx(whole["loss"], rel=1e-3)
+
+
+def test_a_step_that_is_begun_anew_has_the_microbatch_that_the_run_has_chosen(
+    tmp_path: Path,
+) -> None:
+    made = tmp_path / "made"
+    train(str(made), "replicate=1", network)
+    request = ReplayRequest(
+        folder=tmp_path / "again",
+        step=2,
+        checkpoints=str(made / "checkpoints"),
+        before=2,
+        begins_anew=True,
+    )
+    given = recipe(loss=of_the_rows, steps=STEPS, microbatch="auto")
+    answer(request, lambda: ls.train(given, run_dir=str(tmp_path / "run")))
+    assert len(read(tmp_path / "again", 1)[1]) == 4

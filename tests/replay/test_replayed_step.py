@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.replay import _show, replay_plan, rows_of
+from lockstep.cli.replay import _differences, _show, replay_plan, rows_of
 from lockstep.replay.step import (
     Replay,
     ReplayedMicrobatch,
@@ -174,3 +174,23 @@ def test_a_row_that_no_run_writes_is_passed_over(
     rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0} | damaged]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert rows_of(tmp_path) == rows[:1]
+
+
+def test_a_changed_script_is_told_from_a_wrong_machine() -> None:
+    run = {
+        "recipe": {"clip_norm": 1.0, "steps": 8},
+        "code": {"loss": "a", "model": "b"},
+        "environment": {"versions": {"torch": "2.13.0"}},
+    }
+    changed = {
+        "recipe": {"clip_norm": 2.0, "steps": 8},
+        "code": {"loss": "c", "model": "b"},
+        "environment": {"versions": {"torch": "2.14.0"}},
+    }
+    assert list(_differences(run, run)) == []
+    assert list(_differences(run, changed)) == [
+        "recipe's clip_norm: 1.0, now 2.0",
+        "code of loss",
+        "torch: 2.13.0, now 2.14.0",
+    ]
+    assert list(_differences({"recipe": None}, {"recipe": None, "code": {}})) == []

@@ -262,7 +262,15 @@ def _result(
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs between two machines' versions and devices, as text."""
+    """Yield what differs between two runs' recipes, code, versions and devices, as text."""
+    old, new = (each.get("recipe") or {} for each in (before, now))
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            yield f"recipe's {name}: {old[name]}, now {new[name]}"
+    old, new = (each.get("code") or {} for each in (before, now))
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            yield f"code of {name}"
     for place in ("versions", "device"):
         pair = [(each.get("environment") or {}).get(place) or {} for each in (before, now)]
         for name in sorted(pair[0].keys() & pair[1].keys()):
@@ -302,7 +310,7 @@ def _show(found: Replay) -> None:
         show(f"without {', '.join(f'sample {each}' for each in found.without)}")
     show(found.verdict())
     if found.environment and not found.same_bits:
-        show(f"the machine is not that of the run: {'; '.join(found.environment)}")
+        show(f"not as in the run: {'; '.join(found.environment)}")
 
 
 def _text(value: float | None) -> str:

@@ -237,7 +237,7 @@ def _words(samples: Sequence[int | str]) -> str:
 def _not_reproduced(replay: Replay, first: int, later: Replay | None) -> Blame:
     text = f"from step {first} on, this machine computes other gradients than the run has"
     if replay.environment:
-        text += f"; the machines differ: {'; '.join(replay.environment)}"
+        text += f"; not as in the run: {'; '.join(replay.environment)}"
     elif later is None:
         text += "; no later checkpoint tells whether that was once"
     elif later.first_unlike is None:

@@ -33,8 +33,8 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[ReplayHook]]:
     hook, left_out = ReplayHook(request), None
     if request.without:
         left_out = SamplesLeftOut(request.step - 1, frozenset(request.without))
-    begin = BeginAt(folder=request.checkpoints, before=request.before)
-    begin_at = None if request.begins_anew else begin
+    before = None if request.begins_anew else request.before
+    begin_at = BeginAt(folder=request.checkpoints, before=before)
     return Overrides(bare=True, probe=hook, begin_at=begin_at, left_out=left_out), [hook]
 
 

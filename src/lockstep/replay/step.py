@@ -124,7 +124,7 @@ class Replay:
     """The logged steps from the checkpoint to this step, without those that leave out samples."""
     without: Sequence[int] = ()
     environment: Sequence[str] = field(default_factory=list)
-    """Differences between the machine and versions of the run, and those of the replay."""
+    """Differences between the recipe, code, machine and versions of the run, and those now."""
 
     @property
     def norm(self) -> float:

@@ -44,12 +44,13 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginAt:
-    """The checkpoint of another run that a run begins at. It is only read."""
+    """The checkpoint of another run that a run begins at. It is only read. Settings that are `auto`
+    have the values in that run's newest checkpoint."""
 
     folder: str
     """The folder of the checkpoints: a path or a URL."""
-    before: int
-    """The newest one that is not damaged and has done fewer steps."""
+    before: int | None
+    """The newest one that is not damaged and has done fewer steps; None: at step 0, without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
