@@ -20,6 +20,7 @@ from training.subjects import FEATURES, OUTPUTS, recipe, sgd, squared_error
 
 import lockstep as ls
 from lockstep.base.errors import UserError
+from lockstep.comm.segment import PeerStopped
 from lockstep.testing.pool import WorkerPool
 
 
@@ -558,3 +559,50 @@ def test_a_forward_that_fails_leaves_a_checkpoint_of_the_last_step(tmp_path: Pat
     with WorkerPool(max_workers=2, check_leaks=False) as workers:
         found = workers.run(2, fail_in_a_forward, str(tmp_path / "run"))
     assert ["step-00000003"] in found
+
+
+class Branching(nn.Module):
+    """Some microbatches take a layer, which gets the data. Layers have one size, so that exchanges
+    of different ones would fit."""
+
+    def __init__(self, *, requires: bool = False) -> None:
+        super().__init__()
+        layers = (nn.Linear(FEATURES, FEATURES) for _ in range(4))
+        self.first, self.branch, self.middle, self.last = layers
+        self.requires = requires
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.requires:
+            x = x.detach().requires_grad_()
+        hidden = torch.tanh(self.first(x))
+        if x.sum() > 0:
+            hidden = hidden + self.branch(x)
+        return self.last(hidden + self.middle(hidden))[:, :OUTPUTS]  # type: ignore[no-any-return]
+
+
+def branch(run_dir: str, plan: str) -> list[str | None]:
+    """The error, and the fingerprints with the remedies."""
+    found: list[str | None] = []
+    for number, (requires, blocks) in enumerate(
+        [
+            (False, ["first", "branch", "middle"]),
+            (False, ["first", "middle"]),
+            (True, ["first", "branch", "middle"]),
+        ]
+    ):
+        model = partial(Branching, requires=requires)
+        subject = recipe(model=model, blocks=blocks, microbatch=2, steps=3)
+        try:
+            found.append(ls.train(subject, plan=plan, run_dir=f"{run_dir}/{number}").fingerprint)
+        except (UserError, PeerStopped) as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_branch_that_gets_the_data_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    """FSDP2 would add gradients of different blocks."""
+    (expected,) = pool.run(1, branch, f"{tmp_path}/1", "replicate=1,numerics=bitwise")
+    found, other = pool.run(2, branch, f"{tmp_path}/2", "shard=2,numerics=bitwise")
+    words = "some forwards skip block 1 of 3, and others call it without a tensor that has a grad"
+    assert any(words in str(each[0]) for each in (found, other))
+    assert found[1:] == other[1:] == expected[1:]
