@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.comm.world import World
+from lockstep.model.shard import _pass_through_block
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.elementwise import ROUNDED_BY_PLACE, elementwise, is_rounded_by_place
+from lockstep.model.tensor.sharded_features import is_sharded
 from lockstep.model.tensor.sliced import Slices, linear, product_of_heads
 from lockstep.model.tensor.token_sums import gradient_sums_tokens, sums_tokens
 
@@ -163,3 +165,16 @@ def test_heads_have_the_same_bits_in_a_part_as_in_the_whole(sizes: tuple[int, ..
             part = [each.detach()[:, :, at].clone().requires_grad_() for each in flat]
             for one, other in zip(scores(part, own), whole, strict=True):
                 assert torch.equal(one, other[:, :, at]), (ranks, rank)
+
+
+def test_a_skipped_layer_passes_its_input_on() -> None:
+    """Where FSDP2 must gather the block that a forward skips."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    styles = {"0": "colwise", "1": "rowwise"}
+    tensor_parallel(model, None, styles, materialize=lambda _: None, slices=Slices(2, ALONE))
+    given = drawn(2, 3, dtype=torch.float32)
+    for block in model:
+        passed = _pass_through_block(block, given)
+        assert torch.equal(passed, given)
+        assert not is_sharded(passed)
+    assert is_sharded(model[0](given))

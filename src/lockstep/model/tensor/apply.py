@@ -29,7 +29,7 @@ from torch.distributed.tensor import (
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import tree_map, without_torch_function_modes
-from lockstep.model.blocks import share_parameter, shared_names
+from lockstep.model.blocks import is_passing_through, share_parameter, shared_names
 from lockstep.model.placement import place_parameters
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
 from lockstep.model.tensor.sharded_features import (
@@ -164,10 +164,13 @@ class _ShardedLayer:
 
     def check_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Check the input on one rank, as on several."""
-        self._placement(module, self._first(inputs), 1)
+        if not is_passing_through(module):
+            self._placement(module, self._first(inputs), 1)
 
-    def mark_output(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    def mark_output(self, module: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         """Mark the output on one rank, as on several."""
+        if is_passing_through(module):
+            return output
         assert self._slices is not None, "one rank has no hooks without slices"
         if self._style.output_layout == "classes":
             sliced: Tensor = as_sliced_logits(output, self._slices)
@@ -179,7 +182,7 @@ class _ShardedLayer:
     def place_input(
         self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
     ) -> tuple[Any, ...]:
-        if self._name in self._unsharded_now:
+        if self._name in self._unsharded_now or is_passing_through(module):
             return inputs
         given = self._first(inputs)
         if not isinstance(given, DTensor):
@@ -226,8 +229,8 @@ class _ShardedLayer:
             )
         return Replicate()
 
-    def place_output(self, _: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
-        if self._name in self._unsharded_now:
+    def place_output(self, module: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+        if self._name in self._unsharded_now or is_passing_through(module):
             return output
         layouts: dict[str, Placement] = {"replicated": Replicate(), "sequence": Shard(1)}
         layout = layouts.get(self._style.output_layout, Shard(output.dim() - 1))
