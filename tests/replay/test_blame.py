@@ -155,6 +155,9 @@ def test_the_only_sample_of_a_microbatch_needs_no_second_replay() -> None:
     assert suspected(replace(REPLAY, microbatches=PARTS[:1])) == PARTS[0]
 
 
-def test_machines_that_differ_are_named() -> None:
+def test_what_has_changed_since_the_run_is_no_wrong_machine() -> None:
     other = replace(GONE, environment=["torch: 2.13.0, now 2.14.0"])
-    assert "not as in the run: torch: 2.13.0, now 2.14.0" in cause_of(other, rows(1.0)).text
+    blame = cause_of(other, rows(1.0))
+    assert blame.cause == "changed"
+    assert "not as in the run: torch: 2.13.0, now 2.14.0" in blame.text
+    assert "wrong results" not in blame.text

@@ -21,9 +21,10 @@ RATIO = 4.0
 """A microbatch or a sample that is blamed has a gradient norm of so many times the median of the
 others."""
 
-Cause = Literal["sample", "microbatch", "learning rate", "once", "machine", "all alike"]
-"""`once`: the run's bits do not come back, and from the next checkpoint on they do. `machine`: they
-never do. `all alike`: the whole batch has a large gradient."""
+Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
+"""`changed`: the run's bits do not come back, and something is not as in the run. `once`: they do
+not come back, and from the next checkpoint on they do. `machine`: they never do. `all alike`: the
+whole batch has a large gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,8 +238,15 @@ def _words(samples: Sequence[int | str]) -> str:
 def _not_reproduced(replay: Replay, first: int, later: Replay | None) -> Blame:
     text = f"from step {first} on, this machine computes other gradients than the run has"
     if replay.environment:
-        text += f"; not as in the run: {'; '.join(replay.environment)}"
-    elif later is None:
+        return Blame(
+            step=first,
+            cause="changed",
+            text=(
+                f"{text}; not as in the run: {'; '.join(replay.environment)}; look for the cause"
+                " where all is as in the run"
+            ),
+        )
+    if later is None:
         text += "; no later checkpoint tells whether that was once"
     elif later.first_unlike is None:
         return Blame(
