@@ -25,7 +25,7 @@ recipe = ls.Recipe(
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
     global_batch=8,
     microbatch=4,
-    steps=8,
+    steps=12,
     clip_norm=1.0,
 )
 ls.train(recipe, saving=ls.Saving(every=1, keep="log"), log_every=1)
@@ -101,7 +101,7 @@ def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "9"], "--step 9, and the last step in"),
+        (["--step", "13"], "--step 13, and the last step in"),
         ([], "no step to make again; give one of metrics.jsonl"),
         (["--step", "3", "--without-sample", "-1"], "-1 is not in the range"),
         (["--step", "3", "--checkpoints", "nowhere"], "nowhere does not exist"),

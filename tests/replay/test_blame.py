@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,12 @@ def test_the_first_value_that_is_not_finite_is_the_largest_spike() -> None:
 @pytest.mark.parametrize("losses", [USUAL, [1.0, 5.0, 1.0], [3.0, 2.0, 1.5, 1.2, 1.0, 0.9]])
 def test_usual_steps_the_first_ones_and_a_falling_loss_are_no_spikes(losses: list[float]) -> None:
     assert largest_spike(rows(*losses)) is None
+
+
+def test_noise_around_a_level_seldom_has_a_spike() -> None:
+    noise = random.Random(0)
+    runs = [rows(*(noise.gauss(1, 0.1) for _ in range(count))) for count in [20] * 200 + [100] * 20]
+    assert sum(largest_spike(run) is not None for run in runs) <= 5
 
 
 def test_too_few_steps_before_tell_nothing() -> None:

@@ -13,10 +13,13 @@ from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 WINDOW = 64
 """Number of logged steps before a step with which it is compared."""
-LEAST_BEFORE = 4
+LEAST_BEFORE = 7
 """A step with fewer logged steps before it is not compared."""
-SPREAD = 6.0
-"""A spike is this many times as far from the median as usual values are."""
+SPREAD = 12.0
+"""A spike is this many times as far from the median as usual values are. With this and
+`LEAST_BEFORE`, about 2 of 100 runs whose losses are noise around a level have a spike."""
+LEADS = 6.0
+"""Steps just before a spike lead to it if they are this far from the median."""
 RATIO = 4.0
 """A microbatch or a sample that is blamed has a gradient norm of so many times the median of the
 others."""
@@ -78,7 +81,7 @@ def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
     place = max(range(len(rows)), key=scores.__getitem__, default=0)
     if not rows or scores[place] < SPREAD:
         return None
-    while place and scores[place - 1] >= SPREAD:
+    while place and scores[place - 1] >= LEADS:
         place -= 1
     return spikes[place]
 
