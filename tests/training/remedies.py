@@ -1963,6 +1963,9 @@ ELSEWHERE = {
     "functional_call and weights of one module in another, ": SHARDED,
     "leave inplace out, or use replicate": SHARDED,
     "name modules of one dtype in Recipe.blocks": SHARDED,
+    "give it an input with a gradient: input.requires_grad_()": (
+        "training/test_sharded_models.py::test_a_branch_that_gets_the_data_is_refused"
+    ),
     "with a gradient that is itself differentiated": SHARDED,
     "give the layer a class with a forward of its own": SHARDED,
     "is another tensor in this forward, as with torch.func.functional_call": SHARDED,
