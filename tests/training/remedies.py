@@ -1605,7 +1605,7 @@ PARTS = [
     on_several(
         TENSOR,
         trains(model=partial(Wide, 8)),
-        "or set `tensor_plan` on the model",
+        "set `tensor_plan` on the model",
         trains(model=partial(Wide, 8), tensor=STYLES),
     ),
     on_several(

@@ -114,12 +114,13 @@ def step(text: str, count: int) -> dict[str, Any]:
         model,
         list(parameters.values()),
         mesh,
-        tied=None,
         bitwise=False,
         max_microbatches=count,
         compression=None,
         complete=None,
         leaves=[],
+        part_leaves=[],
+        pipeline=None,
     )
     assignment, tokens = assignment_of(plan), mesh.tokens
     reducer.begin_step(count, assignment)

@@ -54,9 +54,11 @@ def test_what_is_saved_is_json() -> None:
     state = LoopState()
     state.begin_loop(0)
     state.shards = {"3": (1, 40)}
+    state.agreed = 7
     assert json.loads(json.dumps(state.values())) == {
         "loop": 1,
         "steps_before": 0,
         "shards": {"3": [1, 40]},
+        "agreed": 7,
         "data": {},
     }
