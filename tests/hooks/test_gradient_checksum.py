@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
-from training.subjects import each_of, recipe
+from training.subjects import adamw, each_of, network, recipe, rows, squared_error
 
 import lockstep as ls
 from lockstep.hooks.gradient_checksum import checksum_of
@@ -63,3 +63,20 @@ def test_each_bitwise_plan_writes_the_same_checksums(pool: WorkerPool, tmp_path:
     assert alone == replicas == shards
     assert len({*alone, *other}) == 4, "another seed, other gradients; steps 2 and 3 are logged"
     assert all(len(each) == 16 for each in alone)
+
+
+def test_a_step_that_every_model_skips_has_none(tmp_path: Path) -> None:
+    with ls.Session(run_dir=str(tmp_path / "run"), log_every=1) as session:
+        model, optimizer = session.prepare(network, adamw)
+        for step in session.steps(rows(48), global_batch=16, microbatch=4, steps=3):
+            if step.index == 1:
+                step.skip(optimizer)
+                continue
+            for batch in step.microbatches():
+                step.backward(squared_error(model, batch))
+            step.commit(optimizer)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    found = {row["step"]: row.get(CHECKSUM) for row in map(json.loads, lines)}
+    assert found[1] is not None
+    assert found.get(2) is None
+    assert found[3] not in (None, found[1])

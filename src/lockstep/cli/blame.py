@@ -13,12 +13,9 @@ from lockstep.base.foreign_text import show
 from lockstep.cli.arguments import (
     ScriptCommand,
     count_option,
-    json_option,
-    launch_option,
-    script_arguments,
     work_folder,
 )
-from lockstep.cli.replay import checkpoints_option, replay, replayed_run, rows_of
+from lockstep.cli.replay import replay, replay_options, replayed_run, rows_of
 from lockstep.cli.target import Target
 from lockstep.replay.blame import Blame, Spike, cause_of, largest_spike, spike_at, suspected
 from lockstep.replay.step import Replay
@@ -32,14 +29,7 @@ LATER_STEPS = 3
 @count_option(
     "--step", "step", None, "N", "The step to explain. Default: the largest spike of the run."
 )
-@checkpoints_option
-@launch_option("nproc")
-@launch_option("plan", help="Default: the numerics of the run's plan, with replicate=N.")
-@launch_option("share_devices")
-@launch_option("allow_change")
-@json_option
-@click.argument("source", metavar="RUN_DIR")
-@script_arguments(required=False)
+@replay_options
 def command(
     step: int | None,
     checkpoints: str | None,

@@ -21,6 +21,7 @@ from lockstep.cli.arguments import (
     launch_option,
     options_from,
     script_arguments,
+    together,
     work_folder,
 )
 from lockstep.cli.run_script import assignments, script_of
@@ -48,11 +49,21 @@ _ROW_KINDS = {
     "loss": NUMBER, "gradient_norm": NUMBER, "lr": NUMBER, CHECKSUM: str, "not_finite": dict,
 }  # fmt: skip
 
-checkpoints_option = click.option(
-    "--checkpoints",
-    metavar="FOLDER",
-    help="The folder or URL of the run's checkpoints, if it is not the one in the run directory.",
+replay_options = together(
+    click.option(
+        "--checkpoints",
+        metavar="FOLDER",
+        help="The folder or URL of the run's checkpoints, if it is not in the run directory.",
+    ),
+    launch_option("nproc"),
+    launch_option("plan", help="Default: the numerics of the run's plan, with replicate=N."),
+    launch_option("share_devices"),
+    launch_option("allow_change"),
+    json_option,
+    click.argument("source", metavar="RUN_DIR"),
+    script_arguments(required=False),
 )
+"""The options of the commands that make steps again, and their arguments."""
 
 
 @click.command("replay", cls=ScriptCommand)
@@ -65,14 +76,7 @@ checkpoints_option = click.option(
     metavar="K",
     help="Leave this sample of the dataset out of the step. Give it once for each.",
 )
-@checkpoints_option
-@launch_option("nproc")
-@launch_option("plan", help="Default: the numerics of the run's plan, with replicate=N.")
-@launch_option("share_devices")
-@launch_option("allow_change")
-@json_option
-@click.argument("source", metavar="RUN_DIR")
-@script_arguments(required=False)
+@replay_options
 def command(
     step: int | None,
     without: tuple[int, ...],

@@ -36,7 +36,10 @@ class GradientChecksum(ControlHook):
         self._sums.append(checksum_of(counted, run.context.device))
 
     def between_steps(self, run: Run) -> None:
-        if not run.is_logging_step or not self._sums:
+        if not run.is_logging_step:
+            return
+        if not self._sums:  # the script has skipped every model
+            run.training.checksum = None
             return
         total, self._sums = torch.stack(self._sums).sum().reshape(1), []
         run.context.mesh.world.all_reduce(total)

@@ -49,24 +49,16 @@ def spike_at(rows: Sequence[Mapping[str, Any]], place: int) -> Spike | None:
     before = rows[max(0, place - WINDOW) : place]
     found = []
     for metric in ("loss", "gradient_norm"):
-        usual = sorted(row[metric] for row in before if isinstance(row.get(metric), int | float))
+        usual = [row[metric] for row in before if isinstance(row.get(metric), int | float)]
         if len(usual) < LEAST_BEFORE:
             continue
         median = statistics.median(usual)
-        value = rows[place].get(metric)
-        if value is None:
-            found.append(
-                Spike(
-                    step=rows[place]["step"],
-                    metric=metric,
-                    value=math.nan,
-                    usual=median,
-                    score=math.inf,
-                )
-            )
-            continue
-        distance = statistics.median(abs(each - median) for each in usual)
-        score = (value - median) / max(distance, 1e-3 * abs(median), 1e-30)
+        value, score = rows[place].get(metric), math.inf
+        if value is None:  # not finite
+            value = math.nan
+        else:
+            distance = statistics.median(abs(each - median) for each in usual)
+            score = (value - median) / max(distance, 1e-3 * abs(median), 1e-30)
         found.append(
             Spike(step=rows[place]["step"], metric=metric, value=value, usual=median, score=score)
         )
@@ -249,8 +241,12 @@ def _not_reproduced(replay: Replay, first: int, later: Replay | None) -> Blame:
                 " where all is as in the run"
             ),
         )
+    machine = "a machine of the run, or this one, computes wrong results"
     if later is None:
-        text += "; no later checkpoint tells whether that was once"
+        text += (
+            "; no later checkpoint tells whether that was once: a flipped bit, a script that is not"
+            f" the same each time, or {machine}"
+        )
     elif later.first_unlike is None:
         return Blame(
             step=first,
@@ -261,10 +257,7 @@ def _not_reproduced(replay: Replay, first: int, later: Replay | None) -> Blame:
             ),
         )
     else:
-        text += "; after the next checkpoint they do not come back either"
+        text += f"; after the next checkpoint they do not come back either: {machine}"
     return Blame(
-        step=first,
-        cause="machine",
-        text=f"{text}; a machine of the run computes wrong results; lockstep run --recompute-every"
-        " names it",
+        step=first, cause="machine", text=f"{text}; lockstep run --recompute-every names a machine"
     )
