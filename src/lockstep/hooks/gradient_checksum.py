@@ -3,6 +3,7 @@ same checksums have computed the same gradients."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable
 
@@ -52,14 +53,19 @@ def checksum_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -
 
     The sum has no order: that of the parts of a tensor is that of the tensor.
     """
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    sums: list[Tensor] = []
+    factors: list[int] = []
     for name, gradient in gradients:
         parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         words = parts.detach().contiguous().view(_WORDS[parts.element_size()])
-        total += words.sum(dtype=torch.int64).to(device) * _factor(name)
-    return total
+        sums.append(words.sum(dtype=torch.int64).to(device))
+        factors.append(_factor(name))
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return (torch.stack(sums) * torch.tensor(factors, device=device)).sum()
 
 
+@functools.cache
 def _factor(name: str) -> int:
     """Return an odd number of 63 bits that depends on the name."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
