@@ -14,7 +14,7 @@ from lockstep.planner.machines.hardware import Cluster, Device, Link
 from lockstep.planner.simulate import Costs, HostCosts
 from lockstep.planner.trace import Collective, CollectiveKind, Operation
 
-SHARED_AXES = ("replicate", "shard", "data")
+SHARED_AXES = ("replicate", "shard", "expert", "context", "data")
 """The mesh axes whose collectives go through shared memory on one host."""
 ALIKE: Mapping[CollectiveKind, CollectiveKind] = {
     "all_to_all": "all_gather",

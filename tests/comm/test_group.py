@@ -17,10 +17,12 @@ from hypothesis import given, strategies as st
 from torch import Tensor, distributed
 
 from lockstep.base.errors import LaunchError
-from lockstep.comm.shared_memory import SharedMemoryGroup
+from lockstep.comm.shared_memory import BUFFER_BYTES, SharedMemoryGroup
 from lockstep.comm.world import World, exact_sum, join
 from lockstep.testing.pool import WorkerPool
 
+LONG = BUFFER_BYTES // 8
+"""Numbers of a row, such that several rows are more than a buffer of the shared memory."""
 COUNTS = {1: [3], 2: [2, 0], 3: [0, 3, 1], 4: [1, 0, 5, 2]}
 
 
@@ -37,13 +39,16 @@ def rows_of(rank: int, count: int) -> Tensor:
     return torch.arange(count * 2, dtype=torch.float64).reshape(count, 2) + 100 * rank
 
 
-def exchange(*, shares: bool) -> dict[str, Any]:
+def exchange(*, shares: bool) -> list[dict[str, Any]]:
+    """What is exchanged: with `shares`, through shared memory, and after it was closed."""
     if not shares:
-        return exchanged(world())
+        return [exchanged(world())]
     memory = SharedMemoryGroup.create()
     assert isinstance(memory, SharedMemoryGroup)
+    here = replace(world(), shared_memory=memory)
     with memory:
-        return exchanged(replace(world(), shared_memory=memory))
+        found = exchanged(here)
+    return [found, exchanged(here)]
 
 
 def exchanged(here: World) -> dict[str, Any]:
@@ -83,9 +88,25 @@ def exchanged(here: World) -> dict[str, Any]:
         ],
         "ragged": here.gather_ragged(rows if counts[here.rank] else None),
         "ragged, known shapes": here.gather_ragged(rows),
+        "sent": [sent(here, dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)],
+        "sent alike": here.all_to_all(torch.arange(2 * here.size).view(-1, 2) + 100 * here.rank),
         "ragged flags": here.gather_ragged(torch.ones(counts[here.rank], dtype=torch.bool)),
         "still there": distributed.is_initialized(),
     }
+
+
+def rows_between(source: int, target: int) -> int:
+    return (2 * source + target) % 3
+
+
+def sent(here: World, dtype: torch.dtype) -> Tensor:
+    """The first and last number of each received row: its source, and its target."""
+    ranks, me = range(here.size), here.rank
+    to_send = [rows_between(me, target) for target in ranks]
+    rows = torch.full((sum(to_send), LONG), me, dtype=dtype)
+    rows[:, -1] = torch.repeat_interleave(torch.arange(here.size), torch.tensor(to_send))
+    received = [rows_between(source, me) for source in ranks]
+    return here.all_to_all(rows, received, to_send)[:, [0, -1]]
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [*[(size, False) for size in COUNTS], (3, True)])
@@ -94,7 +115,8 @@ def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(
 ) -> None:
     counts = COUNTS[world_size]
     everything = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
-    for rank, found in enumerate(pool.run(world_size, partial(exchange, shares=shares))):
+    everyone = pool.run(world_size, partial(exchange, shares=shares))
+    for rank, found in [(rank, each) for rank, theirs in enumerate(everyone) for each in theirs]:
         assert torch.equal(found["sum"], everything.sum(dim=0))
         assert found["any"] == (True, False)
         assert found["world"] == (rank, world_size, "cpu", False)
@@ -103,6 +125,18 @@ def test_every_rank_gets_the_rows_and_values_of_all_in_rank_order(
             assert found[name].dtype is torch.float64
         assert found["no rows"].shape == (0, 2)
         assert found["whole numbers"].tolist() == list(range(world_size))
+        for each, dtype in zip(
+            found["sent"], (torch.float64, torch.bfloat16, torch.int64), strict=True
+        ):
+            assert each.tolist() == [
+                [source, rank]
+                for source in range(world_size)
+                for _ in range(rows_between(source, rank))
+            ]
+            assert each.dtype is dtype
+        assert found["sent alike"].tolist() == [
+            [100 * source + 2 * rank, 100 * source + 2 * rank + 1] for source in range(world_size)
+        ]
         assert found["ragged flags"].tolist() == [True] * sum(counts)
         assert [value["rank"] for value in found["values"]] == list(range(world_size))
         assert found["values"][-1]["text"] == "ü" * (world_size - 1)

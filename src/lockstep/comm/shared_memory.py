@@ -92,6 +92,8 @@ class SharedMemoryGroup(Closing):
         self.name = name
         self.pending: PendingAllGather | None = None
         """The started all-gather. The next call of any kind completes it first."""
+        self.is_closed = False
+        """True if this rank has closed the group."""
         self._segment = segment
         self._rounds = Rounds(segment, buffer_bytes)
         self._others = segment.peers
@@ -304,6 +306,7 @@ class SharedMemoryGroup(Closing):
 
     def close(self) -> None:
         """Release the memory, without waiting for other ranks. May be called again."""
+        self.is_closed = True
         self._segment.close()
         self._rounds.forget_views()
         self.pending = None

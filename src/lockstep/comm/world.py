@@ -80,6 +80,12 @@ class World:
         """The shared memory of the processes on this host."""
         return self.shared_memory if self.hierarchy is None else self.hierarchy.shared_memory
 
+    def _memory_for(self, tensor: Tensor) -> SharedMemoryGroup | None:
+        """Return the shared memory through which this tensor is exchanged, if any. After a run, a
+        script may still call a model: its collectives then go through torch's group."""
+        memory = self.shared_memory
+        return memory if memory is not None and tensor.is_cpu and not memory.is_closed else None
+
     def leave(self) -> None:
         """Wait for all ranks if lockstep made the group. Every rank calls it at the end of a run
         that succeeded."""
@@ -91,11 +97,13 @@ class World:
         `counts`."""
         if self.size == 1:
             return rows
-        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
-        padded[: len(rows)] = rows
+        padded = rows.contiguous()
+        if min(counts) < max(counts):
+            padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+            padded[: len(rows)] = rows
         everyone = padded.new_empty((self.size * len(padded), *padded.shape[1:]))
-        if self.shared_memory is not None and padded.is_cpu:
-            self.shared_memory.all_gather(_bytes(everyone), _bytes(padded))
+        if (memory := self._memory_for(padded)) is not None:
+            memory.all_gather(_bytes(everyone), _bytes(padded))
         else:
             dist.all_gather_single(everyone, padded, group=self.group)
         if min(counts) == len(padded):
@@ -108,11 +116,39 @@ class World:
         Every rank calls it."""
         if self.size == 1:
             return
-        faster = self.shared_memory or self.hierarchy
-        if faster is not None and tensor.is_cpu:
-            faster.all_reduce(tensor)
+        if (memory := self._memory_for(tensor)) is not None:
+            memory.all_reduce(tensor)
+        elif self.hierarchy is not None and tensor.is_cpu:
+            self.hierarchy.all_reduce(tensor)
         else:
             dist.all_reduce(tensor, group=self.group)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Send each rank `sent` rows of `tensor`, which is contiguous. Returns the `received` rows
+        of each, in rank order. None: equally many. Every rank calls it."""
+        if self.size == 1:
+            return tensor
+        rows = len(tensor) if received is None else sum(received)
+        output = tensor.new_empty(rows, *tensor.shape[1:])
+        if (memory := self._memory_for(tensor)) is not None:
+            memory.all_to_all(
+                output, tensor, self._sizes(output, received), self._sizes(tensor, sent)
+            )
+        else:
+            dist.all_to_all_single(output, tensor, received, sent, group=self.group)
+        return output
+
+    def _sizes(self, tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
+        """Return the number of elements for each rank. `rows`: of each; None: equally many."""
+        if rows is None:
+            return [tensor.numel() // self.size] * self.size
+        width = math.prod(tensor.shape[1:])
+        return [width * each for each in rows]
 
     def sum_each(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor, on any device, by its sum over ranks, in buckets by dtype. Every
@@ -139,7 +175,9 @@ class World:
         """True if copying the tensor into a bucket would take longer than summing it alone."""
         if not tensor.is_contiguous() or tensor.nbytes < IN_PLACE_BYTES:
             return False
-        return self.shared_memory is not None if tensor.is_cpu else tensor.device == self.device
+        if tensor.is_cpu:
+            return self._memory_for(tensor) is not None
+        return tensor.device == self.device
 
     def any(self, flag: bool) -> bool:
         """Return True on all ranks if `flag` is true on any. Every rank calls it."""
@@ -189,8 +227,8 @@ class World:
         it."""
         if self.size == 1:
             return
-        if self.shared_memory is not None and tensor.is_cpu:
-            self.shared_memory.broadcast(_bytes(tensor), source)
+        if (memory := self._memory_for(tensor)) is not None:
+            memory.broadcast(_bytes(tensor), source)
         else:
             dist.broadcast(tensor, group=self.group, group_src=source)
 

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.assignment import contiguous_range
@@ -114,10 +113,7 @@ def _over_processes(
     shape, own = mine.shape[2:], counts[processes.rank]
     outgoing = [part.reshape(-1) for part in torch.split(mine, list(counts), 1)]
     sizes = [len(nodes) * own * shape.numel() for nodes in covers]
-    incoming = mine.new_empty(sum(sizes))
-    dist.all_to_all_single(
-        incoming, torch.cat(outgoing), sizes, list(map(len, outgoing)), group=processes.group
-    )
+    incoming = processes.all_to_all(torch.cat(outgoing), sizes, list(map(len, outgoing)))
     all_nodes = [node for theirs in covers for node in theirs]
     values = list(incoming.view(len(all_nodes), own, *shape))
     summed: Tensor = fold(all_nodes, values, shares[-1].stop, Tensor.add_)

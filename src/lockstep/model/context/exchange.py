@@ -297,13 +297,8 @@ def _all_to_all(
     """Send each rank `several` tensors. Return as many of each rank, in the given shapes."""
     given = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
-    received = given.new_empty(sum(sizes))
-    dist.all_to_all_single(
-        received,
-        given,
-        _sums(sizes, several),
-        _sums([part.numel() for part in parts], several),
-        group=world.group,
+    received = world.all_to_all(
+        given, _sums(sizes, several), _sums([part.numel() for part in parts], several)
     )
     pieces = zip(torch.split(received, sizes), shapes, strict=True)
     return tuple(piece.view(*shape) for piece, shape in pieces)
@@ -324,10 +319,9 @@ class GatherRows(torch.autograd.Function):
         ctx.layout = layout
         world, counts = layout.world, layout.counts
         assert isinstance(world, World)
-        gathered = rows.new_empty(layout.tokens, *rows.shape[1:])
         if len({*counts}) == 1:
-            dist.all_gather_single(gathered, rows, group=world.group)
-            return gathered.index_select(0, layout.true_order)
+            return world.gather_rows(rows, counts).index_select(0, layout.true_order)
+        gathered = rows.new_empty(layout.tokens, *rows.shape[1:])
         # torch's uneven all-gather, which Gloo does not have
         parts = torch.split(gathered, counts)
         parts[world.rank].copy_(rows)
@@ -343,8 +337,7 @@ class GatherRows(torch.autograd.Function):
         world, counts = ctx.layout.world, ctx.layout.counts
         gradient = gradients[0].index_select(0, ctx.layout.gathered_places)
         own = ctx.layout.local
-        received = gradient.new_empty(world.size * own, *gradient.shape[1:])
-        dist.all_to_all_single(received, gradient, [own] * world.size, counts, group=world.group)
+        received = world.all_to_all(gradient, [own] * world.size, counts)
         first, second, *others = torch.split(received, own)
         total = first + second
         for part in others:

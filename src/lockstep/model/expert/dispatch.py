@@ -19,7 +19,6 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -231,9 +230,7 @@ class Dispatch:
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
         said = [routing.outside.expand(ranks, 1), counts.new_full((ranks, 1), call)]
         mine = torch.cat([padded, *said], 1)
-        theirs = torch.empty_like(mine)
-        all_to_all(theirs, mine, world)
-        return mine, theirs
+        return mine, world.all_to_all(mine)
 
     def _differing(self, calls: Sequence[int]) -> str:
         """Return the text of the error for ranks that differ in `_call`."""
@@ -441,6 +438,8 @@ def _unsorted(rows: Tensor, order: Tensor, pairs: int) -> Tensor:
 
 def _send(rows: Tensor, received: list[int], sent: list[int], world: World) -> Tensor:
     """Send `sent` rows to each rank. Returns the `received` rows of each, in rank order."""
+    if world.size == 1:
+        return rows
     return _Exchange.apply(rows, received, sent, world)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -452,25 +451,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, received: list[int], sent: list[int], world: World
     ) -> Tensor:
         ctx.received, ctx.sent, ctx.world = received, sent, world
-        output = rows.new_empty(sum(received), *rows.shape[1:])
-        all_to_all(output, rows.contiguous(), world, received, sent)
-        return output
+        return world.all_to_all(rows.contiguous(), received, sent)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         return _send(gradient, ctx.sent, ctx.received, ctx.world), None, None, None
-
-
-def all_to_all(
-    output: Tensor,
-    given: Tensor,
-    world: World,
-    received: list[int] | None = None,
-    sent: list[int] | None = None,
-) -> None:
-    """Exchange rows among all ranks: `sent` to each and `received` from each, or equally many."""
-    if world.size == 1:
-        output.copy_(given)
-    else:
-        dist.all_to_all_single(output, given, received, sent, group=world.group)

@@ -198,7 +198,7 @@ class RecordedMemory(SharedMemoryGroup):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group = group.rank(), group.size(), group
-        self.name, self.pending = "shared memory", None
+        self.name, self.pending, self.is_closed = "shared memory", None, False
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._note("all_reduce", tensor, tensor)

@@ -27,7 +27,7 @@ from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 from lockstep.model.context import attention, cut
 from lockstep.model.context.documents import Documents
-from lockstep.model.expert.dispatch import Dispatch, all_to_all
+from lockstep.model.expert.dispatch import Dispatch
 from lockstep.model.expert.routing import Routing
 from lockstep.model.pipeline.boundary import Boundary
 from lockstep.model.pipeline.boundary_discovery import BoundaryDiscovery, PipelineFailure
@@ -294,7 +294,7 @@ def _routed(skew: float) -> Callable[..., tuple[list[int], list[int], Tensor]]:
         sent = [most, *rest]
         received = [sent[world.rank]] * world.size
         counts = routing.counts.new_zeros(world.size, dispatch.experts.count // world.size)
-        all_to_all(torch.empty_like(counts), counts, world)
+        world.all_to_all(counts)
         return sent, received, counts
 
     return exchange_counts

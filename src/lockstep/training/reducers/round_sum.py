@@ -9,8 +9,6 @@ replicas of a shard all-gather their slices of the sum.
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,7 +40,7 @@ class RoundSum:
         if missing := width * replicas - self._numbers:
             given = F.pad(given, (0, missing))
         given = given.view(microbatches, shards, replicas, width).permute(2, 1, 0, 3).contiguous()
-        leaves = self._exchanged(given).view(-1, width)
+        leaves = self._world.all_to_all(given).view(-1, width)
         self._leaves = leaves if self._leaves is None else self._leaves.add_(leaves)
 
     @property
@@ -62,16 +60,3 @@ class RoundSum:
         """Return this rank's shard of the sum, after the last round."""
         (root,) = self._counter.values
         return self._replicas.gather_rows(root, [len(root)] * self._replicas.size)[: self._numbers]
-
-    def _exchanged(self, given: Tensor) -> Tensor:
-        """Send each rank its part, in rank order. Return the parts for this rank."""
-        if self._world.size == 1:
-            return given
-        received = torch.empty_like(given)
-        memory = self._world.shared_memory
-        if memory is not None and given.is_cpu:
-            sizes = [given.numel() // self._world.size] * self._world.size
-            memory.all_to_all(received.view(-1), given.view(-1), sizes, sizes)
-        else:
-            dist.all_to_all_single(received, given, group=self._world.group)
-        return received
