@@ -267,7 +267,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "context=2,compile=yes",
             "context=2 with compile=yes; attention is replaced while the forward runs",
         ),
-        ("expert=2,shard=2,offload=yes", "expert=2 with offload=yes; experts are not moved"),
         (
             "expert=2,tensor=2,slices=2,numerics=bitwise",
             "slices=2 with expert=2; layers are not computed in slices beside experts yet",

@@ -397,10 +397,6 @@ class Plan:
             )
 
     def _check_expert(self, given: dict[str, Any]) -> None:
-        self._refuse_with(
-            "expert",
-            ("offload", self.offload, False, "experts are not moved to CPU memory yet"),
-        )
         if self.checkpointing == "selective" and 1 not in (
             given.get("shard", 1),
             given.get("pipeline", 1),

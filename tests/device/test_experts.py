@@ -66,3 +66,15 @@ def test_the_host_waits_once_a_forward_of_a_layer(devices: WorkerPool, tmp_path:
         for (loss, waits), number in zip(rank, forwards.values(), strict=True):
             assert loss == pytest.approx(expected, rel=1e-5)
             assert waits == [{"a copy to the host": number}] * 2
+
+
+TWO_AXES = ("shard=2,expert=2", "shard=2,expert=2,numerics=bitwise")
+OFFLOADED = [f"{plan},offload=yes" for plan in TWO_AXES]
+
+
+@pytest.mark.timeout(240)
+def test_sharded_experts_that_wait_on_the_cpu(devices: WorkerPool, tmp_path: Path) -> None:
+    ((expected, _),) = devices.run(1, on_device, train, "replicate=1", str(tmp_path / "one"))
+    plans = [TWO_AXES[1], *OFFLOADED]
+    for rank in devices.run(4, on_device, train_each, plans, str(tmp_path / "four")):
+        assert [loss for loss, _ in rank] == [pytest.approx(expected, rel=1e-5)] * 3

@@ -51,7 +51,7 @@ class Leaves:
         assert parameter is not None, "it was a parameter"
         held = to_local(parameter).detach()
         tensors = self._tensors.setdefault(key, [])
-        if not tensors or not tensors[0].is_set_to(held):
+        if not tensors or tensors[0].data_ptr() != held.data_ptr():
             tensors[:] = [held.detach() for _ in range(self.ranks)]
         for each in tensors:
             each.requires_grad_(parameter.requires_grad)

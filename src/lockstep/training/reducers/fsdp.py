@@ -698,6 +698,8 @@ class OrderedScatter(Scatter):
             row = like.new_zeros(self._shards, each.padded_sharded_param_size.numel())
             if gradient is not None:
                 row.view(-1)[: gradient.numel()] = gradient.reshape(-1)
+                if not gradient.is_cpu:  # it was made on the stream of the backward
+                    gradient.record_stream(torch.accelerator.current_stream(gradient.device))
             rows.append(row)
         return torch.cat(rows, 1)
 
