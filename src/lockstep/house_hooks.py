@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lockstep.base import accelerator
+from lockstep.base.errors import LossError
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.expert_loads import ExpertLoads
 from lockstep.hooks.gradient_checksum import GradientChecksum
@@ -141,4 +142,8 @@ class HouseHooks:
             return
         run.event("run-failed", **error_details(error))
         run.training.hooks.call_every("on_error", run, error)
+        if isinstance(error, LossError) and error.not_finite_in is not None:
+            error.add_note(
+                f"lockstep blame {run.context.run_dir} looks for the samples and the layer"
+            )
         self.out_of_memory.advise(run, error, saved=self.checkpointing.rescued)

@@ -80,6 +80,27 @@ def test_the_sample_is_blamed(run: Path) -> None:
     assert f"cause: {found['text']}\n" in ended.stdout
 
 
+def test_the_step_that_ended_a_run_with_nan_is_made_again_and_blamed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("*= 1000", "= float('nan')"))
+    run = tmp_path / "run"
+    ended = command(
+        "run", "--plan", "numerics=bitwise", "--run-dir", run, tmp_path / "train.py", "17"
+    )
+    assert ended.returncode == 2
+    assert f"lockstep blame {run} looks for the samples and the layer" in ended.stderr
+    step = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] + 1
+    ended = command("blame", run)
+    assert ended.returncode == 0, ended.stderr
+    assert f"step {step}: the run ended here" in ended.stdout
+    assert "sample 17 of microbatch" in ended.stdout
+    assert f"lockstep replay --step {step} --without-sample 17" in ended.stdout
+    ended = command("replay", "--step", str(step), "--without-sample", "17", run)
+    assert ended.returncode == 0, ended.stderr
+    assert "nan" not in ended.stdout
+    ended = command("replay", "--step", str(step + 1), run)
+    assert f"--step {step + 1}, and the run has come to step {step}" in ended.stderr
+
+
 def test_a_step_without_a_line_has_no_cause(run: Path) -> None:
     ended = command("blame", "--step", "999", run)
     assert ended.returncode == 2
@@ -101,7 +122,7 @@ def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "13"], "--step 13, and the last step in"),
+        (["--step", "13"], "--step 13, and the run has come to step 12; give a step of it"),
         ([], "no step to make again; give one of metrics.jsonl"),
         (["--step", "3", "--without-sample", "-1"], "-1 is not in the range"),
         (["--step", "3", "--checkpoints", "nowhere"], "nowhere does not exist"),

@@ -20,6 +20,7 @@ from lockstep.replay.blame import (
     suspected,
     unusual_block,
 )
+from lockstep.replay.not_finite import NotFinite
 from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 USUAL = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1]
@@ -168,3 +169,78 @@ def test_what_has_changed_since_the_run_is_no_wrong_machine() -> None:
     assert blame.cause == "changed"
     assert "not as in the run: torch: 2.13.0, now 2.14.0" in blame.text
     assert "wrong results" not in blame.text
+
+
+NAN = {"a": math.nan}
+IN_BATCH = NotFinite(stage="batch", samples=(2,))
+IN_LAYER = NotFinite(stage="forward", layer="b", operation="Linear")
+
+
+def not_finite(*places: NotFinite | None, by: int = 3) -> Replay:
+    """A step of `by` microbatches of two samples, the first of which have these places."""
+    given = [ReplayedMicrobatch(microbatch=n, samples=[2 * n, 2 * n + 1]) for n in range(by)]
+    bad = [
+        replace(each, total=math.nan, squares=NAN, places=() if place is None else (place,))
+        for each, place in zip(given, places, strict=False)
+    ]
+    good = [replace(each, total=1.0, squares={"a": 1.0}) for each in given[len(bad) :]]
+    return replace(
+        REPLAY, loss=math.nan, squares={}, ended_the_run=True, microbatches=[*bad, *good]
+    )
+
+
+@pytest.mark.parametrize(
+    ("replay", "by_sample", "cause", "microbatch", "samples", "block"),
+    [
+        (not_finite(None, replace(IN_BATCH)), None, "microbatch", 0, [0, 1], None),
+        (not_finite(replace(IN_BATCH, samples=(1,))), None, "sample", 0, [1], None),
+        (not_finite(replace(IN_LAYER, samples=(1,))), None, "sample", 0, [1], "b"),
+        (not_finite(replace(IN_LAYER, samples=(0, 1))), None, "microbatch", 0, [0, 1], "b"),
+        (not_finite(IN_LAYER), None, "microbatch", 0, [0, 1], "b"),
+        (not_finite(IN_LAYER), [1.0, math.nan], "sample", 0, [1], "b"),
+        (not_finite(IN_LAYER), [math.nan, math.nan], "microbatch", 0, [0, 1], "b"),
+        (not_finite(*[IN_LAYER] * 3), None, "all alike", None, [], "b"),
+        (not_finite(*[replace(IN_LAYER, samples=(1,))] * 3), None, "all alike", None, [], "b"),
+        (not_finite(*[IN_BATCH] * 3), None, "sample", 0, [2, 2, 2], None),
+        (not_finite(IN_LAYER, by=1), None, "all alike", None, [], "b"),
+    ],
+)
+def test_the_cause_of_a_value_that_is_not_finite(
+    replay: Replay,
+    by_sample: list[float] | None,
+    cause: Cause,
+    microbatch: int | None,
+    samples: list[int],
+    block: str | None,
+) -> None:
+    divided = None
+    if by_sample is not None:
+        first = replace(replay.microbatches[0], by_sample=by_sample)
+        divided = replace(replay, microbatches=[first])
+    found = cause_of(replay, [], by_sample=divided)
+    assert (found.cause, found.microbatch, found.block) == (cause, microbatch, block)
+    assert list(found.samples) == samples
+    assert "nan" not in found.text
+    assert ("--without-sample" in found.text) == (cause == "sample")
+
+
+def test_a_jump_of_the_learning_rate_is_blamed_if_nothing_is_finite() -> None:
+    given = [*rows(1.0), *({**row, "step": row["step"] + 10} for row in rows(1.0, lr=0.3))]
+    found = cause_of(replace(not_finite(*[IN_LAYER] * 3), step=21), given)
+    assert found.cause == "learning rate"
+    assert "is in the output of layer b (Linear) in the forward" in found.text
+
+
+def test_a_run_that_ended_in_a_step_that_is_finite_here_is_not_reproduced() -> None:
+    found = cause_of(replace(not_finite(), loss=1.0), [])
+    assert found.cause == "machine"
+    assert "is not finite, and here both are; no later checkpoint tells" in found.text
+    assert replace(not_finite(), loss=1.0).verdict().startswith("in the run, the loss or the")
+    assert not_finite(None).verdict().startswith("as in the run, the loss or the gradient")
+
+
+def test_samples_without_an_index_have_no_remedy() -> None:
+    place = replace(IN_LAYER, samples=("shard 1",))
+    found = cause_of(not_finite(place), [])
+    assert found.cause == "sample"
+    assert found.text.endswith("in the forward")

@@ -43,6 +43,12 @@ class LossError(UserError):
     """A loss or a gradient with which no step can be taken: the loss is not a scalar or has no
     gradient, or a value is NaN or infinite."""
 
+    def __init__(self, text: str, *, not_finite_in: int | None = None) -> None:
+        """`not_finite_in`: the step, counted as in metrics.jsonl, whose loss or gradient is NaN or
+        infinite."""
+        super().__init__(text)
+        self.not_finite_in = not_finite_in
+
 
 class RunDirectoryError(UserError):
     """A run directory that cannot be used: a live run holds it, it contains another run, or it is
@@ -96,6 +102,11 @@ class WorkerError(LockstepError):
     killed it."""
 
 
+def with_notes(error: BaseException) -> str:
+    """Return the text of an error and of its notes, which are lines of their own."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def say(text: str) -> None:
     """Print on stderr. A closed pipe or terminal does not end the run."""
     if sys.stderr is not None:
@@ -120,7 +131,7 @@ def install_excepthook() -> None:
         if not isinstance(error, UserError):
             previous(kind, error, traceback)
             return
-        say(f"lockstep: {kind.__name__}: {error}")
+        say(f"lockstep: {kind.__name__}: {with_notes(error)}")
         # A SystemExit from the hook sets the exit status; without it, an uncaught exception gives
         # status 1.
         raise SystemExit(USER_ERROR_STATUS)

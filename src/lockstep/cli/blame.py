@@ -15,9 +15,17 @@ from lockstep.cli.arguments import (
     count_option,
     work_folder,
 )
-from lockstep.cli.replay import replay, replay_options, replayed_run, rows_of
+from lockstep.cli.replay import ended_in, replay, replay_options, replayed_run, rows_of
 from lockstep.cli.target import Target
-from lockstep.replay.blame import Blame, Spike, cause_of, largest_spike, spike_at, suspected
+from lockstep.replay.blame import (
+    Blame,
+    Spike,
+    cause_of,
+    largest_spike,
+    samples_not_finite,
+    spike_at,
+    suspected,
+)
 from lockstep.replay.step import Replay
 from lockstep.scripts.line import ScriptLine
 
@@ -38,11 +46,12 @@ def command(
     line: ScriptLine | None,
     **given: Any,
 ) -> int:
-    """Find what made the loss or the gradient of a run jump.
+    """Find what made the loss or the gradient of a run jump, or NaN.
 
-    Takes the step whose loss or gradient norm is most unusual, or --step, and makes it again as
-    lockstep replay does. If a microbatch is unusual, it then looks at the gradient of each of its
-    samples. If the run's gradients do not come back, it tries steps after the next checkpoint.
+    Takes the step in which a NaN ended the run, or the step whose loss or gradient norm is most
+    unusual, or --step, and makes it again as lockstep replay does. If a microbatch is unusual, it
+    then looks at the gradient of each of its samples. If the run's gradients do not come back, it
+    tries steps after the next checkpoint.
 
     \b
     Examples:
@@ -53,28 +62,37 @@ def command(
     the process that failed first.
     """
     target, run, line = replayed_run(source, checkpoints, line, given)
-    rows = rows_of(run)
-    spike = _spike(rows, step, run)
-    if spike is None:
-        if as_json:
-            print(json.dumps(None))
-        else:
-            show(f"no step of {source} has an unusual loss or gradient norm")
-        return 0
+    ended, spike = ended_in(run), None
+    step = ended if step is None else step
+    if step is None or step != ended:
+        if (spike := _spike(rows_of(run), step, run)) is None:
+            if as_json:
+                print(json.dumps(None))
+            else:
+                show(f"no step of {source} has an unusual loss or gradient norm")
+            return 0
+        step = spike.step
     with work_folder("lockstep-blame-") as folder:
-        status, found = _explained(target, run, spike.step, line, given, folder=folder)
-    if found is None:
-        return status
+        found = _explained(target, run, step, line, given, folder=folder)
     if as_json:
-        values = {"metric": spike.metric, "value": str(spike.value), "usual": spike.usual}
-        print(json.dumps({**found.as_json(), "spike": {"step": spike.step, **values}}, indent=2))
+        print(json.dumps({**found.as_json(), "spike": _spike_json(step, spike)}, indent=2))
         return 0
     show(
-        f"step {spike.step}: {spike.metric} {spike.value:.6g}; the median of the steps before it"
-        f" is {spike.usual:.6g}"
+        f"step {step}: the run ended here, because the loss or the gradient is not finite"
+        if spike is None
+        else f"step {step}: {spike.metric} {spike.value:.6g}; the median of the steps before it is"
+        f" {spike.usual:.6g}"
     )
     show(f"cause: {found.text}")
     return 0
+
+
+def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
+    """Return the unusual value of the step. None: the run ended in the step, which has no row."""
+    if spike is None:
+        return {"step": step, "metric": None, "value": None, "usual": None}
+    values = {"metric": spike.metric, "value": str(spike.value), "usual": spike.usual}
+    return {"step": step, **values}
 
 
 def _spike(rows: list[dict[str, Any]], step: int | None, run: Path) -> Spike | None:
@@ -97,28 +115,34 @@ def _explained(
     given: dict[str, Any],
     *,
     folder: Path,
-) -> tuple[int, Blame | None]:
+) -> Blame:
+    """Return the cause. Ends with the status of a replay that does not reach its step."""
     rows = rows_of(run)
 
-    def again(name: str, at: int, **how: Any) -> tuple[int, Replay | None]:
+    def again(name: str, at: int, **how: Any) -> Replay:
         own = folder / name
         own.mkdir()
-        return replay(target, run, at, line, given, folder=own, **how)
+        status, found = replay(target, run, at, line, given, folder=own, **how)
+        if found is None:
+            raise SystemExit(status)
+        return found
 
-    status, as_it_was = again("as-it-was", step)
-    if as_it_was is None:
-        return status, None
+    as_it_was = again("as-it-was", step)
     by_sample = later = None
     if as_it_was.first_unlike is None and as_it_was.begin and suspected(as_it_was) is None:
         # the state that was saved may be wrong already
-        earlier = again("earlier", step, before=as_it_was.begin)[1]
-        as_it_was = earlier if earlier is not None and earlier.first_unlike else as_it_was
+        earlier = again("earlier", step, before=as_it_was.begin)
+        as_it_was = earlier if earlier.first_unlike else as_it_was
     if (first := as_it_was.first_unlike) is not None:
         if (at := _later_step(target, rows, first.step)) is not None:
-            later = again("later", at)[1]
-    elif (suspect := suspected(as_it_was)) is not None and len(suspect.samples) > 1:
-        by_sample = again("by-sample", step, by_sample=suspect.microbatch)[1]
-    return 0, cause_of(as_it_was, rows, by_sample=by_sample, later=later)
+            later = again("later", at)
+    elif (
+        (suspect := suspected(as_it_was)) is not None
+        and len(suspect.samples) > 1
+        and not samples_not_finite(as_it_was)
+    ):
+        by_sample = again("by-sample", step, by_sample=suspect.microbatch)
+    return cause_of(as_it_was, rows, by_sample=by_sample, later=later)
 
 
 def _later_step(target: Target, rows: list[dict[str, Any]], first: int) -> int | None:

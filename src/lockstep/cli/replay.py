@@ -27,8 +27,18 @@ from lockstep.cli.arguments import (
 from lockstep.cli.run_script import assignments, script_of
 from lockstep.cli.target import Target
 from lockstep.launch.environment import count_processes
-from lockstep.logging.run_files import CHECKSUM, METRICS, RUN, read_metadata, read_rows
+from lockstep.logging.run_files import (
+    CHECKSUM,
+    EVENTS,
+    METRICS,
+    RUN,
+    is_count,
+    read_metadata,
+    read_result,
+    read_rows,
+)
 from lockstep.plan import Plan
+from lockstep.replay.not_finite import NotFinite, first_words
 from lockstep.replay.request import ReplayRequest
 from lockstep.replay.step import (
     STEP,
@@ -106,9 +116,8 @@ def command(
     if step is None:
         raise LaunchError("no step to make again; give one of metrics.jsonl, such as --step 100")
     target, run, line = replayed_run(source, checkpoints, line, given)
-    last = max((row["step"] for row in rows_of(run)), default=0)
-    if step > last:
-        raise LaunchError(f"--step {step}, and the last step in {run / METRICS} is {last}")
+    if step > (last := last_step(run, target)):
+        raise LaunchError(f"--step {step}, and the run has come to step {last}; give a step of it")
     with work_folder("lockstep-replay-") as folder:
         status, found = replay(
             target, run, step, line, given, folder=folder, without=without, quiet=as_json
@@ -156,6 +165,32 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
             found.pop()
         found.append(row)
     return found
+
+
+def last_step(run: Path, target: Target) -> int:
+    """Return the last step that the run has begun, as far as its files tell."""
+    if (ended := ended_in(run)) is not None:
+        return ended
+    rows = [*rows_of(run), *read_rows(run, EVENTS, _is_event, {})]
+    done = max([row["step"] for row in rows] + [name.step for name in target.names], default=0)
+    return done + (read_result(run) is None)
+
+
+def ended_in(run: Path) -> int | None:
+    """Return the step in which the run has ended, because its loss or gradient was not finite; None
+    if it has not, or has continued from there."""
+    step = None
+    for row in read_rows(run, EVENTS, _is_event, {}):
+        if row["event"] == "run-failed":
+            step = row.get("not_finite_in")
+        elif row["event"] in ("run-ended", "preempted"):
+            step = None
+    last = max((row["step"] for row in rows_of(run)), default=0)
+    return step if is_count(step) and step > last else None
+
+
+def _is_event(row: Mapping[str, Any]) -> bool:
+    return isinstance(row["event"], str)
 
 
 def _is_of_a_step(row: Mapping[str, Any]) -> bool:
@@ -240,20 +275,24 @@ def _result(
 ) -> Replay:
     whole = parse_object((folder / STEP).read_text(encoding="utf-8"))
     parts = [
-        ReplayedMicrobatch(**each)
+        _microbatch(each)
         for rank in range(processes)
         for each in json.loads((folder / microbatch_file(rank)).read_text(encoding="utf-8"))
     ]
     before, now = read_metadata(run), read_metadata(folder / "run")
+    microbatches = joined(parts)
+    loss = whole["loss"]
+    if loss is None:  # the step has raised
+        loss = sum(each.part or 0.0 for each in microbatches if not each.model)
     return Replay(
         step=step,
         begin=whole["begin"],
         plan=now["plan"]["text"],
         run_plan=before["plan"]["text"],
-        loss=whole["loss"],
+        loss=loss,
         squares=whole["squares"],
         before=whole["before"],
-        microbatches=joined(parts),
+        microbatches=microbatches,
         on_the_way=compared(
             rows_of(run),
             rows_of(folder / "run"),
@@ -262,7 +301,13 @@ def _result(
         ),
         without=without,
         environment=list(_differences(before, now)),
+        ended_the_run=ended_in(run) == step,
     )
+
+
+def _microbatch(values: dict[str, Any]) -> ReplayedMicrobatch:
+    places = [NotFinite(**each) for each in values.pop("places", ())]
+    return ReplayedMicrobatch(**values, places=places)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -310,6 +355,10 @@ def _show(found: Replay) -> None:
     console(None if sys.stdout.isatty() else 120).print(whole)
     if len(found.microbatches) > MOST_ROWS:
         show(f"{len(found.microbatches) - MOST_ROWS} more microbatches: --json has all")
+    for each, place in found.first_not_finite:
+        samples = () if place is None else place.samples
+        of = f" (samples {', '.join(map(str, samples))})" if samples else ""
+        show(f"{each.name}: {first_words(place)}{of}")
     if found.without:
         show(f"without {', '.join(f'sample {each}' for each in found.without)}")
     show(found.verdict())

@@ -18,7 +18,13 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.base.container import memory_limit_bytes
-from lockstep.base.errors import USER_ERROR_STATUS, LockstepError, UserError
+from lockstep.base.errors import (
+    USER_ERROR_STATUS,
+    LockstepError,
+    LossError,
+    UserError,
+    with_notes,
+)
 from lockstep.base.files import write_atomically
 from lockstep.launch.termination import (
     HUNG_STATUS,
@@ -279,7 +285,7 @@ def failure_record(
         time=time.time(),
         status=status,
         kind=f"{kind.__module__}:{kind.__qualname__}",
-        message=_text(error),
+        message=with_notes(error) if isinstance(error, UserError) else _text(error),
         traceback="".join(traceback.TracebackException(kind, error, frames).format()),
         user_error=isinstance(error, UserError),
         peer_lost=lost_a_peer(error),
@@ -288,7 +294,7 @@ def failure_record(
 
 def error_details(error: BaseException) -> dict[str, Any]:
     """Fields of the event `run-failed`: `error`; after the loss of a peer also `detail`, with
-    torch's text."""
+    torch's text; for a loss or gradient that is not finite also `not_finite_in`, its step."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):
         return {
@@ -297,6 +303,8 @@ def error_details(error: BaseException) -> dict[str, Any]:
             ),
             "detail": text,
         }
+    if isinstance(error, LossError) and error.not_finite_in is not None:
+        return {"error": text, "not_finite_in": error.not_finite_in}
     return {"error": text}
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from lockstep.replay.not_finite import first_words
 from lockstep.replay.step import Replay, ReplayedMicrobatch
 
 WINDOW = 64
@@ -113,19 +114,26 @@ def unusual_block(replay: Replay) -> str | None:
 
 
 def outliers(norms: Sequence[float]) -> list[int]:
-    """Return the places of norms that are many times the median of the others, the largest
-    first."""
+    """Return the places of norms that are many times the median of the others, the largest first.
+    Norms that are not finite are outliers if another one is finite."""
     norms = [math.inf if math.isnan(norm) else norm for norm in norms]
     found = []
     for place, norm in enumerate(norms):
         others = [*norms[:place], *norms[place + 1 :]]
-        if others and (norm == math.inf or norm > RATIO * statistics.median(others)):
+        usual = (
+            min(others, default=math.inf)
+            if norm == math.inf
+            else RATIO * statistics.median(others or [math.inf])
+        )
+        if norm > usual:
             found.append(place)
     return sorted(found, key=norms.__getitem__, reverse=True)
 
 
 def suspected(replay: Replay) -> ReplayedMicrobatch | None:
     """Return the microbatch with an unusual gradient, or the only one. None: there is none."""
+    if bad := replay.first_not_finite:
+        return bad[0][0] if len(bad) < max(2, len(replay.microbatches)) else None
     parts = [each for each in replay.microbatches if each.norm is not None]
     if len(parts) == 1:
         return parts[0]
@@ -157,71 +165,144 @@ def cause_of(
     """Return the cause of a spike. `rows`: the run's lines of metrics.jsonl. `by_sample`: the step
     in microbatches of one sample. `later`: steps of the run after those that do not come back, from
     a later checkpoint."""
-    block = unusual_block(replay)
     if (first := replay.first_unlike) is not None:
-        return _not_reproduced(replay, first.step, later)
-    suspect = suspected(replay)
-    if suspect is not None and (found := _in_samples(replay.step, suspect, by_sample, block)):
-        return found
-    if suspect is not None and len(replay.microbatches) > 1:
-        return Blame(
-            step=replay.step,
-            cause="microbatch",
-            microbatch=suspect.microbatch,
-            samples=suspect.samples,
-            block=block,
-            text=(
-                f"microbatch {suspect.microbatch} (samples {_words(suspect.samples)}): its gradient"
-                f" norm is {suspect.norm:.3g}, most of it in {block}"
-            ),
-        )
-    if (jump := learning_rate_jump(rows, replay.step)) is not None:
-        at, before, after = jump
-        return Blame(
-            step=replay.step,
-            cause="learning rate",
-            block=block,
-            text=(
-                f"the learning rate: {before:.3g} until step {at - 1}, {after:.3g} in step {at};"
-                " no microbatch has an unusual gradient"
-            ),
-        )
+        text = f"from step {first.step} on, this machine computes other gradients than the run has"
+        return _not_reproduced(replay, first.step, text, later)
+    if replay.ended_the_run and replay.is_finite:
+        text = "in the run, the loss or the gradient of this step is not finite, and here both are"
+        return _not_reproduced(replay, replay.step, text, None)
+    found = _unusual if replay.is_finite else _not_finite
+    return found(replay, rows, by_sample)
+
+
+def _unusual(replay: Replay, rows: Sequence[Mapping[str, Any]], by_sample: Replay | None) -> Blame:
+    """Return the cause of an unusual gradient."""
+    step, block, suspect = replay.step, unusual_block(replay), suspected(replay)
+    if suspect is not None:
+        names, share = _unusual_samples(suspect, by_sample)
+        if names:
+            seen = f"{share:.0%} of the squares of its samples' gradients, most of it in {block}"
+            return _samples(step, suspect, names, block, seen)
+        if len(replay.microbatches) > 1:
+            seen = f"its gradient norm is {suspect.norm:.3g}, most of it in {block}"
+            return _microbatch(step, suspect, block, seen)
+    alike = "no microbatch has an unusual gradient"
+    if (jump := learning_rate_jump(rows, step)) is not None:
+        return _learning_rate(step, jump, block, alike)
     return Blame(
-        step=replay.step,
+        step=step,
         cause="all alike",
         block=block,
         text=(
-            "no microbatch has an unusual gradient: the whole batch is unusual, or the parameters"
-            " before the step were bad already; the gradient has grown most in"
-            f" {block}; look at the steps before"
+            f"{alike}: the whole batch is unusual, or the parameters before the step were bad"
+            f" already; the gradient has grown most in {block}; look at the steps before"
         ),
     )
 
 
-def _in_samples(
-    step: int, suspect: ReplayedMicrobatch, by_sample: Replay | None, block: str | None
-) -> Blame | None:
-    """Blame samples of a microbatch with unusual gradients; None if there are none."""
+def _not_finite(
+    replay: Replay, rows: Sequence[Mapping[str, Any]], by_sample: Replay | None
+) -> Blame:
+    """Return the cause of a loss or gradient that is not finite."""
+    step, bad, suspect = replay.step, replay.first_not_finite, suspected(replay)
+    place = next((place for _, place in bad if place is not None), None)
+    block = None if place is None else place.layer or None
+    seen = first_words(place)
+    if names := samples_not_finite(replay):
+        return _samples(step, bad[0][0], names, block, seen, of=[each.name for each, _ in bad])
+    if suspect is not None:
+        names, _ = _unusual_samples(suspect, by_sample)
+        if names:
+            return _samples(step, suspect, names, block, seen)
+        if len(replay.microbatches) > 1:
+            return _microbatch(step, suspect, block, seen)
+    if (jump := learning_rate_jump(rows, step)) is not None:
+        return _learning_rate(step, jump, block, seen)
+    return Blame(
+        step=step,
+        cause="all alike",
+        block=block,
+        text=(
+            f"no microbatch is finite, {seen}; the whole batch is unusual, or the parameters before"
+            " the step were bad already: look at the learning rate and the steps before"
+        ),
+    )
+
+
+def samples_not_finite(replay: Replay) -> list[int | str]:
+    """Return the samples that the first values that are not finite belong to. Empty: not known, all
+    samples of a microbatch alike, or a part of each microbatch by its computation."""
+    bad = replay.first_not_finite
+    found: list[int | str] = []
+    for each, place in bad:
+        names = [] if place is None else list(place.samples)
+        is_in_data = place is not None and place.stage == "batch"
+        is_alike = suspected(replay) is None or len(names) == len(each.samples) > 1
+        if not names or (is_alike and not is_in_data):
+            return []
+        found += names
+    return found
+
+
+def _unusual_samples(
+    suspect: ReplayedMicrobatch, by_sample: Replay | None
+) -> tuple[list[int | str], float]:
+    """Return the samples of a microbatch with unusual gradients, and their share of the sum of
+    squares."""
     if len(suspect.samples) == 1:
-        names, share = list(suspect.samples), 1.0
-    else:
-        parts = () if by_sample is None else by_sample.microbatches
-        squares = next((each.by_sample for each in parts if each.by_sample is not None), None)
-        if squares is None or not (places := outliers([math.sqrt(each) for each in squares])):
-            return None
-        names = [suspect.samples[place] for place in places]
-        share = math.fsum(squares[place] for place in places) / math.fsum(squares)
+        return list(suspect.samples), 1.0
+    parts = () if by_sample is None else by_sample.microbatches
+    squares = next((each.by_sample for each in parts if each.by_sample is not None), [])
+    places = outliers([math.sqrt(each) for each in squares])
+    share = math.fsum(squares[place] for place in places) / (math.fsum(squares) or 1.0)
+    return [suspect.samples[place] for place in places], share
+
+
+def _samples(
+    step: int,
+    suspect: ReplayedMicrobatch,
+    names: Sequence[int | str],
+    block: str | None,
+    seen: str,
+    of: Sequence[str] = (),
+) -> Blame:
+    """`of`: the names of the microbatches, if they are several."""
+    where = _words(of or [suspect.name])
+    text = f"sample{'s' if len(names) > 1 else ''} {_words(names)} of {where}: {seen}"
+    if isinstance(names[0], int):
+        without = f"lockstep replay --step {step} --without-sample {names[0]}"
+        text += f"; look at the data, or make the step without: {without}"
     return Blame(
         step=step,
         cause="sample",
         microbatch=suspect.microbatch,
         samples=names,
         block=block,
+        text=text,
+    )
+
+
+def _microbatch(step: int, suspect: ReplayedMicrobatch, block: str | None, seen: str) -> Blame:
+    return Blame(
+        step=step,
+        cause="microbatch",
+        microbatch=suspect.microbatch,
+        samples=suspect.samples,
+        block=block,
+        text=f"{suspect.name} (samples {_words(suspect.samples)}): {seen}",
+    )
+
+
+def _learning_rate(
+    step: int, jump: tuple[int, float, float], block: str | None, seen: str
+) -> Blame:
+    at, before, after = jump
+    return Blame(
+        step=step,
+        cause="learning rate",
+        block=block,
         text=(
-            f"sample{'s' if len(names) > 1 else ''} {_words(names)} of microbatch"
-            f" {suspect.microbatch}: {share:.0%} of the squares of its samples' gradients, most of"
-            f" it in {block}; look at the data, or make the step without: lockstep replay --step"
-            f" {step} --without-sample {names[0]}"
+            f"the learning rate: {before:.3g} until step {at - 1}, {after:.3g} in step {at}; {seen}"
         ),
     )
 
@@ -230,8 +311,7 @@ def _words(samples: Sequence[int | str]) -> str:
     return ", ".join(map(str, samples))
 
 
-def _not_reproduced(replay: Replay, first: int, later: Replay | None) -> Blame:
-    text = f"from step {first} on, this machine computes other gradients than the run has"
+def _not_reproduced(replay: Replay, first: int, text: str, later: Replay | None) -> Blame:
     if replay.environment:
         return Blame(
             step=first,

@@ -4,23 +4,28 @@ the step adds to the loss and to the gradient, and ends the process after the st
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.base.errors import LossError
 from lockstep.base.files import write_atomically
 from lockstep.base.nested import tensors_in
 from lockstep.comm.mesh import to_local
-from lockstep.data.loader import SamplesLeftOut
+from lockstep.data.loader import Microbatch, SamplesLeftOut
+from lockstep.replay.not_finite import NotFinite
 from lockstep.replay.request import ReplayRequest
 from lockstep.replay.step import STEP, block_of, microbatch_file
+from lockstep.replay.watch import FiniteWatch
 from lockstep.training.consensus import Request
 from lockstep.training.context import BeginAt, Overrides
 from lockstep.training.hook import ControlHook
+from lockstep.training.microbatches import StepLayout
 from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 
@@ -35,7 +40,10 @@ def install(environ: Mapping[str, str]) -> tuple[Overrides, list[ReplayHook]]:
         left_out = SamplesLeftOut(request.step - 1, frozenset(request.without))
     before = None if request.begins_anew else request.before
     begin_at = BeginAt(folder=request.checkpoints, before=before)
-    return Overrides(bare=True, probe=hook, begin_at=begin_at, left_out=left_out), [hook]
+    overrides = Overrides(
+        bare=True, probe=hook, begin_at=begin_at, left_out=left_out, change_batch=hook.see_batch
+    )
+    return overrides, [hook]
 
 
 class ReplayHook(ControlHook):
@@ -46,10 +54,11 @@ class ReplayHook(ControlHook):
     def __init__(self, request: ReplayRequest) -> None:
         self._request = request
         self._microbatches: list[dict[str, Any]] = []
-        self._squares: list[dict[str, float]] = []
-        """For each step: block -> the sum of squares of its gradient."""
+        self._squares: dict[int, dict[str, float]] = {}
+        """For each number of steps done before: block -> the sum of squares of its gradient."""
         self._outputs: dict[nn.Module, list[Tensor]] = {}
         """The tensors of each model's latest output that have a gradient."""
+        self._watch = FiniteWatch()
 
     def before_steps(self, run: Run) -> None:
         self.run, self._begin = run, run.step
@@ -61,6 +70,29 @@ class ReplayHook(ControlHook):
         """Keep the output. A forward hook."""
         if self._is_now:
             self._outputs[model] = [each for each in tensors_in(output) if each.requires_grad]
+
+    def before_step(self, run: Run) -> None:
+        # in compiled blocks, torch does not call hooks of modules
+        if self._is_now and self._has_whole_gradient and not run.context.plan.compile:
+            self._watch.watch(module.model for module in run.training.modules)
+
+    def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
+        """Watch a batch, and return it."""
+        if self._is_now:
+            self._watch.begin(self._rows_of(microbatch.index), batch)
+        return batch
+
+    def _rows_of(self, place: int) -> Sequence[int | str]:
+        """Return the sample of each row of a microbatch."""
+        layout = self._layout
+        if layout.origins is not None:
+            return layout.origins[place].names()
+        return [each for each in layout.samples_of(place) if each not in self._request.without]
+
+    @property
+    def _layout(self) -> StepLayout:
+        assert self.run.training.source is not None, "a step has begun"
+        return self.run.training.source.layout
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -89,13 +121,16 @@ class ReplayHook(ControlHook):
             return
         each, squares = self.run.training.modules[module], None
         scale = 1.0 if each.loss_scale is None else each.loss_scale.value
+        seen: list[NotFinite] = []
         if self._has_whole_gradient:
+            self._watch.before_backward(total)
             found = torch.autograd.grad(
                 total, each.parameters, grad_output, retain_graph=True, allow_unused=True
             )
             named = zip(each.names, found, strict=True)
             squares = squares_by_block((name, part) for name, part in named if part is not None)
             squares = {name: value / scale**2 for name, value in squares.items()}
+            seen = list(self._watch.seen)
         part = float((total.detach() * grad_output).double()) / scale
         by_sample = None
         if microbatch == self._request.by_sample and squares is not None:
@@ -107,6 +142,7 @@ class ReplayHook(ControlHook):
             part=part,
             squares=squares,
             by_sample=by_sample,
+            places=[asdict(each) for each in seen],
         )
 
     def _by_sample(
@@ -114,9 +150,7 @@ class ReplayHook(ControlHook):
     ) -> list[float] | None:
         """Return the squared norm of the gradient that goes through each sample's rows of the
         model's output. They are in units of the loss scale. None if no output has these rows."""
-        assert self.run.training.source is not None, "a step has begun"
-        layout = self.run.training.source.layout
-        start, stop = layout.spans[self._request.by_sample or 0]
+        start, stop = self._layout.spans[self._request.by_sample or 0]
         rows = [
             each
             for each in self._outputs.get(module.model, [])
@@ -149,8 +183,7 @@ class ReplayHook(ControlHook):
         has_whole_loss = mesh.loss_parts.size == 1
         if mesh.axis("tensor").rank or (has_whole_loss and mesh.tokens.rank):
             return  # the first of these ranks has computed the same loss
-        assert self.run.training.source is not None, "a step has begun"
-        index, samples = self.run.training.source.layout.full_microbatch(microbatch)
+        index, samples = self._layout.full_microbatch(microbatch)
         left_out = {*self._request.without}
         named = [each for each in samples if each not in left_out]
         self._microbatches.append(
@@ -158,25 +191,31 @@ class ReplayHook(ControlHook):
         )
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        if run.step == self._begin + len(self._squares):
-            self._squares.append({})
-        squares = self._squares[-1]
+        squares = self._squares.setdefault(run.step, {})
         for name, norm in run.gradient_norms(model).items():
             block = block_of(name)
             squares[block] = squares.get(block, 0.0) + norm**2
 
     def on_agreement(self, run: Run, agreed: Request) -> None:
         """Write the step, once its line is in metrics.jsonl, and end the process."""
-        if run.step < self._request.step:
-            return
+        if run.step >= self._request.step:
+            self._end(run, run.loss)
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """Write the step and end the process, if the error says that its loss or gradient is not
+        finite. Every rank has raised it."""
+        if isinstance(error, LossError) and error.not_finite_in == self._request.step:
+            self._end(run, None)
+
+    def _end(self, run: Run, loss: float | None) -> NoReturn:
         world, folder = run.context.world, self._request.folder
         write_atomically(folder / microbatch_file(world.rank), json.dumps(self._microbatches))
         if world.rank == 0:
             values = {
                 "begin": self._begin,
-                "loss": run.loss,
-                "squares": self._squares[-1],
-                "before": self._squares[:-1],
+                "loss": loss,
+                "squares": self._squares.pop(self._request.step - 1, {}),
+                "before": list(self._squares.values()),
             }
             write_atomically(folder / STEP, json.dumps(values))
         if world.size > 1:

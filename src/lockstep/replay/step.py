@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.logging.run_files import CHECKSUM
+from lockstep.replay.not_finite import NotFinite, first_not_finite
 
 ROUNDING = 0.01
 """Without numerics=bitwise, a relative difference of loss or norm that rounding may make."""
@@ -54,11 +55,23 @@ class ReplayedMicrobatch:
     by_sample: Sequence[float] | None = None
     """For each of `samples`: the sum of squares of the gradient through its rows of the model's
     output. None: not asked for, or the output has no such rows."""
+    places: Sequence[NotFinite] = ()
+    """Its places with values that are not finite, in order. Not looked for under a plan that
+    divides the model or sequences, or compiles it."""
 
     @property
     def norm(self) -> float | None:
         """The norm of its part in the gradient."""
         return None if self.squares is None else math.sqrt(math.fsum(self.squares.values()))
+
+    @property
+    def name(self) -> str:
+        return f"microbatch {self.microbatch}" + (f" of model {self.model}" if self.model else "")
+
+    @property
+    def is_finite(self) -> bool:
+        """True if its loss and gradient are finite, as far as they are known."""
+        return all(each is None or math.isfinite(each) for each in (self.total, self.norm))
 
 
 def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
@@ -69,7 +82,10 @@ def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
         place = each.model, each.microbatch
         if (other := found.get(place)) is not None:
             each = replace(
-                each, total=_sum(each.total, other.total), part=_sum(each.part, other.part)
+                each,
+                total=_sum(each.total, other.total),
+                part=_sum(each.part, other.part),
+                places=(*other.places, *each.places),
             )
         found[place] = each
     return [found[place] for place in sorted(found)]
@@ -116,7 +132,8 @@ class Replay:
     run_plan: str
     loss: float
     squares: Mapping[str, float]
-    """Block -> the sum of squares of the step's gradient, before clipping."""
+    """Block -> the sum of squares of the step's gradient, before clipping. Empty if its loss is not
+    finite."""
     microbatches: Sequence[ReplayedMicrobatch]
     before: Sequence[Mapping[str, float]] = ()
     """`squares` of the steps on the way, without this one."""
@@ -125,10 +142,28 @@ class Replay:
     without: Sequence[int] = ()
     environment: Sequence[str] = field(default_factory=list)
     """Differences between the recipe, code, machine and versions of the run, and those now."""
+    ended_the_run: bool = False
+    """True if the run ended in this step, because its loss or gradient was not finite."""
 
     @property
-    def norm(self) -> float:
-        return math.sqrt(math.fsum(self.squares.values()))
+    def norm(self) -> float | None:
+        """The norm of the gradient, before clipping. None: its loss is not finite."""
+        return math.sqrt(math.fsum(self.squares.values())) if self.squares else None
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and (self.norm is None or math.isfinite(self.norm))
+
+    @property
+    def first_not_finite(self) -> list[tuple[ReplayedMicrobatch, NotFinite | None]]:
+        """The microbatches that are not finite, with their first such places. None: the place is
+        not known."""
+        places = first_not_finite([(each.is_finite, each.places) for each in self.microbatches])
+        return [
+            (each, place)
+            for each, place in zip(self.microbatches, places, strict=True)
+            if not each.is_finite
+        ]
 
     @property
     def is_bitwise(self) -> bool:
@@ -155,7 +190,13 @@ class Replay:
 
     def verdict(self) -> str:
         """Return one sentence: is it the step of the run?"""
+        if self.ended_the_run and not self.without and self.is_finite:
+            return (
+                "in the run, the loss or the gradient of this step is not finite, and here both are"
+            )
         count = len(self.on_the_way)
+        if not count and self.ended_the_run and not self.without:
+            return "as in the run, the loss or the gradient of this step is not finite"
         if not count:
             return (
                 "the run has logged no step on the way, so nothing is compared; more steps are"
@@ -192,6 +233,7 @@ class Replay:
             "same_bits": self.same_bits if self.is_bitwise else None,
             "verdict": self.verdict(),
             "environment": list(self.environment),
+            "ended_the_run": self.ended_the_run,
             "steps": [
                 {
                     "step": each.step,
@@ -214,6 +256,14 @@ class Replay:
                     else {name: _finite(math.sqrt(at)) for name, at in each.squares.items()},
                 }
                 for each in self.microbatches
+            ],
+            "not_finite": [
+                {
+                    "microbatch": each.microbatch,
+                    "model": each.model,
+                    "first": None if place is None else place.as_json(),
+                }
+                for each, place in self.first_not_finite
             ],
         }
 

@@ -91,7 +91,8 @@ class StepResult:
                     f"after step {layout.step}: the loss is {value} in {layout.name(place)},"
                     f" computed by {layout.owner(place)} from {layout.words(place)}; a step needs a"
                     " finite loss; the model was not changed by this step: check those samples,"
-                    " the learning rate, and divisions, logarithms and roots in the model"
+                    " the learning rate, and divisions, logarithms and roots in the model",
+                    not_finite_in=layout.step + 1,
                 )
         if self.weights is not None:
             self._check_weights(self.weights.tolist())
@@ -101,13 +102,15 @@ class StepResult:
                 f" {self._not_finite()}, after {self.module.overflows} steps in a row, at a loss"
                 f" scale of {self.module.overflowed_at:g}; at a scale of at most 1 the scale is not"
                 " the cause; the model was not changed by these steps: look for square roots and"
-                " norms at 0, and try precision='bf16' or 'fp32'"
+                " norms at 0, and try precision='bf16' or 'fp32'",
+                not_finite_in=layout.step + 1,
             )
         if not math.isfinite(float(self.norm)) and self.module.loss_scale is None:
             raise LossError(
                 f"after step {layout.step}: every loss is finite and the gradient is not, first in"
                 f" {self._not_finite()}; a step needs a finite gradient; the model was not changed"
-                " by this step: look for square roots and norms at 0, and for overflow"
+                " by this step: look for square roots and norms at 0, and for overflow",
+                not_finite_in=layout.step + 1,
             )
 
     def _check_weights(self, weights: list[float]) -> None:

@@ -1,0 +1,71 @@
+"""The first value of a microbatch that is not finite. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Stage = Literal["batch", "input", "forward", "loss", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFinite:
+    """A place in the computation of a microbatch at which NaN or infinity was seen, and not right
+    before it."""
+
+    stage: Stage
+    layer: str = ""
+    """The name of the module that computed it; the whole model's name is empty."""
+    operation: str = ""
+    """The module's class, or in the backward the operation of autograd."""
+    is_in_model: bool = True
+    """False for an operation of the backward outside of the model."""
+    parameter: str | None = None
+    """A parameter or buffer of this module that is not finite itself."""
+    samples: Sequence[int | str] = ()
+    """The samples in whose rows it is. Empty: the value has no rows of samples."""
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The same for the same place in another microbatch."""
+        return self.stage, self.layer, self.operation
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "samples": list(self.samples), "text": self.text()}
+
+    def text(self) -> str:
+        """Return the place as words."""
+        if self.stage == "batch":
+            return "the batch"
+        if self.stage == "input":
+            return "the model's input, which the script makes from a finite batch"
+        if self.stage == "loss":
+            return "the loss: the model's output is finite, so the loss function makes it"
+        layer = f"layer {self.layer} " if self.layer else "the model's own code "
+        if self.stage == "forward":
+            of = f", whose {self.parameter} is not finite" if self.parameter else ""
+            return f"the output of {layer}({self.operation}) in the forward{of}"
+        where = f"in {layer.rstrip()}" if self.is_in_model else "in the loss function"
+        return f"the gradient by {self.operation} {where}, in the backward"
+
+
+def first_words(place: NotFinite | None) -> str:
+    """Return the first place of a microbatch, as words."""
+    if place is None:
+        return "the first value that is not finite is not known"
+    return f"the first value that is not finite is in {place.text()}"
+
+
+def first_not_finite(
+    microbatches: Iterable[tuple[bool, Sequence[NotFinite]]],
+) -> list[NotFinite | None]:
+    """Return the first place of each microbatch whose loss or gradient is not finite; None for the
+    others. A place that also has such values in a finite microbatch, such as a mask of infinities,
+    is passed over. `microbatches`: (is finite, the places in order)."""
+    given = list(microbatches)
+    usual = {each.place for is_finite, places in given if is_finite for each in places}
+    return [
+        None if is_finite else next((each for each in places if each.place not in usual), None)
+        for is_finite, places in given
+    ]
