@@ -179,14 +179,14 @@ def last_step(run: Path, target: Target) -> int:
 def ended_in(run: Path) -> int | None:
     """Return the step in which the run has ended, because its loss or gradient was not finite; None
     if it has not, or has continued from there."""
-    step = None
+    step = 0
     for row in read_rows(run, EVENTS, _is_event, {}):
         if row["event"] == "run-failed":
-            step = row.get("not_finite_in")
+            found = row.get("not_finite_in")
+            step = found if isinstance(found, int) and is_count(found) else 0
         elif row["event"] in ("run-ended", "preempted"):
-            step = None
-    last = max((row["step"] for row in rows_of(run)), default=0)
-    return step if is_count(step) and step > last else None
+            step = 0
+    return step if step > max((row["step"] for row in rows_of(run)), default=0) else None
 
 
 def _is_event(row: Mapping[str, Any]) -> bool:
