@@ -349,12 +349,6 @@ class Plan:
                 )
 
     def _check_pipeline(self, given: dict[str, Any]) -> None:
-        if self.schedule == "zero-bubble" and given.get("shard", 1) != 1:
-            raise PlanError(
-                f"schedule=zero-bubble with shard={self.shard}; it computes gradients of weights"
-                " after the backward that FSDP2 waits for, so they would be lost; choose"
-                " schedule=1f1b or interleaved"
-            )
         if self.schedule == "zero-bubble" and self.checkpointing == "selective":
             raise PlanError(
                 "schedule=zero-bubble with checkpointing=selective; it computes the gradients of"

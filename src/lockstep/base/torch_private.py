@@ -691,6 +691,17 @@ def is_fsdp_root(module: Any) -> bool:
     return bool(module._get_fsdp_state()._is_root)
 
 
+def reduce_gradients(root: Any) -> None:
+    """Reduce the gradients that backwards without gradient sync have left on the gathered
+    parameters of an FSDP2 root, and end the backward."""
+    state = root._get_fsdp_state()
+    for each in reversed(state._state_ctx.all_states):
+        for group in reversed(each._fsdp_param_groups):
+            group.post_backward()
+    state._state_ctx.manual_backward_finalization_active = False  # torch 2.15 needs a value
+    state._root_post_backward_final_callback()
+
+
 def set_unshard_async(root: Any, enabled: bool) -> None:
     """Run FSDP2's all-gathers as async operations of the process group, not on its streams."""
     root._set_unshard_async_op(enabled)

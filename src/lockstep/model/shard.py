@@ -16,7 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import (
+    fsdp_parameter_group,
+    gathered,
     is_fsdp_root,
+    reduce_gradients,
     remove_forward_hooks,
     set_unshard_async,
     tree_flatten,
@@ -91,6 +94,47 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     yield
     for group in groups:
         group.reshard()
+
+
+@contextmanager
+def unreduced(model: nn.Module) -> Iterator[None]:
+    """Let backwards leave their gradients on the gathered parameters. FSDP2 would reduce zeros if a
+    backward computes gradients of inputs only."""
+    groups = fsdp_groups(model)
+    for group in groups:
+        group.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def weights_backward(model: nn.Module) -> Iterator[None]:
+    """Enter this around the backward that computes the gradients of weights only, after one that
+    has computed the gradients of inputs. FSDP2 gathers before a backward of a module's output, and
+    reduces after one of its input, and this is neither. So gather all parameters of `model` before
+    it, and reduce all gradients after it. Every rank enters it."""
+    groups = fsdp_groups(model)
+    with unsharded(model):
+        for group in groups:
+            group.set_reshard_after_backward(False, recurse=False)
+        try:
+            with unreduced(model):
+                yield
+        finally:
+            for group in groups:
+                group.set_reshard_after_backward(True, recurse=False)
+        for group in groups:
+            if is_fsdp_root(group):
+                reduce_gradients(group)
+
+
+def gathered_parameters(model: nn.Module) -> list[Any]:
+    """Return the tensors into which the parameters are gathered: the leaves of autograd."""
+    grouped = [fsdp_parameter_group(group) for group in fsdp_groups(model)]
+    return [gathered(each) for group in grouped if group is not None for each in group.fsdp_params]
 
 
 def shard(

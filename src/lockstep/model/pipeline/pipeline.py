@@ -8,7 +8,7 @@ fails, the schedule runs to its end before every rank raises."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -38,6 +38,7 @@ from lockstep.model.pipeline.stage import (
 from lockstep.model.pipeline.stages import Stages, schedule_calls
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.separate_parts import PartLeaf
+from lockstep.model.shard import gathered_parameters
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
 
@@ -314,6 +315,10 @@ class _StageModule(nn.Module):
         """Inputs of the latest forward."""
         self.index = 0
         """The number of the microbatch that the next forward computes."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the leaves of autograd."""
+        yield from gathered_parameters(self) or super().parameters(recurse)
 
     def forward(self, *received: Tensor) -> Any:
         self.received = received

@@ -31,6 +31,7 @@ from lockstep.model.pipeline.boundary import (
 )
 from lockstep.model.pipeline.stages import Stages
 from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.shard import unreduced, weights_backward
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -83,9 +84,10 @@ class VariableShapeStage(PipelineStage):
         """Send zeros as the gradient of an input that the output does not depend on; torch's stage
         would deadlock."""
         received = self.received.pop(bwd_chunk_id, ())
-        with self.around(bwd_chunk_id):
+        is_full = kwargs.get("full_backward", True)
+        with self.around(bwd_chunk_id), nullcontext() if is_full else unreduced(self.submod):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        if kwargs.get("full_backward", True):
+        if is_full:
             self._note_gradient(bwd_chunk_id)
         self._free(self.args_recv_info[bwd_chunk_id])
         # an evaluation has no gradient buffers
@@ -103,7 +105,9 @@ class VariableShapeStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the weight gradients, and free the graph of the loss, which torch's stage would
         keep until the end of the call."""
-        with self.around(bwd_chunk_id):
+        # the first stage has no gradients of inputs: this is its whole backward
+        split = nullcontext() if self.is_first else weights_backward(self.submod)
+        with self.around(bwd_chunk_id), split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._note_gradient(bwd_chunk_id)
         if self.is_last and self.has_backward:

@@ -477,16 +477,15 @@ class _UsedParameters:
                     self._hooked.add(place)
                     leaves = self._leaves[place]
                     for each in leaves.tensors() if leaves.are_apart else [parameter]:
-                        handle = each.register_post_accumulate_grad_hook(self._note(place))  # type: ignore[no-untyped-call]
+                        handle = each.register_hook(self._note(place))  # type: ignore[no-untyped-call]
                         self._handles.append(handle)
 
         return before
 
     def _note(self, place: int) -> Any:
-        def hook(parameter: Tensor) -> None:
+        def hook(_: Tensor) -> None:
             self.accumulations += 1
-            counts = self._is_expert[place] or not self.is_dummy
-            if counts and parameter.grad is not None:
+            if self._is_expert[place] or not self.is_dummy:
                 self.flags[place] = 1.0
 
         return hook
