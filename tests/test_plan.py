@@ -215,13 +215,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             ),
         ),
         (
-            "pipeline=2,shard=2,schedule=zero-bubble",
-            (
-                "schedule=zero-bubble with shard=2; it computes gradients of weights after the"
-                " backward"
-            ),
-        ),
-        (
             "tensor=4,numerics=bitwise,slices=2",
             (
                 "tensor=4 with numerics=bitwise and slices=2; each rank sums inside a layer over the"

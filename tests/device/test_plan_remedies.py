@@ -80,12 +80,6 @@ REMEDIES = {
             ["replicate=auto,shard=2"],
         ),
     },
-    4: {
-        "pipeline=2,shard=2,schedule=zero-bubble": (
-            "choose schedule=1f1b or interleaved",
-            ["pipeline=2,shard=2,schedule=1f1b"],
-        )
-    },
 }
 """Number of processes -> mistaken plan -> words of the error, and the plans that it recommends."""
 

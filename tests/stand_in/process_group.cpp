@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -335,6 +336,9 @@ class StreamBackend final : public Backend {
       std::vector<int64_t>& output_sizes,
       std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
+    // as NCCL does; Gloo does only from torch 2.15 on
+    c10d::checkSplitSizes(output_sizes, output, getSize());
+    c10d::checkSplitSizes(input_sizes, input, getSize());
     auto out = stand_in::on_host(output), in = stand_in::on_host(input);
     return queued(c10d::OpType::ALLTOALL_BASE, {input}, {output}, [&] {
       return inner_->alltoall_base(out, in, output_sizes, input_sizes, options);

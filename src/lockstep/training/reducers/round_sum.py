@@ -40,7 +40,8 @@ class RoundSum:
         if missing := width * replicas - self._numbers:
             given = F.pad(given, (0, missing))
         given = given.view(microbatches, shards, replicas, width).permute(2, 1, 0, 3).contiguous()
-        leaves = self._world.all_to_all(given).view(-1, width)
+        # NCCL, and Gloo from torch 2.15 on, divide the first dim between ranks
+        leaves = self._world.all_to_all(given.view(replicas * shards, -1)).view(-1, width)
         self._leaves = leaves if self._leaves is None else self._leaves.add_(leaves)
 
     @property
