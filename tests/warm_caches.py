@@ -35,8 +35,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def fill_caches() -> None:
     torch.set_num_threads(1)
-    # A process's first backward starts a thread for each accelerator, and then a fork cannot compute
-    # a backward. In a build for CUDA, FakeTensorMode pretends that there are 8 (torch 2.14, 2.15).
+    # A process's first backward starts a thread for each accelerator, after which a fork cannot
+    # compute one. In a build for CUDA, FakeTensorMode pretends that there are 8 accelerators (torch
+    # 2.14 and 2.15).
     torch.ones((), requires_grad=True).backward()
     DeferredModel.build(network, 1).materialize("0.weight")
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)

@@ -597,6 +597,33 @@ def test_gathered(mesh):
     assert [torch_private.begins_forward_of(group, node) for node in nodes].count(True) == 1
 
 
+def test_reduce_gradients(mesh):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    weights = [each.detach().clone().requires_grad_() for each in model.parameters()]
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh["a"])
+    linear = nn.functional.linear
+    expected = linear(linear(torch.ones(3, 2), *weights[:2]), *weights[2:]).sum()
+    gradients = torch.autograd.grad(expected, weights)
+
+    def grads():
+        return [torch_private.to_local(each.grad) for each in model.parameters()]
+
+    for steps in (1, 2):
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(3, 2)).sum().backward()
+        model(torch.ones(3, 2)).sum().backward()
+        if steps == 1:
+            assert [each.grad for each in model.parameters()] == [None] * 4
+        model.set_requires_gradient_sync(True)
+        torch_private.reduce_gradients(model)
+        torch.testing.assert_close(grads(), [2 * steps * each for each in gradients])
+    # the next backward reduces by itself
+    model(torch.ones(3, 2)).sum().backward()
+    torch.testing.assert_close(grads(), [5 * each for each in gradients])
+
+
 class SkipsWeight(nn.Linear):
     def forward(self, x, uses_weight):
         return super().forward(x) if uses_weight else x + self.bias

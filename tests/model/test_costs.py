@@ -277,6 +277,17 @@ CASES = [
         everywhere(DENSE / 2 + HELD_BY_EXPERTS / 4),
         model=MixedModel,
     ),
+    # the weights' backward of the last stage gathers it once more
+    Case(
+        "shard=2,pipeline=2,schedule=zero-bubble",
+        4,
+        lambda rank: (
+            A * M // 2
+            + sharded(P / 2, 0, 2, M // 2)
+            + (0 if rank < 2 else P / 2 * M // 2 * ring(2))
+        ),
+        everywhere(P / 4),
+    ),
 ]
 
 

@@ -58,6 +58,7 @@ PLANS = [
     ),
     *("replicate=2,pipeline=2", "tensor=2,pipeline=2", "shard=2,pipeline=2"),
     "shard=2,pipeline=2,sharding=gradients",
+    "shard=2,pipeline=2,schedule=zero-bubble",
     *("replicate=2,pipeline=2,numerics=bitwise", "shard=2,pipeline=2,numerics=bitwise"),
     *(
         "tensor=2,pipeline=2,numerics=bitwise,slices=2",

@@ -139,7 +139,11 @@ CASES = {
         ("pipeline=2,schedule=interleaved,checkpointing=full", "staged"),
         ("shard=2", "staged"),
     ],
-    4: [("replicate=2,pipeline=2", "staged"), ("shard=2,pipeline=2", "staged")],
+    4: [
+        ("replicate=2,pipeline=2", "staged"),
+        ("shard=2,pipeline=2", "staged"),
+        ("shard=2,pipeline=2,schedule=zero-bubble", "staged"),
+    ],
 }
 """Number of processes -> plans and models."""
 MORE = {
@@ -163,6 +167,9 @@ MORE = {
         ("replicate=2,pipeline=2,schedule=interleaved", "entangled in bf16"),
         ("shard=2,pipeline=2,schedule=gpipe", "frozen"),
         ("shard=2,pipeline=2,sharding=gradients,checkpointing=selective", "eight"),
+        ("shard=2,pipeline=2,schedule=zero-bubble,checkpointing=full", "eight"),
+        ("shard=2,pipeline=2,schedule=zero-bubble,offload=yes", "weight"),
+        ("shard=2,pipeline=2,schedule=zero-bubble,sharding=gradients", "frozen"),
         ("pipeline=4,schedule=1f1b", "eight"),
         ("pipeline=4,schedule=zero-bubble", "entangled"),
     ],

@@ -30,6 +30,7 @@ PLANS = {
     "shard=2,pipeline=2": 4,
     "shard=2,pipeline=2,schedule=interleaved,checkpointing=selective": 4,
     "shard=2,pipeline=2,sharding=gradients": 4,
+    "shard=2,pipeline=2,schedule=zero-bubble": 4,
     "tensor=2,pipeline=2": 4,
 }
 """And the processes that they need."""
