@@ -168,7 +168,6 @@ MORE = {
         ("shard=2,pipeline=2,schedule=gpipe", "frozen"),
         ("shard=2,pipeline=2,sharding=gradients,checkpointing=selective", "eight"),
         ("shard=2,pipeline=2,schedule=zero-bubble,checkpointing=full", "eight"),
-        ("shard=2,pipeline=2,schedule=zero-bubble,offload=yes", "weight"),
         ("shard=2,pipeline=2,schedule=zero-bubble,sharding=gradients", "frozen"),
         ("pipeline=4,schedule=1f1b", "eight"),
         ("pipeline=4,schedule=zero-bubble", "entangled"),
