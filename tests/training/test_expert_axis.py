@@ -170,11 +170,53 @@ def test_dummies_exchange_what_tensors_other_than_parameters_need(
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-def begin(run_dir: str, plan: str) -> str:
+class Shared(Generator):
+    """Two blocks with one module of experts; the first one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = self.blocks
+        second.experts = first.experts
+        self.blocks.append(first)
+
+
+SHARED_PLANS = {
+    2: ("expert=2,checkpointing=full", "expert=2,numerics=bitwise"),
+    4: ("shard=2,expert=2", "shard=2,expert=2,numerics=bitwise", "expert=2,context=2"),
+}
+
+
+def train_shared(folder: str, plans: Sequence[str]) -> list[Trained]:
+    return [train(f"{folder}/{len(plans)}-{plan}", plan, model=Shared) for plan in plans]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_that_a_forward_calls_several_times(
+    pool: WorkerPool, tmp_path: Path, size: int
+) -> None:
+    alone = ("replicate=1", "numerics=bitwise")
+    ((expected, bits),) = pool.run(1, train_shared, str(tmp_path), alone)
+    for rank in pool.run(size, train_shared, str(tmp_path), SHARED_PLANS[size]):
+        for plan, found in zip(SHARED_PLANS[size], rank, strict=True):
+            assert off(found, expected) < 1e-12, plan
+            if "bitwise" in plan:
+                assert off(found, bits) == 0, plan
+    said = pool.run(2, begin, str(tmp_path / "resumed"), "expert=2", Shared)
+    assert set(said) == {"a step too far"}
+    (resumed,) = pool.run(1, train_again, str(tmp_path / "resumed"))
+    assert off(resumed, expected) < 1e-12
+
+
+def train_again(run_dir: str) -> Trained:
+    return train(run_dir, "replicate=1", model=Shared)
+
+
+def begin(run_dir: str, plan: str, model: type[nn.Module] = Generator) -> str:
     """Train until it fails after a checkpoint."""
     given = {"plan": plan, "run_dir": run_dir, "hooks": [Fails()], "log_every": 1}
     try:
-        return ls.train(recipe(), saving=ls.Saving(every=2), **given).plan
+        return ls.train(recipe(model=model), saving=ls.Saving(every=2), **given).plan
     except DataError as error:
         return str(error)
 

@@ -381,6 +381,9 @@ def test_experts_that_cannot_be_divided() -> None:
     ):
         with pytest.raises(PlanError, match=said):
             check_experts(wrong, find_experts(wrong, None), ranks)
+    shared = Layers()
+    shared[1].experts = shared[0].experts
+    check_experts(shared, find_experts(shared, None), 2)
 
 
 class TwoLayers(nn.Module):

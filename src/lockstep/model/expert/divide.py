@@ -3,6 +3,7 @@ experts of other ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from lockstep.base.errors import PlanError
 from lockstep.comm.world import World
-from lockstep.model.blocks import blocks_with_shared_parameters, is_within
+from lockstep.model.blocks import is_within
 from lockstep.model.expert.dispatch import Dispatch
 from lockstep.model.expert.find import Experts
 from lockstep.model.expert.layer_calls import LayerCalls
@@ -35,9 +36,19 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
                 f"expert={ranks}, and {name} has {each.count} experts; each rank holds as many as"
                 f" the others; choose expert={' or '.join(map(str, sizes))}"
             )
-    if shared := blocks_with_shared_parameters(model, list(experts)):
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    shared = [
+        name
+        for name, each in experts.items()
+        if any(owners[id(parameter)] > 1 for parameter in each.module.parameters())
+    ]
+    if shared:
         raise PlanError(
-            f"expert={ranks}, and {min(shared)} shares a parameter with another module, which would"
+            f"expert={ranks}, and {shared[0]} shares a parameter with another module, which would"
             " need all experts; give it parameters of its own, or leave expert out"
         )
 
