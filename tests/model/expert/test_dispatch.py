@@ -374,8 +374,12 @@ def test_layers_that_all_ranks_leave_out(pool: WorkerPool) -> None:
 def test_experts_that_cannot_be_divided() -> None:
     other = Layers()
     other[1].experts.up = other[0].experts.up
+    inner = Layers(Counted)
+    for parameter in inner[1].experts.parameters():
+        parameter.data = parameter.data.new_zeros(WIDTH, *parameter.shape)
     for wrong, ranks, said in (
         (nn.Sequential(nn.Linear(2, 2)), 2, "the model has no modules of experts"),
+        (inner, 2, "1.experts has num_experts=8 and parameters whose dim 0 is 6; .* must be that"),
         (Layers(), 3, "0.experts has 8 experts; .* choose expert=2 or 4 or 8"),
         (other, 2, "0.experts shares a parameter with another module"),
     ):

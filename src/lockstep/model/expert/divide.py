@@ -30,6 +30,12 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
             " (S, k) and their weights (S, k); leave expert out, or name them in Recipe.experts"
         )
     for name, each in experts.items():
+        if (said := _other_number(each)) is not None:
+            raise PlanError(
+                f"expert={ranks}, and {name} has {said} and parameters whose dim 0 is {each.count};"
+                " each rank holds a part of dim 0: the experts must be that dim of every parameter;"
+                " store them so, as (experts, features, features), or leave expert out"
+            )
         if each.count % ranks:
             sizes = [size for size in range(2, each.count + 1) if not each.count % size]
             raise PlanError(
@@ -51,6 +57,17 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
             f"expert={ranks}, and {shared[0]} shares a parameter with another module, which would"
             " need all experts; give it parameters of its own, or leave expert out"
         )
+
+
+def _other_number(experts: Experts) -> str | None:
+    """Return the attribute that holds the number of experts, if no dim 0 of a parameter has it."""
+    numbers = {
+        value: f"{name}={value}"
+        for module in experts.module.modules()
+        for name, value in vars(module).items()
+        if type(value) is int and "num_experts" in name
+    }
+    return None if experts.count in numbers else next(iter(numbers.values()), None)
 
 
 def divide_experts(
