@@ -13,7 +13,7 @@ from training import faulty, test_balance
 from training.subjects import adamw, network, recipe, rows, squared_error
 
 import lockstep as ls
-from lockstep.assignment import Recomputed
+from lockstep.recomputed import Recomputed
 from lockstep.base.errors import PlanError, UserError, WrongResultError
 from lockstep.checkpoint.storage import FolderStorage
 from lockstep.hooks.checkpointing import Checkpointing

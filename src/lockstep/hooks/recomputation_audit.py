@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.assignment import Recomputed, ranks_at_fault
+from lockstep.recomputed import Recomputed, ranks_at_fault
 from lockstep.base.errors import WrongResultError
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.training.checksum import mixed

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lockstep import assignment
-from lockstep.assignment import MicrobatchAssignment, Recomputed, recomputed, stream_shard
+from lockstep.assignment import MicrobatchAssignment, stream_shard
 from lockstep.base.errors import CheckpointError, DataError, LossError
 from lockstep.comm.gather import in_order
 from lockstep.comm.mesh import Mesh
@@ -30,6 +30,7 @@ from lockstep.data.streams import Origin
 from lockstep.keys import RandomStream, key
 from lockstep.order import Order
 from lockstep.recipe.data import Stream
+from lockstep.recomputed import Recomputed, recomputed
 from lockstep.training.loss import Weights, weights_of
 
 Spans = tuple[tuple[int, int], ...]  # the span [start, stop) of each microbatch in its global batch

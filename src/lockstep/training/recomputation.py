@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.assignment import Recomputed
+from lockstep.recomputed import Recomputed
 from lockstep.training.reducers.gradient_checksums import GradientChecksums
 
 
