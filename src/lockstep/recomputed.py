@@ -3,8 +3,20 @@ arithmetic."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
+
+Position = list[float]
+"""A place in the order in which the ranks of a replica exchange tensors, the same for each of
+them. Positions compare as sequences."""
+RECEIVED, WITHIN, SENT = range(3)
+"""The second number of a position: what a rank receives before it computes a part of a microbatch,
+what it sends meanwhile, and what it sends after it. The first one numbers the parts."""
+GRADIENT: Position = [math.inf]
+"""The position of the gradient, which is used when all exchanges have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +69,103 @@ def ranks_at_fault(
             unclear.append(each.ranks)
     open_ = [ranks for ranks in unclear if wrong.isdisjoint(ranks)]
     return sorted(wrong), sorted({rank for ranks in open_ for rank in ranks})
+
+
+class Computed(NamedTuple):
+    """Checksums of what a rank computed of one microbatch."""
+
+    exchanged: Sequence[tuple[Position, int]]
+    """Of each exchange with other ranks of the replica, in the order of positions."""
+    gradient: Sequence[int]
+    """Of each parameter."""
+
+    def first_difference(self, other: Computed) -> Position | None:
+        """Return the first position at which another rank computed something else. None if it
+        computed the same."""
+        for pair in zip_longest(self.exchanged, other.exchanged):
+            if pair[0] != pair[1]:
+                return min(each[0] for each in pair if each is not None)
+        return None if self.gradient == other.gradient else GRADIENT
+
+
+class Reported(NamedTuple):
+    """What one rank computed in a step in which ranks compare."""
+
+    rank: int
+    computed: Sequence[Computed]
+    """In each of its roles, which are the places in `Recomputed.ranks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The ranks that computed wrong results."""
+
+    ranks: Sequence[int]
+    """The ranks that are wrong; if not `is_certain`, ranks of which at least one is."""
+    is_certain: bool
+    microbatch: Recomputed
+    """A microbatch that one of them computed, and whose data ranks differ."""
+    role: int
+    """The role of a named rank in it."""
+    other: int
+    """The role of a data rank that computed something else."""
+    position: Position
+    """The first position at which they differ."""
+    has_third: bool
+    """True if two data ranks agree on it, and so another one is wrong."""
+
+
+def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> Verdict:
+    """Return the verdict on microbatches of which at least one differs. `replicas`: for each data
+    rank, the ranks that compute a microbatch together, in the same order for each.
+
+    A wrong result of one rank reaches the others of its replica by their exchanges, so those are
+    wrong that differ first.
+    """
+    votes = [
+        (
+            each,
+            [
+                [reported.computed[role] for reported in replicas[data]]
+                for role, data in enumerate(each.ranks)
+            ],
+        )
+        for each in chosen
+    ]
+    wrong, unclear = ranks_at_fault(votes)
+    ranks, is_shared = set[int](), False
+    first: Verdict | None = None
+    for each, values in votes:
+        right = next((one for one in values if values.count(one) > 1), None)
+        for role, other in _pairs(values, right):
+            data = each.ranks[role]
+            if data not in (wrong or unclear) or (wrong and right is None):
+                continue
+            position, places = _first_differences(values[role], values[other])
+            named = [replicas[data][place].rank for place in places]
+            ranks.update(named)
+            is_shared = is_shared or len(named) > 1 or position[1:2] == [RECEIVED]
+            first = first or Verdict([], False, each, role, other, position, bool(wrong))
+    assert first is not None, "at least one microbatch differs"
+    return replace(first, ranks=sorted(ranks), is_certain=bool(wrong) and not is_shared)
+
+
+def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, int]]:
+    """Return the roles of which the first computed something else than the second. `right`: the
+    value of the second one; None: any."""
+    roles = range(len(values))
+    return [
+        (one, other)
+        for one in roles
+        for other in roles
+        if values[one] != values[other] and right in (None, values[other])
+    ]
+
+
+def _first_differences(
+    one: Sequence[Computed], other: Sequence[Computed]
+) -> tuple[Position, list[int]]:
+    """Return the first position at which the ranks of two replicas differ, and which of them."""
+    found = [mine.first_difference(theirs) for mine, theirs in zip(one, other, strict=True)]
+    position = min(each for each in found if each is not None)
+    return position, [place for place, each in enumerate(found) if each == position]

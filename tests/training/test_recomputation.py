@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from training import faulty, test_balance
+from training import faulty, test_balance, test_pipeline_axis
 from training.subjects import adamw, network, recipe, rows, squared_error
 
 import lockstep as ls
-from lockstep.recomputed import Recomputed
 from lockstep.base.errors import PlanError, UserError, WrongResultError
 from lockstep.checkpoint.storage import FolderStorage
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.recomputation_audit import Disagreement
+from lockstep.recomputed import Computed, Recomputed, Reported
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.set_up import check_recomputation
 
@@ -31,6 +31,7 @@ def trained(
     fault: tuple[int, dict[str, Any]] | None,
     changes: dict[str, Any],
     save: int = 1,
+    make: Callable[..., ls.Recipe] = recipe,
 ) -> dict[str, Any]:
     """Trains, and returns what this rank has seen of it."""
     found: dict[str, Any] = {"error": "", "events": []}
@@ -50,7 +51,7 @@ def trained(
         patch.setenv("LOCKSTEP_RECOMPUTE_EVERY", str(every))
         try:
             result = ls.train(
-                recipe(**{"model": faulty.network, "steps": 8, **changes}),
+                make(**({"model": faulty.network, "steps": 8} if make is recipe else {}) | changes),
                 run_dir=run_dir,
                 plan=plan if "numerics" in plan else f"{plan},numerics=bitwise",
                 hooks=[*hooks, Events()],
@@ -226,6 +227,106 @@ def test_experts_compute_the_rows_of_another_rank(
     assert step != own
 
 
+STAGED: dict[str, Any] = {
+    "inputs": lambda batch: (batch[1],),
+    "loss": lambda output, batch: ((output - batch[2]) ** 2).mean(),
+    "stages": [str(part) for part in range(6)],
+    "data": rows(96),
+    "global_batch": 32,
+}
+IN_STAGES = [
+    (0, "forward"),  # spoils what the later stage receives
+    (1, "weight gradient"),
+    (2, "input gradient"),  # spoils what the earlier stage receives
+    (3, "forward"),
+]
+"""Ranks of two pipelines of two stages, and the products that they compute wrong."""
+
+
+def staged(run_dir: str, plan: str) -> list[dict[str, Any]]:
+    cases = [
+        (plan, EVERY, (rank, {"product": product, "begin": 2, "seed": rank}), STAGED, 2)
+        for rank, product in IN_STAGES
+    ]
+    return several(run_dir, cases)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "replicate=2,pipeline=2",
+        pytest.param("shard=2,pipeline=2", marks=pytest.mark.slow),
+        pytest.param("replicate=2,pipeline=2,schedule=interleaved", marks=pytest.mark.slow),
+        pytest.param("replicate=2,pipeline=2,schedule=zero-bubble", marks=pytest.mark.slow),
+    ],
+)
+def test_no_stage_is_accused_of_what_another_has_sent(
+    pool: WorkerPool, tmp_path: Path, plan: str
+) -> None:
+    by_rank = pool.run(4, staged, str(tmp_path), plan, timeout_seconds=160)
+    for place, (rank, _) in enumerate(IN_STAGES):
+        assert len({each[place]["error"] for each in by_rank}) == 1
+        (event,) = by_rank[0][place]["events"]
+        ranks = [0, 1] if rank < 2 else [2, 3]  # those of its stage
+        assert (event["ranks"], event["is_certain"]) == (ranks, False)
+        assert f"pipeline rank {ranks[0] // 2}, " in by_rank[0][place]["error"]
+
+
+def pipelines(run_dir: str, plan: str) -> list[dict[str, Any]]:
+    cases = [
+        (plan, every, None, {"precision": precision}, 2, test_pipeline_axis.recipe)
+        for precision in ("fp32", "bf16")
+        for every in (0, 1)
+    ]
+    return several(run_dir, cases)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ("replicate=2", 2),  # with the leaves of each part
+        ("shard=2", 2),
+        pytest.param("replicate=2,pipeline=2", 4, marks=pytest.mark.slow),
+        pytest.param("shard=2,pipeline=2,checkpointing=full", 4, marks=pytest.mark.slow),
+        pytest.param("replicate=2,pipeline=2,schedule=interleaved", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_in_stages_has_the_bits_that_it_has_without_checks(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
+) -> None:
+    found = pool.run(ranks, pipelines, str(tmp_path), plan, timeout_seconds=160)[0]
+    for without, checked in zip(found[::2], found[1::2], strict=True):
+        assert (without["error"], checked["error"]) == ("", "")
+        assert checked == without
+    assert found[0] != found[2]
+
+
+class Tied(torch.nn.Sequential):
+    """The gradient of a weight's second use alone may be wrong."""
+
+    def __init__(self) -> None:
+        first, again = torch.nn.Linear(6, 6), faulty.Linear(6, 6)
+        again.weight = first.weight
+        super().__init__(first, torch.nn.Tanh(), again, torch.nn.Linear(6, 3))
+
+
+def tied(run_dir: str) -> list[dict[str, Any]]:
+    changed = {**STAGED, "model": Tied, "stages": ["0", "1", "2", "3"]}
+    fault = (1, {"product": "weight gradient", "begin": 2})
+    cases = [(plan, EVERY, fault, changed, 2) for plan in ("replicate=2", "shard=2")]
+    return several(run_dir, cases)
+
+
+def test_the_gradient_of_a_tied_weight_in_its_second_part_is_compared(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    for found in pool.run(2, tied, str(tmp_path))[0]:
+        (event,) = found["events"]
+        assert (event["first"], event["tensors"]) == ("0.weight", 1)
+
+
 def test_of_two_ranks_either_may_be_wrong(pool: WorkerPool, tmp_path: Path) -> None:
     cases = [
         (plan, EVERY, (1, {"product": "weight gradient", "begin": 4}), {})
@@ -292,15 +393,6 @@ REFUSED: list[tuple[Case, str, list[Case]]] = [
         [("replicate=2,numerics=bitwise", {}, 2), ("replicate=2,numerics=fast", {}, 0)],
     ),
     (
-        ("pipeline=2,numerics=bitwise", OF_OUTPUTS, 2),
-        "PlanError: --recompute-every 2 with pipeline=2",
-        [
-            ("replicate=2,numerics=bitwise", OF_OUTPUTS, 2),
-            ("shard=2,numerics=bitwise", OF_OUTPUTS, 2),
-            ("pipeline=2,numerics=bitwise", OF_OUTPUTS, 0),
-        ],
-    ),
-    (
         ("replicate=2,numerics=bitwise", OF_STREAM, 2),
         "RecipeError: --recompute-every 2 with an ls.Stream",
         [("replicate=2,numerics=bitwise", {}, 2), ("replicate=2,numerics=bitwise", OF_STREAM, 0)],
@@ -364,13 +456,11 @@ def test_what_cannot_be_recomputed_is_refused_and_the_remedies_work(
     for (_, expected, remedies), (mistake, *then) in zip(REFUSED, found, strict=True):
         assert expected in mistake["error"]
         assert [each["error"] for each in then] == [""] * len(remedies), expected
-    of_pipeline = {each["fingerprint"] for each in found[1][1:]}
-    assert len(of_pipeline) == 1  # the same bits with checks, and without under the plan it was
     assert "with a loop over step.microbatches()" in of_a_loop
     assert len(fingerprints) == 1  # step.compute, too, has the same bits with checks
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "tensor", "context", "expert"])
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
 def test_axes_that_divide_a_microbatch_are_refused_by_name(axis: str) -> None:
     plan = ls.Plan(replicate=1, numerics="bitwise")
     object.__setattr__(plan, axis, 2)  # before some of them can be bitwise
@@ -391,9 +481,13 @@ def test_one_process_says_that_nothing_is_checked(
 
 def test_the_text_names_tensors_ranks_and_hosts() -> None:
     chosen = [Recomputed(13, (5, 6, 2)), Recomputed(4, (1, 5, 0))]
-    rows_ = {rank: [[1, 1], [1, 1], [1, 1]] for rank in range(8)}
-    rows_[5] = [[2, 3], [1, 9], [7, 7]]
-    disagreement = Disagreement.of(chosen, rows_, ["up", "down"])
+    gradients = {rank: [[1, 1], [1, 1], [1, 1]] for rank in range(8)}
+    gradients[5] = [[2, 3], [1, 9], [7, 7]]
+    replicas = [
+        [Reported(rank, [Computed([], each) for each in several])]
+        for rank, several in gradients.items()
+    ]
+    disagreement = Disagreement.of(chosen, replicas, [["up", "down"]] * 8)
     assert disagreement == Disagreement(13, 2, "up", [5], True, [2, 6])
     hosts = [f"host-{rank}" for rank in range(8)]
     text = disagreement.text(1200, 1150, hosts, None)

@@ -4,14 +4,15 @@ finds a rank that computes wrong results."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from lockstep.recomputed import Recomputed, ranks_at_fault
 from lockstep.base.errors import WrongResultError
 from lockstep.hooks.checkpointing import Checkpointing
+from lockstep.recomputed import RECEIVED, Computed, Recomputed, Reported, verdict
 from lockstep.training.checksum import mixed
 from lockstep.training.hook import ControlHook
 from lockstep.training.recomputation import Recomputation
@@ -26,6 +27,7 @@ class RecomputationAudit(ControlHook):
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery
+        self._replicas: Sequence[Sequence[int]] | None = None
 
     def before_steps(self, run: Run) -> None:
         every, loop = run.context.recompute_every, run.training.loop
@@ -36,53 +38,92 @@ class RecomputationAudit(ControlHook):
             loop.agreed = run.step if saved is None else saved
         if run.context.mesh.data.size == 1:
             line = (
-                f"warning: --recompute-every {every} with one process; another one is needed to"
+                f"warning: --recompute-every {every} with one replica; another one is needed to"
                 " recompute its microbatches, so nothing is checked"
             )
             run.training.remark(Remark("not-recomputed", {"every": every}, line))
 
     def on_recomputation(self, run: Run, found: Recomputation) -> None:
-        world, parameters = run.context.mesh.data, len(found.names)
-        own, again = found.own.of(parameters), found.again.of(parameters)
-        digests = torch.stack([mixed(own), mixed(again)]).reshape(1, 2)
+        world, parameters = run.context.world, len(found.names)
+        own, again = found.own.computed(parameters), found.again.computed(parameters)
+        digests = torch.stack([_digest(own), _digest(again)]).reshape(1, 2)
         everyone = world.gather_rows(digests, [1] * world.size)
-        if all(everyone[each.ranks[0], 0] == everyone[each.ranks[1], 1] for each in found.chosen):
+        replicas = self._replicas_in(run)
+        if all(
+            everyone[one, 0] == everyone[other, 1]
+            for each in found.chosen
+            for one, other in zip(*(replicas[data] for data in each.ranks[:2]), strict=True)
+        ):
             run.training.loop.agreed = run.step
             return
-        third = found.decide().of(parameters)
-        rows = [own.tolist(), again.tolist(), third.tolist()]
-        gathered = world.gather_values([socket.gethostname(), rows])
-        hosts = [host for host, _ in gathered]
+        mine = [own, again, found.decide().computed(parameters)]
+        gathered = world.gather_values([_axes(run), socket.gethostname(), found.names, mine])
+        axes, hosts, names, reported = zip(*gathered, strict=True)
         disagreement = Disagreement.of(
-            found.chosen, {rank: rows for rank, (_, rows) in enumerate(gathered)}, found.names
+            found.chosen,
+            [
+                [Reported(rank, [Computed(*each) for each in reported[rank]]) for rank in ranks]
+                for ranks in replicas
+            ],
+            names,
         )
-        self._end(run, disagreement, hosts)
+        places = [", ".join([host, *several]) for host, several in zip(hosts, axes, strict=True)]
+        self._end(run, disagreement, hosts, places)
 
-    def _end(self, run: Run, disagreement: Disagreement, hosts: Sequence[str]) -> None:
+    def _replicas_in(self, run: Run) -> Sequence[Sequence[int]]:
+        """Return the ranks that compute a microbatch together, for each data rank. Every rank calls
+        it."""
+        if self._replicas is None:
+            data = run.context.mesh.data
+            first, *_ = data.gather_values(run.rank)
+            everyone = run.context.world.gather_values([data.rank, first])
+            ranks = sorted(range(len(everyone)), key=lambda rank: everyone[rank][1])
+            self._replicas = [
+                [rank for rank in ranks if everyone[rank][0] == replica]
+                for replica in range(data.size)
+            ]
+        return self._replicas
+
+    def _end(
+        self, run: Run, disagreement: Disagreement, hosts: Sequence[str], places: Sequence[str]
+    ) -> None:
+        """`hosts`, `places`: of each rank; places are in words."""
         agreed = run.training.loop.agreed or 0
         deleted, not_deleted = self._checkpointing.delete_after(agreed)
+        ranks = disagreement.ranks
         run.event(
             "microbatch-differs",
             microbatch=disagreement.microbatch,
             tensors=disagreement.tensors,
             first=disagreement.first,
-            ranks=disagreement.ranks,
-            hosts=[hosts[rank] for rank in disagreement.ranks],
+            ranks=ranks,
+            hosts=[hosts[rank] for rank in ranks],
             is_certain=disagreement.is_certain,
             agreed=agreed,
             deleted=deleted,
             not_deleted=not_deleted,
         )
-        error = WrongResultError(disagreement.text(run.step, agreed, hosts, not_deleted))
+        error = WrongResultError(disagreement.text(run.step, agreed, places, not_deleted))
         recovers = (
             self._recovery is not None and self._recovery.can_replace and disagreement.is_certain
         )
         if self._recovery is not None and recovers:
             self._recovery.distrust()
-            if run.rank not in disagreement.ranks:
+            if run.rank not in ranks:
                 # the launcher has these processes wait for new ranks
                 raise error from ConnectionAbortedError("a rank leaves the run")
         raise error
+
+
+def _digest(computed: Computed) -> Tensor:
+    return mixed(torch.tensor([*(each for _, each in computed.exchanged), *computed.gradient]))
+
+
+def _axes(run: Run) -> list[str]:
+    """Return this rank's place along each axis, in words; [] if there is one axis."""
+    mesh = run.context.mesh
+    found = [f"{each.name} rank {mesh.axis(each.name).rank}" for each in mesh.larger]
+    return found if len(found) > 1 else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,69 +133,56 @@ class Disagreement:
     microbatch: int
     """A microbatch whose gradients differ, of those that a named rank has computed."""
     tensors: int
-    """Number of parameters whose gradients differ."""
+    """Number of parameters whose gradients differ on a named rank."""
     first: str
-    """The name of the first one."""
+    """The name of the first one; empty if there is none."""
     ranks: Sequence[int]
     """The ranks that are wrong; if not `is_certain`, the ranks of which one is."""
     is_certain: bool
     right: Sequence[int]
-    """The ranks that computed the same gradient of the microbatch."""
+    """The ranks that computed something else, and agree if there are two."""
+    has_third: bool = True
+    """True if two replicas computed the same, and so a rank of another one is wrong."""
+    was_received: bool = False
+    """True if a named rank has received another tensor than was sent to it."""
 
     @classmethod
     def of(
         cls,
         chosen: Sequence[Recomputed],
-        rows: Mapping[int, Sequence[Sequence[int]]],
-        names: Sequence[str],
+        replicas: Sequence[Sequence[Reported]],
+        names: Sequence[Sequence[str]],
     ) -> Disagreement:
         """Return the disagreement on the `chosen` microbatches, of which at least one differs.
-        `rows`: rank -> the checksums by parameter that it computed in each of its roles, which are
-        the places in `Recomputed.ranks`."""
-        votes = [
-            (each, [rows[rank][role] for role, rank in enumerate(each.ranks)]) for each in chosen
-        ]
-        wrong, unclear = ranks_at_fault(votes)
-        named = wrong or unclear
-        each, gradients = next(
-            (each, gradients)
-            for each, gradients in votes
-            if any(one != gradients[0] for one in gradients)
-            and not set(named).isdisjoint(each.ranks)
+        `replicas`: see `verdict`. `names`: of each rank's parameters."""
+        found = verdict(chosen, replicas)
+        data = found.microbatch.ranks
+        place, reported = next(
+            (place, each)
+            for place, each in enumerate(replicas[data[found.role]])
+            if each.rank in found.ranks
         )
-        columns = zip(names, zip(*gradients, strict=True), strict=True)
-        differing = [name for name, column in columns if len(set(column)) > 1]
+        gradients = [
+            replicas[data[role]][place].computed[role].gradient for role in range(len(data))
+        ]
+        mine, other = gradients[found.role], gradients[found.other]
+        columns = zip(names[reported.rank], mine, other, strict=True)
+        differing = list(dict.fromkeys(name for name, one, two in columns if one != two))
         return cls(
-            microbatch=each.microbatch,
+            microbatch=found.microbatch.microbatch,
             tensors=len(differing),
-            first=differing[0],
-            ranks=named,
-            is_certain=bool(wrong),
-            right=sorted(set(each.ranks) - set(named)),
+            first=differing[0] if differing else "",
+            ranks=found.ranks,
+            is_certain=found.is_certain,
+            right=sorted({replicas[each][place].rank for each in data}.difference(found.ranks)),
+            has_third=found.has_third,
+            was_received=found.position[1:2] == [RECEIVED],
         )
 
-    def text(self, step: int, agreed: int, hosts: Sequence[str], not_deleted: str | None) -> str:
+    def text(self, step: int, agreed: int, places: Sequence[str], not_deleted: str | None) -> str:
         """Return the text of the error. `agreed`: steps done at the last comparison in which all
-        gradients agreed. `hosts`: of each rank. `not_deleted`: the reason why later checkpoints
-        could not be deleted."""
-        tensors = self.first
-        if self.tensors > 1:
-            tensors += f" and {self.tensors - 1} more tensor{'s' * (self.tensors > 2)}"
-        who = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in self.ranks)
-        if self.is_certain:
-            right = f"rank{'s' * (len(self.right) > 1)} {' and '.join(map(str, self.right))}"
-            subject = "it computes" if len(self.ranks) == 1 else "they compute"
-            finding = (
-                f"{who} computed another gradient of {tensors} than {right}: {subject} wrong"
-                " results"
-            )
-            remedy = "run without that device"
-        else:
-            finding = (
-                f"{who} computed different gradients of {tensors}: one of them computes wrong"
-                " results, and no third rank agrees with one of them"
-            )
-            remedy = "run on three processes, which can tell, or without each of them in turn"
+        gradients agreed. `places`: of each rank, in words. `not_deleted`: the reason why later
+        checkpoints could not be deleted."""
         kept = (
             f"checkpoints after step {agreed}, where all agreed, are deleted: the same command"
             " resumes from the newest one that is left, or starts again"
@@ -162,7 +190,39 @@ class Disagreement:
             else f"checkpoints after step {agreed}, where all agreed, may be wrong, and cannot be"
             f" deleted ({not_deleted}): delete them before you resume"
         )
+        finding, remedy = self._finding(places)
         return (
             f"after step {step}, microbatch {self.microbatch}: {finding}; with numerics=bitwise, a"
             f" microbatch has the same gradient on every device of one kind; {kept}; {remedy}"
+        )
+
+    def _finding(self, places: Sequence[str]) -> tuple[str, str]:
+        """Return what was found, and what to do."""
+        what = f"gradient of {self.first}" if self.first else "output of its part of the model"
+        if self.tensors > 1:
+            what += f" and {self.tensors - 1} more tensor{'s' * (self.tensors > 2)}"
+        who = " and ".join(f"rank {rank} ({places[rank]})" for rank in self.ranks)
+        right = f"rank{'s' * (len(self.right) > 1)} {' and '.join(map(str, self.right))}"
+        if self.was_received and self.has_third:
+            return (
+                f"{who} received other tensors than {right}, from a rank that sent the same: the"
+                " connection between the two, or the memory of one of them, is wrong",
+                "run without that connection",
+            )
+        if self.is_certain:
+            subject = "it computes" if len(self.ranks) == 1 else "they compute"
+            return (
+                f"{who} computed another {what} than {right}: {subject} wrong results",
+                "run without that device" + "s" * (len(self.ranks) > 1),
+            )
+        if self.has_third:
+            return (
+                f"{who} computed another {what} than {right}: one of them computes wrong results,"
+                " and the others have computed with these",
+                "run without these devices, or without each of them in turn",
+            )
+        return (
+            f"{who} differ in the {what}: one of them computes wrong results, and no third rank"
+            " agrees with one of them",
+            "run with a third replica or shard, which decides, or without each of them in turn",
         )

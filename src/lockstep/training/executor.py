@@ -61,6 +61,13 @@ class Accumulation(Protocol):
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
         """The key of the microbatch's random streams."""
 
+    def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
+        """A context in which the backwards of these microbatches are computed. For `record`."""
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True while a microbatch of another rank is computed, to compare its gradient."""
+
     def without_backward(self) -> AbstractContextManager[None]:
         """A context for the call of a loss that must not call `backward`. For `record`."""
 
@@ -260,7 +267,9 @@ class PipelineExecutor:
             with step.without_backward():
                 value = of_output(output, batch)
             part = step.contribution(value, microbatch)
-            if microbatch.is_dummy:
+            if step.is_recomputing:
+                pass
+            elif microbatch.is_dummy:
                 part = part._replace(grad_output=torch.zeros_like(part.grad_output))
             else:
                 parts[microbatch.index] = part._replace(total=part.total.detach())
@@ -281,13 +290,15 @@ class PipelineExecutor:
                 loss,
                 batch,
                 partial(score, microbatch, batch),
-                is_dummy=microbatch.is_dummy,
+                is_dummy=microbatch.is_dummy and not step.is_recomputing,
+                is_recomputed=step.is_recomputing,
                 before=self._record,
                 term=partial(term, microbatch, batch),
             )
             for microbatch, batch in fetched
         ]
-        rows = self._pipeline.run(microbatches, columns=2 + len(added))
+        with step.comparing([microbatch for microbatch, _ in fetched]):
+            rows = self._pipeline.run(microbatches, columns=2 + len(added))
         for (microbatch, _), (value, weight, *more) in zip(fetched, rows, strict=True):
             if microbatch.is_dummy:
                 continue
@@ -365,6 +376,7 @@ class PipelineExecutor:
         score: Callable[[Any, Loss], Any],
         *,
         is_dummy: bool = False,
+        is_recomputed: bool = False,
         before: Callable[[], object] = lambda: None,
         term: Callable[[], StageTerm | None] = lambda: None,
     ) -> PipelineMicrobatch:
@@ -382,6 +394,7 @@ class PipelineExecutor:
                 lambda: Arguments.of(model_arguments(inputs, batch)),
                 scored,
                 is_dummy=is_dummy,
+                is_recomputed=is_recomputed,
                 before=before,
                 term=term,
             )
@@ -401,6 +414,7 @@ class PipelineExecutor:
             lambda: cut.arguments_of(model_arguments(inputs, batch), own),
             scored_part,
             is_dummy=is_dummy,
+            is_recomputed=is_recomputed,
             before=before,
             term=term,
             around=partial(cut.around, own),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.recomputed import Recomputed
-from lockstep.training.reducers.gradient_checksums import GradientChecksums
+from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,11 @@ class Recomputation:
 
     chosen: Sequence[Recomputed]
     rank: int
-    own: GradientChecksums
+    own: MicrobatchChecksums
     """Checksums of `mine`; empty without one."""
-    again: GradientChecksums
+    again: MicrobatchChecksums
     """Checksums of another rank's microbatch. Those of a dummy are not compared."""
-    decide: Callable[[], GradientChecksums]
+    decide: Callable[[], MicrobatchChecksums]
     """Computes the one about which this rank decides. The summed gradients are lost. Every rank
     calls it."""
     names: Sequence[str]

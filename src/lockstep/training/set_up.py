@@ -257,7 +257,7 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
         )
 
 
-RECOMPUTES = frozenset({"replicate", "shard"})
+RECOMPUTES = frozenset({"replicate", "shard", "pipeline"})
 """The axes under which a rank can recompute a microbatch of another one."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -30,7 +30,8 @@ from lockstep.training.microbatches import Microbatches
 from lockstep.training.recomputation import Recomputation
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.gradient_checksums import GradientChecksums
+from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
+from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.reducer import RecomputingReducer
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.set_up import Remark
@@ -79,7 +80,7 @@ class Step:
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
         """The comparison with other ranks; None in most steps."""
-        self._borrowed: tuple[Microbatch, GradientChecksums] | None = None
+        self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
         """The microbatch of another rank that is being recomputed."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
         """Microbatches whose backward waits for the forwards of all others, with their losses.
@@ -141,15 +142,17 @@ class Step:
         return Recomputation(
             self.source.recomputed,
             rank=self._training.context.mesh.data.rank,
-            own=GradientChecksums(),
+            own=MicrobatchChecksums(),
             again=again(),
-            decide=third[0] if third else GradientChecksums,
-            names=self._module.names,
+            decide=third[0] if third else MicrobatchChecksums,
+            names=self._module.names_of_leaves,
         )
 
-    def _recompute(self, item: Microbatch | None, compute: Callable[[], None]) -> GradientChecksums:
+    def _recompute(
+        self, item: Microbatch | None, compute: Callable[[], None]
+    ) -> MicrobatchChecksums:
         """Return the checksums of a microbatch's gradient, which is discarded."""
-        found = GradientChecksums()
+        found = MicrobatchChecksums()
         if item is not None:
             self._borrowed = item, found
             self._note_gradients()
@@ -208,9 +211,10 @@ class Step:
         if balance is None:
             return None
         routed = balance.routed(microbatch.index, batch)
-        if microbatch.is_dummy:
+        if not microbatch.is_dummy:
+            balance.count(routed)
+        elif not self.is_recomputing:
             return None
-        balance.count(routed)
         if not balance.term_names or not any(layer.logits for layer in routed.choices):
             return None
         terms = balance.terms_of(routed)
@@ -318,9 +322,9 @@ class Step:
             if self._probe is not None and not self._is_repeated:
                 self._probe.before_backward(self._number, current.index, part.total, grad_output)
         self._check_gradients()
-        with module.gradient_hooks, self._recording(current):
+        with module.gradient_hooks, self.comparing([current]):
             if self._borrowed is not None:
-                self._recomputing.recompute(part.total, grad_output)
+                self._recomputing_reducer.recompute(part.total, grad_output)
             else:
                 module.reducer.backward(
                     part.total,
@@ -330,20 +334,45 @@ class Step:
                 )
         self._note_gradients()
 
-    def _recording(self, current: Microbatch) -> AbstractContextManager[None]:
-        """A context that records the checksums of the gradient if ranks compare it."""
+    @property
+    def is_recomputing(self) -> bool:
+        """True while a microbatch of another rank is computed, to compare its gradient."""
+        return self._borrowed is not None
+
+    @contextmanager
+    def comparing(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+        """A context in which the backwards of these microbatches are computed: it records the
+        gradient of one that ranks compare, and discards that of another rank's."""
         if self._borrowed is not None:
-            return self._recomputing.recording(self._borrowed[1])
-        if self._recomputation is None or current.is_dummy or self._is_repeated:
-            return nullcontext()
-        if current.index != self._recomputation.mine:
-            return nullcontext()
-        return self._recomputing.recording(self._recomputation.own)
+            reducer = self._recomputing_reducer
+            with reducer.discarding(), reducer.recording.of(self._borrowed[1]):
+                yield
+            return
+        place = self._compared_among(microbatches)
+        if place is None or self._recomputation is None:
+            yield
+            return
+        number = place if len(microbatches) > 1 else None
+        with self._recomputing_reducer.recording.of(self._recomputation.own, number):
+            yield
+
+    def _compared_among(self, microbatches: Sequence[Microbatch]) -> int | None:
+        """Return the place of this rank's microbatch that ranks compare."""
+        if self._recomputation is None or self._is_repeated:
+            return None
+        mine = self._recomputation.mine
+        places = (
+            place
+            for place, each in enumerate(microbatches)
+            if each.index == mine and not each.is_dummy
+        )
+        return next(places, None)
 
     @property
-    def _recomputing(self) -> RecomputingReducer:
+    def _recomputing_reducer(self) -> RecomputingReducer:
         reducer = self._module.reducer
-        assert isinstance(reducer, DdpReducer | FsdpReducer), "plans with others are refused"
+        if not isinstance(reducer, DdpReducer | FsdpReducer | OrderedReducer):
+            raise AssertionError("plans with other reducers are refused")
         return reducer
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
@@ -549,7 +578,8 @@ class Step:
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         """All of this rank's microbatches and their batches at once, for a pipeline."""
         self._begin_statistics()
-        fetched = self._phases.during("data", self.source.batches(0))
+        only = None if self._borrowed is None else self._borrowed[0]
+        fetched = self._phases.during("data", self.source.batches(0, only))
         return [(current, self._changed(current, batch)) for current, batch in fetched]
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:

@@ -249,6 +249,11 @@ class TrainModule:
             )
 
     @property
+    def names_of_leaves(self) -> list[str]:
+        """The name of each parameter and leaf of which the reducer sums gradients."""
+        return [*self.names, *(() if self._tied is None else self._tied.names_of_leaves)]
+
+    @property
     def overflows(self) -> int:
         """Number of consecutive steps, up to the latest, whose gradient overflowed at its loss
         scale."""

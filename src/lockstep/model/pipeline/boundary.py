@@ -68,6 +68,8 @@ class PipelineMicrobatch:
     the last rank."""
     is_dummy: bool = False
     """True if the microbatch is computed only because of other ranks' collectives."""
+    is_recomputed: bool = False
+    """True if another pipeline's microbatch is computed, to compare its gradient."""
     around: Around = lambda _: nullcontext()
     """(stage) -> the context in which its parts compute this microbatch."""
     before: Callable[[], object] = lambda: None

@@ -74,6 +74,9 @@ class Pipeline:
         self.on_gradient: Callable[[int, int], None] | None = None
         """Called with the stage's index in `modules` and the microbatch's number, when a backward
         of `run` has completed the gradient of the stage's weights."""
+        self.on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None = None
+        """Called in `run` with the microbatch's number, the position, and the tensors that a stage
+        receives or sends there. The loss counts as sent."""
         self.leaves: Sequence[PartLeaf] = ()
         """See `SeparateParts`."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
@@ -175,6 +178,7 @@ class Pipeline:
             stage.on_gradient = (
                 None if self.on_gradient is None else partial(self.on_gradient, local)
             )
+            stage.on_exchange = self.on_exchange
         try:
             run.step(target=torch.arange(stop - start) if backward else None, return_outputs=False)
         except RuntimeError:
@@ -251,7 +255,7 @@ class Pipeline:
             if is_last:
                 value = microbatch.score(value)
         term = microbatch.term()
-        if has_backward and not microbatch.is_dummy:
+        if has_backward and not (microbatch.is_dummy or microbatch.is_recomputed):
             self._after(local)
         if term is not None:
             self._rows.setdefault(index, []).append(term.record)

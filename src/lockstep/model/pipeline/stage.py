@@ -4,7 +4,7 @@ memory early. It imports torch's schedules, which takes long, so only pipelines 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,6 +33,7 @@ from lockstep.model.pipeline.stages import Stages
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.shard import unreduced, weights_backward
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
+from lockstep.recomputed import RECEIVED, SENT
 
 ONE_STAGE_A_RANK: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL_STAGES_A_RANK: dict[str, Any] = {
@@ -53,6 +54,8 @@ class VariableShapeStage(PipelineStage):
     on_missing_gradient: Callable[[], None]
     on_gradient: Callable[[int], None] | None
     """Called with the number of each microbatch when its gradient of the weights is complete."""
+    on_exchange: Callable[[int, Sequence[int], Sequence[Tensor]], None] | None
+    """See `Pipeline`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +76,10 @@ class VariableShapeStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.index = self.first + fwd_chunk_id
+        self._note_received(fwd_chunk_id, self._forward_place, self.args_recv_info)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        outputs = output if isinstance(output, tuple) else (output,)
+        self._note_exchange(fwd_chunk_id, (self._forward_place, SENT), outputs)
         if self.has_backward:
             self.received[fwd_chunk_id] = self.submod.received
         else:
@@ -85,8 +91,11 @@ class VariableShapeStage(PipelineStage):
         would deadlock."""
         received = self.received.pop(bwd_chunk_id, ())
         is_full = kwargs.get("full_backward", True)
+        self._note_received(bwd_chunk_id, self._backward_place, self.grad_recv_info)
         with self.around(bwd_chunk_id), nullcontext() if is_full else unreduced(self.submod):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        sent = stage_input_gradients(self).get(bwd_chunk_id, ())
+        self._note_exchange(bwd_chunk_id, (self._backward_place, SENT), sent)
         if is_full:
             self._note_gradient(bwd_chunk_id)
         self._free(self.args_recv_info[bwd_chunk_id])
@@ -116,6 +125,24 @@ class VariableShapeStage(PipelineStage):
     def _note_gradient(self, chunk: int) -> None:
         if self.has_backward and self.on_gradient is not None:
             self.on_gradient(self.first + chunk)
+
+    @property
+    def _forward_place(self) -> int:
+        """The place of this stage's forward among all forwards and backwards of a microbatch."""
+        return int(self.stage_index)
+
+    @property
+    def _backward_place(self) -> int:
+        return 2 * int(self.num_stages) - 1 - int(self.stage_index)
+
+    def _note_received(self, chunk: int, part: int, received: Mapping[int, Sequence[Any]]) -> None:
+        buffers = [info.buffer for info in received.get(chunk, ())]
+        self._note_exchange(chunk, (part, RECEIVED), buffers)
+
+    def _note_exchange(self, chunk: int, position: Sequence[int], tensors: Sequence[Any]) -> None:
+        if self.has_backward and self.on_exchange is not None:
+            found = [each for each in tensors if isinstance(each, Tensor)]
+            self.on_exchange(self.first + chunk, position, found)
 
     def release(self) -> None:
         """Free the tensors that the last call received and computed."""

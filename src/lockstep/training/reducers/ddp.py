@@ -37,7 +37,7 @@ from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.torch_collectives import waits
 from lockstep.training.reducers.compression import Compression, gradients_of
 from lockstep.training.reducers.dummies import leaves_of
-from lockstep.training.reducers.gradient_checksums import GradientChecksums
+from lockstep.training.reducers.microbatch_checksums import Recording
 from lockstep.training.reducers.step_stats import (
     READY_TWICE,
     Number,
@@ -114,7 +114,7 @@ class DdpReducer:
         self._vector = StepStatsVector(parameters, max_microbatches, parameters[0].device)
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
-        self._checksums: GradientChecksums | None = None
+        self.recording = Recording()
         if world.size > 1:
             self._wrapped = _LossModule(self._parameters, self._vector.length, self._vector.dtype)
             self._ddp = DistributedDataParallel(
@@ -182,20 +182,16 @@ class DdpReducer:
             self._counter.push(self._take_leaf())
 
     @contextmanager
-    def recording(self, checksums: GradientChecksums) -> Iterator[None]:
-        self._checksums = checksums
-        try:
-            yield
-        finally:
-            self._checksums = None
-
-    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+    def discarding(self) -> Iterator[None]:
         for parameter in self._parameters:
             parameter.grad = None
-        torch.autograd.backward(total, grad_output)
+        yield
         for parameter in self._parameters:
             parameter.grad = None
         self._used[:] = [0.0] * len(self._used)
+
+    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+        torch.autograd.backward(total, grad_output)
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
@@ -254,8 +250,8 @@ class DdpReducer:
             self._complete_at = time.perf_counter()
             if parameter.grad is not None:
                 self._used[index] = 1.0
-                if self._checksums is not None:
-                    self._checksums.add(index, parameter.grad)
+                if (checksums := self.recording.at()) is not None:
+                    checksums.add(index, parameter.grad)
 
         return hook
 

@@ -12,7 +12,7 @@ accelerator during the backward of the last round, otherwise after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,11 +41,11 @@ from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.shard import error_of_change, fsdp_groups, modules_of, reshard
 from lockstep.model.weight_casts import check_uses
-from lockstep.training.reducers.gradient_checksums import GradientChecksums
 from lockstep.training.reducers.gradient_hooks import (
     refuse_gradient_hooks,
     refuse_post_accumulate_hooks,
 )
+from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums, Recording
 from lockstep.training.reducers.round_sum import RoundSum
 from lockstep.training.reducers.step_stats import (
     READY_TWICE,
@@ -117,10 +117,16 @@ class FsdpReducer:
             self._scatters.append(scatter)
         self._checked: set[nn.Module] = set()
         self._used = _UsedParameters(model, self._parameters, mesh, leaves)
-        self._part_sums = [_PartSum(leaf, mesh) for leaf in part_leaves]
-        self._stages = [
-            _Stage(stage, self._groups, self._scatters) for stage in (stages or [model])
+        self._part_sums = [
+            _PartSum(leaf, mesh, len(self._parameters) + place)
+            for place, leaf in enumerate(part_leaves)
         ]
+        self.recording = Recording()
+        self._stages = [
+            _Stage(stage, self._groups, self._scatters, self.recording)
+            for stage in (stages or [model])
+        ]
+        self._discards = False
         self._backwards = [_GroupBackwards() for _ in self._groups]
         self._handles = [
             group.register_forward_hook(each.watch)
@@ -184,13 +190,15 @@ class FsdpReducer:
         whole.next_round(is_dummy=is_dummy, last=whole.round + 1 == self._rounds)
         self._backward(total, grad_output, is_dummy=is_dummy)
         for leaf in self._part_sums:
-            leaf.push()
+            leaf.push(leaf.take(self.recording.at()))
         self._end_round(whole)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
         numbers on this rank."""
         found = self._stages[stage]
+        if self._discards:
+            return
         assert microbatch == found.round, "gradients are leaves of the tree in this order"
         self._end_round(found)
         found.next_round(is_dummy=False, last=found.round + 1 == self._rounds)
@@ -212,25 +220,23 @@ class FsdpReducer:
             each.end()
 
     @contextmanager
-    def recording(self, checksums: GradientChecksums) -> Iterator[None]:
+    def discarding(self) -> Iterator[None]:
+        self._discards = self._used.is_dummy = True
         for scatter in self._scatters:
-            scatter.checksums = checksums
+            scatter.sends = False
         try:
             yield
         finally:
+            self._discards = self._used.is_dummy = False
             for scatter in self._scatters:
-                scatter.checksums = None
-
-    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
-        for scatter in self._scatters:
-            scatter.sends = False
-        self._backward(total, grad_output, is_dummy=True)
-        for scatter in self._scatters:
-            scatter.sends = True
+                scatter.sends = True
         for stage in self._stages:
             stage.clear()
+
+    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+        self._backward(total, grad_output, is_dummy=True)
         for leaf in self._part_sums:
-            leaf.take()
+            leaf.take(self.recording.at())
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
@@ -261,7 +267,11 @@ class _Stage:
     """The rounds of a pipeline's stage, or of the whole model."""
 
     def __init__(
-        self, module: nn.Module, groups: Sequence[nn.Module], scatters: Sequence[Scatter]
+        self,
+        module: nn.Module,
+        groups: Sequence[nn.Module],
+        scatters: Sequence[Scatter],
+        recording: Recording,
     ) -> None:
         """`scatters`: one for each of FSDP2's `groups` in the model."""
         inside = set(module.modules())
@@ -270,6 +280,12 @@ class _Stage:
         self.parameters = list(module.parameters())
         self.round = 0
         """Number of rounds that have ended in this step."""
+        self._recording = recording
+        for scatter in self.scatters:
+            scatter.checksums = self._checksums
+
+    def _checksums(self) -> MicrobatchChecksums | None:
+        return self._recording.at(self.round)
 
     def clear(self) -> None:
         """Clear the gradients."""
@@ -284,8 +300,10 @@ class _Stage:
 class _PartSum:
     """The ordered sum of the gradients of a part's leaf on a gathered parameter."""
 
-    def __init__(self, leaf: PartLeaf, mesh: Mesh) -> None:
+    def __init__(self, leaf: PartLeaf, mesh: Mesh, place: int) -> None:
+        """`place`: of the leaf, after the reducer's parameters."""
         self._leaf = leaf
+        self._place = place
         self._device = mesh.world.device
         self._sum = RoundSum(mesh.data, mesh.data)
         self._tensor = mesh.axis("tensor")
@@ -300,9 +318,9 @@ class _PartSum:
         self._leaf.parameter.grad = None
         self.take()  # the loss of another model may have left one
 
-    def push(self) -> None:
-        """Take the gradient of this rank's microbatch."""
-        gradient, parameter = self.take(), self._leaf.parameter
+    def push(self, gradient: Tensor | None) -> None:
+        """Add the gradient of this rank's microbatch to the sum."""
+        parameter = self._leaf.parameter
         numbers = math.prod(self._shape)
         flat = torch.zeros(numbers + 1, dtype=parameter.dtype, device=self._device)
         if gradient is not None:
@@ -326,11 +344,13 @@ class _PartSum:
         rows = part.movedim(self._dim, 0).contiguous()
         return self._tensor.gather_rows(rows, [len(rows)] * self._tensor.size).movedim(0, self._dim)
 
-    def take(self) -> Tensor | None:
-        """Return the leaf's gradient, and clear it."""
+    def take(self, checksums: MicrobatchChecksums | None = None) -> Tensor | None:
+        """Return the leaf's gradient, and clear it. `checksums`: collects its checksum."""
         if (gathered := self._leaf.gathered) is None:
             return None
         gradient, gathered.grad = gathered.grad, None
+        if checksums is not None and gradient is not None:
+            checksums.add(self._place, to_local(gradient))
         return gradient
 
 
@@ -538,8 +558,8 @@ class Scatter(ReduceScatter):
         self._replicas = replicas
         self._parameters = parameters
         self._in_step = False
-        self.checksums: GradientChecksums | None = None
-        """Collects the checksums of what this rank sends."""
+        self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
+        """Returns what collects the checksums of the gradients that this rank sends now."""
         self.sends = True
         """False while gradients are only recorded."""
         self.summed: list[nn.Parameter] = []
@@ -575,8 +595,8 @@ class Scatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self.checksums is not None:
-            self._record(input_tensor, self.checksums)
+        if (checksums := self.checksums()) is not None:
+            self._record(input_tensor, checksums)
         if not (self._in_step and self.sends):
             output_tensor.zero_()
             return None
@@ -584,7 +604,7 @@ class Scatter(ReduceScatter):
             input_tensor.zero_()
         return self._sum(output_tensor, input_tensor, group, async_op)
 
-    def _record(self, sent: Tensor, checksums: GradientChecksums) -> None:
+    def _record(self, sent: Tensor, checksums: MicrobatchChecksums) -> None:
         raise NotImplementedError("gradients have the same bits on all ranks under bitwise alone")
 
     def _sum(
@@ -702,7 +722,7 @@ class OrderedScatter(Scatter):
             rows.append(row)
         return torch.cat(rows, 1)
 
-    def _record(self, sent: Tensor, checksums: GradientChecksums) -> None:
+    def _record(self, sent: Tensor, checksums: MicrobatchChecksums) -> None:
         parts = torch.split(sent.view(self._shards, -1), self._padded(), dim=1)
         for each, part in zip(self._trainable, parts, strict=True):
             checksums.add(self._places[id(each.sharded_param)], part)

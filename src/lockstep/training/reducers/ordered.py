@@ -4,6 +4,7 @@ DDP does not take: stages of a pipeline, and layers that are sharded."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from lockstep.comm.mesh import Mesh, like_parameter, to_local
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import World
 from lockstep.training.reducers.dummies import leaves_of
+from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums, Recording
 from lockstep.training.reducers.step_stats import (
     Number,
     StepStats,
@@ -43,9 +45,13 @@ class OrderedReducer:
         self._parameters = list(parameters)
         self._world = mesh.summed()
         self._rank = mesh.data.rank
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._stages = [
-            _StageSum(stage, self._world) for stage in ([parameters] if stages is None else stages)
+            _StageSum(stage, self._world, [places[id(parameter)] for parameter in stage])
+            for stage in ([parameters] if stages is None else stages)
         ]
+        self.recording = Recording()
+        self._discards = False
         self._unused = UnusedParameters(self._parameters, self._world)
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
@@ -70,17 +76,33 @@ class OrderedReducer:
         torch.autograd.backward(
             total, grad_output, inputs=self._parameters if own_parameters_only else None
         )
-        self._stages[0].take_leaf()
+        self._stages[0].push(self._stages[0].take_leaf(self.recording.at()))
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
         numbers on this rank."""
-        if microbatch != self._stages[stage].taken:
+        found = self._stages[stage]
+        leaf = found.take_leaf(self.recording.at(microbatch))
+        if self._discards:
+            return
+        if microbatch != found.taken:
             raise AssertionError(
-                f"the backward of microbatch {microbatch} came after {self._stages[stage].taken}"
+                f"the backward of microbatch {microbatch} came after {found.taken}"
                 " others; gradients are leaves of the tree in the order of microbatches"
             )
-        self._stages[stage].take_leaf()
+        found.push(leaf)
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        self._discards = True
+        try:
+            yield
+        finally:
+            self._discards = False
+
+    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+        torch.autograd.backward(total, grad_output)
+        self._stages[0].take_leaf(self.recording.at())
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
@@ -103,8 +125,12 @@ class OrderedReducer:
 class _StageSum:
     """The ordered sum of the gradients of one stage's parameters."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], world: World, places: Sequence[int]
+    ) -> None:
+        """`places`: of the parameters among the reducer's."""
         self._parameters = list(parameters)
+        self._places = places
         self._buckets = list(_buckets(self._parameters))
         self._world = world
 
@@ -117,21 +143,27 @@ class _StageSum:
         self._used: set[int] = set()
         self._counter: Counter[list[Tensor]] = Counter(_add, start=mine.start, count=nodes.count)
 
-    def take_leaf(self) -> None:
-        """Take the gradients of the next microbatch from `.grad`."""
-        self._counter.push([self._take(place) for place in range(len(self._parameters))])
-        self.taken += 1
+    def take_leaf(self, checksums: MicrobatchChecksums | None) -> list[Tensor | None]:
+        """Take this rank's parts of the gradients of a microbatch from `.grad`. `checksums`:
+        collects their checksums."""
+        leaf = [_taken(parameter) for parameter in self._parameters]
+        if checksums is not None:
+            for place, gradient in zip(self._places, leaf, strict=True):
+                if gradient is not None:
+                    checksums.add(place, gradient)
+        return leaf
 
-    def _take(self, place: int) -> Tensor:
-        """Take this rank's part of a gradient."""
-        parameter = self._parameters[place]
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return torch.zeros_like(to_local(parameter.detach()))
-        self._used.add(place)
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return to_local(gradient)
+    def push(self, leaf: Sequence[Tensor | None]) -> None:
+        """Add the gradients of the next microbatch to the sum."""
+        self._used |= {place for place, gradient in enumerate(leaf) if gradient is not None}
+        pairs = zip(self._parameters, leaf, strict=True)
+        self._counter.push(
+            [
+                torch.zeros_like(to_local(parameter.detach())) if gradient is None else gradient
+                for parameter, gradient in pairs
+            ]
+        )
+        self.taken += 1
 
     def finish(self) -> list[nn.Parameter]:
         """Sum over all ranks, and write the sums to `.grad`. Return the parameters that this rank's
@@ -160,6 +192,16 @@ class _StageSum:
             for place, part in zip(places, parts, strict=True):
                 totals[place] = part.view(local[place].shape)
         return totals
+
+
+def _taken(parameter: nn.Parameter) -> Tensor | None:
+    """Take this rank's part of a gradient."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return None
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return to_local(gradient)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:

@@ -16,7 +16,7 @@ from lockstep.model.separate_parts import PartLeaf
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
-from lockstep.training.reducers.gradient_checksums import GradientChecksums
+from lockstep.training.reducers.microbatch_checksums import Recording
 from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.post_backward import PostBackwardReducer
 from lockstep.training.reducers.rounds import RoundsReducer
@@ -63,13 +63,16 @@ class GradientReducer(Protocol):
 class RecomputingReducer(GradientReducer, Protocol):
     """A `GradientReducer` that can compare a microbatch's gradient with another rank's."""
 
-    def recording(self, checksums: GradientChecksums) -> AbstractContextManager[None]:
-        """A context in which `backward` or `recompute` is called for one microbatch; the checksums
-        of its gradient go into `checksums`."""
+    recording: Recording
+    """The microbatch whose gradient is recorded."""
+
+    def discarding(self) -> AbstractContextManager[None]:
+        """A context in which the gradient of another rank's microbatch is computed, by `recompute`
+        or by a pipeline's schedule, and discarded. Entered before the first `backward` of the step;
+        or after `reduce`, and then the sum is lost."""
 
     def recompute(self, total: Tensor, grad_output: Tensor) -> None:
-        """Compute the gradient of another rank's microbatch, and discard it. Called before the
-        first `backward` of the step; or after `reduce`, and then the sum is lost."""
+        """Compute the gradient of another rank's microbatch, in the context `discarding`."""
 
 
 class ReducerChoice(NamedTuple):
@@ -143,6 +146,7 @@ def build_reducer(
         )
         if bitwise and pipeline is not None:
             pipeline.on_gradient = reducer.after_backward
+            pipeline.on_exchange = reducer.recording.exchange
         return reducer
     parameters = [*parameters, *(leaf.parameter for leaf in part_leaves)]
     if choice.reducer is OrderedReducer:
@@ -159,6 +163,7 @@ def build_reducer(
         )
         if pipeline is not None:
             pipeline.on_gradient = ordered.after_backward
+            pipeline.on_exchange = ordered.recording.exchange
         return ordered
     if choice.reducer is RoundsReducer:
         return RoundsReducer(model, parameters, mesh, leaves, max_microbatches=max_microbatches)

@@ -37,6 +37,7 @@ class TiedGradients:
         ]
         self.leaves = [leaf for several in held.values() for leaf in several]
         """The leaves of this rank's parts. A reducer treats them as parameters."""
+        self.names_of_leaves = [name for name, several in held.items() for _ in several]
         self._elsewhere = {
             id(several[0]) for several, ranks in self._mine if ranks[0] != pipeline.rank
         }
