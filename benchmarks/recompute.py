@@ -1,16 +1,22 @@
-"""Measures what `--recompute-every` costs, and that it raises no alarm.
+"""Measures what `--recompute-every` costs, that it raises no alarm, and which ranks it names.
 
     python benchmarks/recompute.py [--nproc 2] [--microbatches 4] [--rounds 40] [--width 256]
+    python benchmarks/recompute.py --nproc 4 --stages 2 [--microbatches 8]
     python benchmarks/recompute.py --clean 10000 [--nproc 3]
+    python benchmarks/recompute.py --planted 60 --nproc 6 --stages 2
 
 `ls.train` trains examples/gpt.py's model under replicate and numerics=bitwise, with a check in
-every fourth step. Steps with and without a check alternate within one run, so other load on the
-machine affects both. Rank 0 measures the processor time of the training thread. The cost at K = 50
-is (the median of the steps with a check ÷ the median of the others - 1) ÷ 50; a check recomputes
-one microbatch, so 1 ÷ `microbatches` ÷ 50 is expected.
+every fourth step; with `--stages`, each replica is a pipeline. Steps with and without a check
+alternate within one run, so other load on the machine affects both. Rank 0 measures the processor
+time of the training thread. The cost at K = 50 is (the median of the steps with a check ÷ the
+median of the others - 1) ÷ 50; a check recomputes one microbatch, so 1 ÷ `microbatches` ÷ 50 is
+expected. In a pipeline of S stages a microbatch alone takes as long as S, and a step as long as
+`microbatches` + S - 1: so S ÷ (`microbatches` + S - 1) ÷ 50 is expected of the time, if each
+process has a processor of its own.
 
 `--clean STEPS` trains a tiny model for as many steps, with a check in each; a WrongResultError ends
-it.
+it. `--planted FAULTS` trains a tiny model as many times, each time with a persistent fault in the
+products of one rank (tests/training/faulty.py), and counts the ranks that are named.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +35,20 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.base.errors import WrongResultError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import gpt
+from training import faulty
 
 EVERY = 4
 CONTEXT = 64
+FAULTS: list[dict[str, Any]] = [
+    *({"product": product} for product in faulty.PRODUCTS),
+    {"product": "weight gradient", "least": 200},
+    {"product": "forward", "same": True},
+]
 
 
 class Clock(ls.Hook):
@@ -53,12 +68,19 @@ class Clock(ls.Hook):
         (self.with_check if checked else self.without).append(took)
 
 
-def cost(run_dir: str, width: int, microbatches: int, rounds: int) -> tuple[float, float]:
+def plan_of(stages: int) -> str:
+    replicas = int(os.environ["WORLD_SIZE"]) // stages
+    return f"replicate={replicas},pipeline={stages},numerics=bitwise"
+
+
+def cost(
+    run_dir: str, width: int, microbatches: int, rounds: int, stages: int
+) -> tuple[float, float]:
     """Return the median seconds of a step with a check, and of one without. Runs on each rank."""
     torch.set_num_threads(1)
     windows = torch.randint(0, 256, (512, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
     clock = Clock()
-    processes = int(os.environ["WORLD_SIZE"])
+    replicas = int(os.environ["WORLD_SIZE"]) // stages
     ls.train(
         ls.Recipe(
             model=lambda: gpt.GPT(layers=4, width=width, heads=4, context=CONTEXT, dropout=0.1),
@@ -66,22 +88,23 @@ def cost(run_dir: str, width: int, microbatches: int, rounds: int) -> tuple[floa
             inputs=lambda batch: batch[0][:, :-1],
             loss=lambda logits, batch: gpt.cross_entropy(logits, batch[0]),
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
-            global_batch=4 * microbatches * processes,
+            global_batch=4 * microbatches * replicas,
             microbatch=4,
             steps=EVERY * (rounds + 2),
+            stages=["embedding", "blocks.*", "head"],
         ),
         run_dir=run_dir,
-        plan=f"replicate={processes},numerics=bitwise",
+        plan=plan_of(stages),
         hooks=[clock],
     )
     return statistics.median(clock.with_check[2:]), statistics.median(clock.without[6:])
 
 
-def clean(run_dir: str, steps: int) -> str:
+def clean(run_dir: str, steps: int, stages: int) -> str:
     """Train a tiny model with a check in each step. Runs on each rank."""
     torch.set_num_threads(1)
     rows = torch.randn(4096, 9, generator=torch.Generator().manual_seed(0))
-    processes = int(os.environ["WORLD_SIZE"])
+    replicas = int(os.environ["WORLD_SIZE"]) // stages
     result = ls.train(
         ls.Recipe(
             model=lambda: nn.Sequential(
@@ -94,14 +117,82 @@ def clean(run_dir: str, steps: int) -> str:
             inputs=lambda batch: batch[0][:, :8],
             loss=lambda output, batch: nn.functional.mse_loss(output, batch[0][:, 8:]),
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-            global_batch=8 * processes,
+            global_batch=4 * max(2, stages) * replicas,
             microbatch=4,
             steps=steps,
+            stages=["0", "1", "2", "3"],
         ),
         run_dir=run_dir,
-        plan=f"replicate={processes},numerics=bitwise",
+        plan=plan_of(stages),
     )
     return result.fingerprint
+
+
+class Named(ls.Hook):
+    """The ranks that a run has named, with the steps since the fault began."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.found: list[tuple[list[int], bool, int]] = []
+
+    def on_event(self, run: Any, event: Any) -> None:
+        if event.name == "microbatch-differs":
+            given = event.details
+            self.found.append((given["ranks"], given["is_certain"], event.step - self.begin))
+
+
+def planted(folder: str, number: int, stages: int) -> list[list[Any]]:
+    """Train a tiny model `number` times, with a fault on each rank in turn. Return for each fault
+    what was named. Runs on each rank."""
+    torch.set_num_threads(1)
+    rows = torch.randn(256, 9, generator=torch.Generator().manual_seed(0))
+    processes = int(os.environ["WORLD_SIZE"])
+    found = []
+    for place in range(number):
+        fault = {**FAULTS[place % len(FAULTS)], "begin": 1 + place % 4, "seed": place}
+        named = Named(fault["begin"])
+        rank = place // len(FAULTS) % processes
+        with suppress(WrongResultError):
+            ls.train(
+                ls.Recipe(
+                    model=lambda: nn.Sequential(
+                        faulty.Linear(8, 32),
+                        nn.Tanh(),
+                        faulty.Linear(32, 32),
+                        nn.Tanh(),
+                        faulty.Linear(32, 32),
+                        nn.Tanh(),
+                        faulty.Linear(32, 1),
+                    ),
+                    data=torch.utils.data.TensorDataset(rows),
+                    inputs=lambda batch: batch[0][:, :8],
+                    loss=lambda output, batch: nn.functional.mse_loss(output, batch[0][:, 8:]),
+                    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+                    global_batch=4 * max(2, stages) * (processes // stages),
+                    microbatch=4,
+                    steps=3 * EVERY,
+                    stages=[str(part) for part in range(7)],
+                ),
+                run_dir=f"{folder}/{place}",
+                plan=plan_of(stages),
+                hooks=[faulty.Planted(rank, **fault), named],
+            )
+        found.append([rank, fault["product"], named.found])
+    return found
+
+
+def report(found: list[list[Any]]) -> None:
+    """Print the faults whose rank was not named, and the number of those that were."""
+    right = 0
+    for rank, product, named in found:
+        if named and named[0][:2] == ([rank], True):
+            right += 1
+        else:
+            print(f"rank {rank}, {product}: named {named}")
+    late = max((named[0][2] for _, _, named in found if named), default=0)
+    print(
+        f"{right} of {len(found)} named with the right rank, at most {late} steps after they began"
+    )
 
 
 def main() -> None:
@@ -112,18 +203,25 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4, help="of each process, in a step")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--stages", type=int, default=1, help="of the pipeline of each replica")
     parser.add_argument("--clean", type=int, metavar="STEPS")
+    parser.add_argument("--planted", type=int, metavar="FAULTS")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         if options.clean is not None:
             os.environ["LOCKSTEP_RECOMPUTE_EVERY"] = "1"
-            found = ls.spawn(clean, nproc=options.nproc, args=(f"{folder}/run", options.clean))
+            sizes = (options.clean, options.stages)
+            found = ls.spawn(clean, nproc=options.nproc, args=(f"{folder}/run", *sizes))
             print(f"no alarm in {options.clean} steps; fingerprint {found}")
             return
         os.environ["LOCKSTEP_RECOMPUTE_EVERY"] = str(EVERY)
-        sizes = (options.width, options.microbatches, options.rounds)
+        if options.planted is not None:
+            args = (folder, options.planted, options.stages)
+            report(ls.spawn(planted, nproc=options.nproc, args=args))
+            return
+        sizes = (options.width, options.microbatches, options.rounds, options.stages)
         checked, plain = ls.spawn(cost, nproc=options.nproc, args=(f"{folder}/run", *sizes))
     ratio = checked / plain
     print(

@@ -237,10 +237,10 @@ STAGED: dict[str, Any] = {
 IN_STAGES = [
     (0, "forward"),  # spoils what the later stage receives
     (1, "weight gradient"),
-    (2, "input gradient"),  # spoils what the earlier stage receives
+    (3, "input gradient"),  # spoils what the earlier stage receives
     (3, "forward"),
 ]
-"""Ranks of two pipelines of two stages, and the products that they compute wrong."""
+"""Ranks of two or three pipelines of two stages, and the products that they compute wrong."""
 
 
 def staged(run_dir: str, plan: str) -> list[dict[str, Any]]:
@@ -271,6 +271,18 @@ def test_no_stage_is_accused_of_what_another_has_sent(
         ranks = [0, 1] if rank < 2 else [2, 3]  # those of its stage
         assert (event["ranks"], event["is_certain"]) == (ranks, False)
         assert f"pipeline rank {ranks[0] // 2}, " in by_rank[0][place]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_of_three_pipelines_the_rank_that_is_wrong_is_named(tmp_path: Path) -> None:
+    with WorkerPool(max_workers=6) as larger:
+        by_rank = larger.run(
+            6, staged, str(tmp_path), "replicate=3,pipeline=2", timeout_seconds=300
+        )
+    for place, (rank, _) in enumerate(IN_STAGES):
+        (event,) = by_rank[0][place]["events"]
+        assert (event["ranks"], event["is_certain"]) == ([rank], True)
 
 
 def pipelines(run_dir: str, plan: str) -> list[dict[str, Any]]:

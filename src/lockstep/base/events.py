@@ -42,7 +42,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "run-directory-in-container": "the run directory is lost with its container",
         "idle-ranks": "a global batch has too few microbatches for all ranks",
         "modes-restored": "a forward changed the mode of modules",
-        "not-recomputed": "`--recompute-every` with one process checks nothing",
+        "not-recomputed": "`--recompute-every` with one replica checks nothing",
         "data-not-reproducible": "a sample changes when it is fetched again",
         "loss-depends-on-microbatches": "the loss is not the sum over halves of a microbatch",
         "loss-keeps-state": "the loss or the model keeps a value between microbatches",

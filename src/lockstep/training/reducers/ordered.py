@@ -94,6 +94,8 @@ class OrderedReducer:
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
+        for parameter in self._parameters:
+            parameter.grad = None  # of the sum
         self._discards = True
         try:
             yield
