@@ -75,9 +75,9 @@ class Computed(NamedTuple):
     """Checksums of what a rank computed of one microbatch."""
 
     exchanged: Sequence[tuple[Position, int]]
-    """Of each exchange with other ranks of the replica, in the order of positions."""
+    """One for each tensor that is exchanged with other ranks of the replica, by position."""
     gradient: Sequence[int]
-    """Of each parameter."""
+    """One for each parameter."""
 
     def first_difference(self, other: Computed) -> Position | None:
         """Return the first position at which another rank computed something else. None if it
@@ -89,15 +89,15 @@ class Computed(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """What one rank computed in a step in which ranks compare."""
+    """A rank, and what it computed in a step in which ranks compare."""
 
     rank: int
     computed: Sequence[Computed]
-    """In each of its roles, which are the places in `Recomputed.ranks`."""
+    """One for each of its roles, which are the places in `Recomputed.ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class WrongRanks:
     """The ranks that computed wrong results."""
 
     ranks: Sequence[int]
@@ -115,7 +115,7 @@ class Verdict:
     """True if two data ranks agree on it, and so another one is wrong."""
 
 
-def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> Verdict:
+def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
     """Return the verdict on microbatches of which at least one differs. `replicas`: for each data
     rank, the ranks that compute a microbatch together, in the same order for each.
 
@@ -134,7 +134,7 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
     ]
     wrong, unclear = ranks_at_fault(votes)
     ranks, is_shared = set[int](), False
-    first: Verdict | None = None
+    first: WrongRanks | None = None
     for each, values in votes:
         right = next((one for one in values if values.count(one) > 1), None)
         for role, other in _pairs(values, right):
@@ -145,7 +145,7 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
             named = [replicas[data][place].rank for place in places]
             ranks.update(named)
             is_shared = is_shared or len(named) > 1 or position[1:2] == [RECEIVED]
-            first = first or Verdict([], False, each, role, other, position, bool(wrong))
+            first = first or WrongRanks([], False, each, role, other, position, bool(wrong))
     assert first is not None, "at least one microbatch differs"
     return replace(first, ranks=sorted(ranks), is_certain=bool(wrong) and not is_shared)
 

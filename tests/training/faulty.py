@@ -81,6 +81,12 @@ class Planted(ls.Hook):
         FAULT.clear()
 
 
+def deep() -> nn.Module:
+    """Four layers with parameters, for as many stages."""
+    hidden = [layer for _ in range(2) for layer in (Linear(16, 16), nn.Tanh())]
+    return nn.Sequential(Linear(6, 16), nn.Dropout(0.1), *hidden, Linear(16, 3))
+
+
 def network(width: int = 16) -> nn.Module:
     return nn.Sequential(
         Linear(6, width),

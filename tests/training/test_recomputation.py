@@ -228,9 +228,10 @@ def test_experts_compute_the_rows_of_another_rank(
 
 
 STAGED: dict[str, Any] = {
+    "model": faulty.deep,
     "inputs": lambda batch: (batch[1],),
     "loss": lambda output, batch: ((output - batch[2]) ** 2).mean(),
-    "stages": [str(part) for part in range(6)],
+    "stages": [str(part) for part in range(7)],
     "data": rows(96),
     "global_batch": 32,
 }
@@ -248,7 +249,7 @@ def staged(run_dir: str, plan: str) -> list[dict[str, Any]]:
         (plan, EVERY, (rank, {"product": product, "begin": 2, "seed": rank}), STAGED, 2)
         for rank, product in IN_STAGES
     ]
-    return several(run_dir, cases)
+    return several(run_dir, [*cases, (plan, 0, None, STAGED), (plan, 1, None, STAGED)])
 
 
 @pytest.mark.timeout(180)
@@ -271,6 +272,9 @@ def test_no_stage_is_accused_of_what_another_has_sent(
         ranks = [0, 1] if rank < 2 else [2, 3]  # those of its stage
         assert (event["ranks"], event["is_certain"]) == (ranks, False)
         assert f"pipeline rank {ranks[0] // 2}, " in by_rank[0][place]["error"]
+    without, checked = by_rank[0][-2:]
+    assert checked == without
+    assert checked["error"] == ""
 
 
 @pytest.mark.slow
@@ -302,7 +306,6 @@ def pipelines(run_dir: str, plan: str) -> list[dict[str, Any]]:
         ("shard=2", 2),
         pytest.param("replicate=2,pipeline=2", 4, marks=pytest.mark.slow),
         pytest.param("shard=2,pipeline=2,checkpointing=full", 4, marks=pytest.mark.slow),
-        pytest.param("replicate=2,pipeline=2,schedule=interleaved", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_in_stages_has_the_bits_that_it_has_without_checks(
