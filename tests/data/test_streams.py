@@ -5,7 +5,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import default_collate
 
 import lockstep as ls
@@ -63,6 +63,7 @@ def test_every_epoch_of_a_shard_has_each_of_its_samples_once_each_window_its_own
         epoch += 1
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(0, 50))
 def test_a_shard_read_from_a_position_on_goes_on_as_if_it_had_been_read_to_it(shard, window, count):
     whole = read(60, window=window, shard=shard)

@@ -50,7 +50,7 @@ def commands(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("folders", "files"), [(250, 1500), pytest.param(500, 3000, marks=pytest.mark.slow)]
+    ("folders", "files"), [(100, 600), pytest.param(500, 3000, marks=pytest.mark.slow)]
 )
 def test_commands_on_folders_changed_at_random(tmp_path: Path, folders: int, files: int) -> None:
     fuzz = Fuzz(tmp_path)
@@ -70,7 +70,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False), JSON, st.integers(0, 2))
 def test_any_manifest_is_right_or_damage(random: Any, value: Any, kind: int) -> None:
     content = json.loads(MANIFEST)["content"]
