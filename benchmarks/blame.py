@@ -2,7 +2,7 @@
 
     python benchmarks/blame.py [--only sample rate flip machine] [--json FILE]
 
-Each run trains a small network with dropout and clipping under numerics=bitwise, on 2 to 4
+Each run trains a small network with dropout and clipping under numerics=bitwise, on 2 to 8
 processes, with one of these causes:
 
 - `sample`: the target of one sample is 1,000 times as large, in other places of the data and of
@@ -90,7 +90,7 @@ recipe = ls.Recipe(
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.003),
     schedule=rate,
     global_batch=24,
-    microbatch=6,
+    microbatch=3,
     steps={STEPS},
     clip_norm=50.0,
 )
@@ -135,44 +135,44 @@ PLANTED = [
         Planted("sample", plan, processes, on, sample=sample)
         for plan, processes, on, sample in (
             ("replicate=2", 2, 1, 5),
-            ("shard=2", 2, 1, 100),
+            ("shard=2", 2, 2, 17),
             ("replicate=3", 3, 1, 211),
             ("replicate=2,shard=2", 4, 1, 333),
-            ("shard=2", 2, 2, 17),
-            ("replicate=4", 4, 2, 383),
+            ("replicate=6", 6, 1, 100),
+            ("replicate=4,shard=2", 8, 2, 383),
         )
     ),
     *(
         Planted("rate", plan, processes, on, jump=jump)
         for plan, processes, on, jump in (
             ("replicate=2", 2, 1, 20),
-            ("shard=2", 2, 1, 30),
+            ("shard=2", 2, 2, 40),
             ("replicate=3", 3, 1, 13),
             ("replicate=2,shard=2", 4, 2, 25),
-            ("shard=2", 2, 2, 40),
-            ("replicate=4", 4, 1, 33),
+            ("replicate=3,shard=2", 6, 1, 33),
+            ("replicate=8", 8, 1, 30),
         )
     ),
     *(
         Planted("flip", plan, processes, on, fault=("flip", step, rank))
         for plan, processes, on, step, rank in (
             ("shard=2", 2, 1, 14, 0),
-            ("shard=2", 2, 1, 22, 1),
+            ("shard=2", 2, 2, 18, 1),
             ("shard=3", 3, 1, 27, 2),
             ("shard=4", 4, 1, 33, 3),
-            ("shard=2", 2, 2, 18, 0),
-            ("shard=4", 4, 2, 21, 1),
+            ("shard=6", 6, 2, 21, 4),
+            ("shard=8", 8, 1, 22, 7),
         )
     ),
     *(
         Planted("machine", plan, processes, on, fault=("machine", step, rank))
         for plan, processes, on, step, rank in (
             ("replicate=2", 2, 1, 14, 1),
-            ("shard=2", 2, 1, 22, 0),
+            ("shard=2", 2, 2, 18, 0),
             ("replicate=3", 3, 1, 27, 2),
             ("replicate=2,shard=2", 4, 1, 33, 3),
-            ("shard=2", 2, 2, 18, 1),
-            ("replicate=4", 4, 2, 21, 0),
+            ("replicate=6", 6, 1, 21, 5),
+            ("replicate=2,shard=4", 8, 2, 22, 6),
         )
     ),
 ]

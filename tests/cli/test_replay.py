@@ -142,11 +142,22 @@ def test_a_checkpoint_is_no_run(run: Path) -> None:
     assert "is no run directory" in ended.stderr
 
 
-def test_a_run_without_a_plan_is_refused(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": None}, "run.json has no plan, so it is not known what the run computes"),
+        ({"launcher": "spawn"}, "was made by ls.spawn"),
+        ({"place_in_script": 2}, "is training 2 of its script, and only a step of the first"),
+        ({"recipe": {"data": {"shards": 4}}}, "--without-sample 1, and the run trains on an ls.S"),
+    ],
+)
+def test_runs_whose_steps_cannot_be_made_again_are_refused_before_the_script_starts(
+    run: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     metadata = json.loads((run / "run.json").read_text())
-    del metadata["plan"]
-    (tmp_path / "run" / "run.json").write_text(json.dumps(metadata))
-    ended = command("replay", "--step", "3", tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**metadata, **change}))
+    ended = command("replay", "--step", "3", "--without-sample", "1", tmp_path / "run")
     assert ended.returncode == 2
-    assert "run.json has no plan, so it is not known what the run computes" in ended.stderr
+    assert message in ended.stderr
+    assert "lockstep replay: begins" not in ended.stderr

@@ -14,6 +14,23 @@ WORKER = ["python", "-P", "-m", "lockstep.launch.worker"]
 
 
 @pytest.mark.parametrize(
+    ("line", "launcher", "message"),
+    [
+        (["python", "-c", "from multiprocessing.spawn import"], "spawn", "by ls.spawn, which"),
+        (["python", "train.py"], "spawn", "a SCRIPT that calls the function itself"),
+        (["python", "-m", "ipykernel_launcher", "-f", "a.json"], "none", "made in a notebook"),
+    ],
+)
+def test_runs_that_no_script_makes_again_are_refused_by_name(
+    tmp_path: Path, line: list[str], launcher: str, message: str
+) -> None:
+    metadata = {"launcher": launcher, "environment": {"command_line": line}}
+    (tmp_path / "run.json").write_text(json.dumps(metadata))
+    with pytest.raises(LaunchError, match=message):
+        script_of(tmp_path, "runs/a", "a step is made again by the script")
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         (["python", "train.py", "-m", "1"], ["train.py", "-m", "1"]),

@@ -118,6 +118,12 @@ def command(
     target, run, line = replayed_run(source, checkpoints, line, given)
     if step > (last := last_step(run, target)):
         raise LaunchError(f"--step {step}, and the run has come to step {last}; give a step of it")
+    data = (read_metadata(run).get("recipe") or {}).get("data")
+    if without and isinstance(data, dict) and "shards" in data:
+        raise LaunchError(
+            f"--without-sample {without[0]}, and the run trains on an ls.Stream; only the samples"
+            " of a dataset have an index; leave it out"
+        )
     with work_folder("lockstep-replay-") as folder:
         status, found = replay(
             target, run, step, line, given, folder=folder, without=without, quiet=as_json
@@ -144,6 +150,12 @@ def replayed_run(
         target = Target.find(checkpoints)
     elif target.elsewhere is not None:
         raise CheckpointError(f"{source}: {target.none_there}, as --checkpoints")
+    place = read_metadata(run).get("place_in_script") or 1
+    if line is None and place > 1:
+        raise LaunchError(
+            f"{source} is training {place} of its script, and only a step of the first is made"
+            " again; give a SCRIPT with this training alone"
+        )
     line = line or script_of(run, source, "a step is made again by the script")
     given["set"] = assignments(run, ())
     plan = (read_metadata(run).get("plan") or {}).get("text")

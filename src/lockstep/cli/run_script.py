@@ -19,7 +19,8 @@ def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
     """Return the command line of the script that made a run. Raises `LaunchError` if it is not
     known. `run`: the run directory; None if `source`, as the user gave it, is none. `needs`: text
     for what needs the script."""
-    environment = {} if run is None else read_metadata(run).get("environment") or {}
+    metadata = {} if run is None else read_metadata(run)
+    environment = metadata.get("environment") or {}
     line = [str(word) for word in environment.get("command_line") or []]
     words = (
         line[line.index("lockstep.launch.worker") + 1 :]
@@ -28,6 +29,15 @@ def script_of(run: Path | None, source: str, needs: str) -> ScriptLine:
     )
     is_module = words[:1] == ["-m"]
     words = words[is_module:]
+    if metadata.get("launcher") == "spawn":
+        raise LaunchError(
+            f"{source} was made by ls.spawn, which starts processes of its own; {needs}; give a"
+            " SCRIPT that calls the function itself"
+        )
+    if words and words[0].endswith("kernel_launcher"):
+        raise LaunchError(
+            f"{source} was made in a notebook; {needs}; give a SCRIPT with the same training"
+        )
     if not words or words[0].startswith("-"):
         raise LaunchError(f"{source} does not name its script; {needs}; give SCRIPT")
     script = words[0]

@@ -180,6 +180,7 @@ class Recorder:
             "world_size": world.size,
             "launcher": launcher,
             "checkpoints": checkpoints,
+            "place_in_script": list(dict.fromkeys(_opened)).index(self.path) + 1,
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "environment": environment,
         }

@@ -34,6 +34,7 @@ CHECKSUM = "gradient_checksum"
 """The key of a row of metrics.jsonl that is no number: 16 hexadecimal digits."""
 _RUN_KINDS = {
     "recipe": dict, "plan": {"text": str}, "world_size": int, "checkpoints": str,
+    "place_in_script": int,
     "environment": {"host": str, "device": {"name": str}, "command_line": list,
     "working_directory": str},
 }  # fmt: skip
