@@ -503,8 +503,8 @@ def from_data(
     for earlier steps. `left_out`: samples that the loader leaves out of a step. Raises `DataError`
     before the first step if it cannot."""
     if left_out is not None and first <= left_out.step < batching.steps:
-        step = Microbatches(left_out.step, batching, iter(()), seed=seed, order=loader.order)
-        step.leave_out(left_out.samples)
+        layout_only = Microbatches(left_out.step, batching, iter(()), seed=seed, order=loader.order)
+        layout_only.leave_out(left_out.samples)
     fetched = loader.fetch(batching.request(first))
     for step in range(first, batching.steps):
         source = Microbatches(step, batching, fetched, seed=seed, order=loader.order)
