@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 from training.subjects import each_of, learned
 
@@ -49,6 +50,7 @@ class Attention(nn.Module):
         if self.eager:
             scores = torch.matmul(query, key.transpose(2, 3)) / 2.0
             mixed = F.dropout(scores.softmax(-1), 0.1, self.training) @ value
+            mixed = F.dropout(mixed.transpose(1, 2), 0.1, self.training).transpose(1, 2)
         else:
             dropped = 0.1 if self.training else 0.0
             mixed = F.scaled_dot_product_attention(
@@ -265,15 +267,40 @@ def test_a_run_goes_on_with_the_same_bits_under_another_plan(
 class Between(nn.Module):
     """Computes something between its sharded layers."""
 
-    def __init__(self, compute: Callable[[Any, Tensor], Tensor], width: int = 8) -> None:
+    def __init__(
+        self,
+        compute: Callable[[Any, Tensor], Tensor],
+        width: int = 8,
+        layers: Callable[[Any, Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(TOKENS, width), nn.Linear(width, WORDS)
         self.scale = nn.Parameter(torch.ones(1))
-        self.compute = compute
+        self.compute, self.layers = compute, layers
 
     def forward(self, text: Tensor) -> Tensor:
-        hidden = self.compute(self, self.up(text.float()))
-        return self.down(hidden)[:, None].expand(-1, TOKENS, -1)  # type: ignore[no-any-return]
+        if self.layers is not None:
+            return self.layers(self, text)
+        return self.both(text.float())[:, None].expand(-1, TOKENS, -1)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.down(self.compute(self, self.up(x)))  # type: ignore[no-any-return]
+
+
+def recomputed(model: Any, text: Tensor) -> Tensor:
+    """Both layers, in a checkpoint that is not around their module."""
+    given = text.float().requires_grad_()
+    return checkpoint(model.both, given, use_reentrant=True)[:, None].expand(-1, TOKENS, -1)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
 
 
 def with_weight(model: Any, x: Tensor) -> Tensor:
@@ -305,11 +332,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": lambda: Between(lambda _, x: x * x.softmax(0)), "tensor": BETWEEN},
-        "softmax of a tensor that is sharded over the tensor axis, and adds over its tokens",
+        "softmax of a tensor that is sharded over the tensor axis, which adds over its tokens",
     ),
     (
         {"model": lambda: Between(lambda _, x: x * x[:1]), "tensor": BETWEEN},
-        "mul broadcasts a tensor that is sharded over the tensor axis, and has a gradient",
+        "mul of a tensor that is sharded over the tensor axis, whose gradient is a sum over its",
+    ),
+    (
+        {"model": lambda: Between(lambda _, x: x * torch.trapezoid(x, dim=0)), "tensor": BETWEEN},
+        "trapezoid of a tensor that is sharded over the tensor axis, which adds over its tokens",
+    ),
+    (
+        {"model": lambda: Between(lambda _, x: Doubled.apply(x)), "tensor": BETWEEN},
+        "the backward of Doubled, between layers that are sharded over the tensor axis",
+    ),
+    (
+        {"model": lambda: Between(lambda _, x: torch.func.vmap(F.gelu)(x)), "tensor": BETWEEN},
+        "that lockstep has not seen a function of a sharded tensor return",
+    ),
+    (
+        {
+            "model": lambda: Between(lambda m, x: x, layers=recomputed),
+            "tensor": BETWEEN,
+        },
+        "up, called outside of the forward of its module, between layers that are sharded",
     ),
     (
         {"model": lambda: Between(lambda _, x: x, 7), "tensor": BETWEEN},

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
 from lockstep.model.shard import _pass_through_block
 from lockstep.model.tensor.apply import tensor_parallel
-from lockstep.model.tensor.elementwise import ROUNDED_BY_PLACE, elementwise, is_rounded_by_place
-from lockstep.model.tensor.sharded_features import is_sharded
-from lockstep.model.tensor.sliced import Slices, linear, product_of_heads
-from lockstep.model.tensor.token_sums import gradient_sums_tokens, sums_tokens
+from lockstep.model.tensor.elementwise import elementwise
+from lockstep.model.tensor.marks import is_sharded
+from lockstep.model.tensor.sliced import Slices, linear, of_heads
 
 ALONE = World(
     rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), owns_group=False
@@ -65,9 +65,9 @@ def test_slices_are_added_in_float32_under_autocast(over: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_an_element_has_the_same_bits_in_a_part_as_in_the_whole(dtype: torch.dtype) -> None:
-    unary = ("gelu", "silu", "sigmoid", "tanh", "exp", "erf", "sin", "softplus", "mish")
-    functions = [each for each in ROUNDED_BY_PLACE if each.__name__ in unary]
-    assert len(functions) >= len(unary)
+    names = "sigmoid tanh exp erf sin"
+    functions = [getattr(torch, name) for name in names.split()]
+    functions += [F.gelu, F.silu, F.softplus, F.mish]
     whole = drawn(5, 7, 24, dtype=dtype)
     for function in functions:
         expected = outcome(elementwise(function, (whole,), {}), whole)
@@ -76,44 +76,6 @@ def test_an_element_has_the_same_bits_in_a_part_as_in_the_whole(dtype: torch.dty
             found = outcome(elementwise(function, (part,), {}), part)
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other[..., start : start + 6]), function
-
-
-@pytest.mark.parametrize(
-    "function", [torch.special.expit, torch.exp2_, Tensor.sigmoid_, F.silu, Tensor.__pow__]
-)
-def test_functions_that_are_rounded_by_place(function: Any) -> None:
-    assert is_rounded_by_place(function, {})
-    assert is_rounded_by_place(torch.add, {"alpha": 0.3})
-    assert not is_rounded_by_place(torch.add, {})
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "over_tokens"),
-    [
-        (Tensor.mean, {"dim": 2}, True),
-        (Tensor.sum, {}, True),
-        (F.softmax, {"dim": 1}, True),
-        (F.normalize, {}, True),
-        (Tensor.var, {"dim": (2, 3)}, True),
-        (F.group_norm, {"num_groups": 2}, True),
-        (F.softmax, {"dim": -1, "dtype": torch.float64}, False),
-        (Tensor.mean, {"dim": 3, "keepdim": True}, False),
-        (F.normalize, {"dim": -1}, False),
-        (F.gelu, {}, False),
-    ],
-)
-def test_sums_over_tokens(function: Any, arguments: dict[str, Any], over_tokens: bool) -> None:
-    """Or samples, or heads."""
-    assert sums_tokens(function, (drawn(2, 4, 3, 5),), arguments) == over_tokens
-
-
-def test_the_gradient_of_what_is_broadcast_is_a_sum() -> None:
-    whole, gate, scores = drawn(2, 3, 5), drawn(2, 1, 5), drawn(2, 3, 1)
-    for few, expected in ((gate, True), (scores, False), (whole, False), (gate.detach(), False)):
-        given = (whole, few)
-        assert gradient_sums_tokens(whole * few, given, {}, lambda _: True) == expected
-    both = [[whole, gate]]
-    assert not gradient_sums_tokens(torch.cat([whole, gate], 1), both, {}, lambda _: True)
 
 
 def test_an_embedding_gives_no_negative_zero() -> None:
@@ -133,7 +95,7 @@ def test_a_function_in_place_writes_its_tensor() -> None:
         (Tensor.tanh_, (whole,), {}),
         (F.silu, (before,), {"inplace": True}),
     ):
-        assert elementwise(function, arguments, keywords) is arguments[0]
+        assert elementwise(function, arguments, keywords, in_place=True) is arguments[0]
     torch.testing.assert_close(whole, expected)
     torch.testing.assert_close(before, F.silu(drawn(3, 7).detach()))
 
@@ -144,26 +106,35 @@ def test_a_function_of_several_tensors_broadcasts_them() -> None:
     torch.testing.assert_close(elementwise(torch.lerp, arguments, {}), torch.lerp(*arguments))
 
 
-@pytest.mark.parametrize("sizes", [(5, 8, 11, 4), (2, 8, 7, 16), (4, 8, 16, 8)], ids=str)
-def test_heads_have_the_same_bits_in_a_part_as_in_the_whole(sizes: tuple[int, ...]) -> None:
+def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return (query @ key.transpose(2, 3)) @ value
+
+
+@pytest.mark.parametrize("compute", [mixed, F.scaled_dot_product_attention])
+@pytest.mark.parametrize("sizes", [(5, 8, 11, 4), (2, 8, 7, 6), (1, 8, 16, 10)], ids=str)
+def test_heads_have_the_same_bits_in_a_part_as_in_the_whole(
+    compute: Any, sizes: tuple[int, ...]
+) -> None:
+    """Heads of 6 or 10 features begin between the vectors of a processor."""
     batch, heads, length, width = sizes
     shape = batch, length, heads, width
-    flat = [drawn(*shape, seed=seed, dtype=torch.float32) for seed in (0, 1)]
+    flat = [drawn(*shape, seed=seed, dtype=torch.float32) for seed in range(3)]
 
-    def scores(leaves: list[Tensor], own: int) -> list[Tensor]:
-        left, right = (leaf.transpose(1, 2) for leaf in leaves)
-        out = product_of_heads(left, right.transpose(2, 3), Slices(own, ALONE))
+    def attended(leaves: list[Tensor], own: int) -> list[Tensor]:
+        views = [leaf.transpose(1, 2) for leaf in leaves]
+        out = of_heads(compute, views, 1, Slices(own, ALONE))
         found, *gradients = outcome(out, *leaves)
         return [found.transpose(1, 2), *gradients]
 
-    whole = scores(flat, 8)
-    torch.testing.assert_close(whole[0], torch.einsum("blhw,bmhw->blhm", *flat))
+    whole = attended(flat, 8)
+    expected = compute(*(leaf.transpose(1, 2) for leaf in flat)).transpose(1, 2)
+    torch.testing.assert_close(whole[0], expected, atol=1e-4, rtol=1e-4)
     for ranks in (2, 4, 8):
         own = heads // ranks
         for rank in range(ranks):
             at = slice(rank * own, (rank + 1) * own)
             part = [each.detach()[:, :, at].clone().requires_grad_() for each in flat]
-            for one, other in zip(scores(part, own), whole, strict=True):
+            for one, other in zip(attended(part, own), whole, strict=True):
                 assert torch.equal(one, other[:, :, at]), (ranks, rank)
 
 
@@ -177,4 +148,5 @@ def test_a_skipped_layer_passes_its_input_on() -> None:
         passed = _pass_through_block(block, given)
         assert torch.equal(passed, given)
         assert not is_sharded(passed)
-    assert is_sharded(model[0](given))
+    with pytest.raises(RecipeError, match="0, called outside of the forward of its module"):
+        model[0](given)

@@ -32,12 +32,13 @@ from lockstep.base.torch_private import tree_map, without_torch_function_modes
 from lockstep.model.blocks import is_passing_through, share_parameter, shared_names
 from lockstep.model.placement import place_parameters
 from lockstep.model.tensor.first_forward_check import FirstForwardCheck
+from lockstep.model.tensor.marks import is_sharded, mark_sharded
 from lockstep.model.tensor.sharded_features import (
     ShardedFeatures,
     SlicedModel,
+    check_backward,
     checked_output,
-    is_sharded,
-    mark_sharded,
+    unseen,
 )
 from lockstep.model.tensor.sharded_logits import (
     as_sharded_logits,
@@ -75,9 +76,11 @@ def tensor_parallel(
     the layers compute; `mesh` is None with slices on one rank."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
+    sliced = None if slices is None else SlicedModel(model, list(styles), slices)
+    features = ShardedFeatures(mesh, sliced)
     for name, style in styles.items():
         layer = model.get_submodule(name)
-        hooks = _ShardedLayer(name, style, unsharded_now, slices)
+        hooks = _ShardedLayer(name, style, unsharded_now, slices, features)
         materialize(layer)
         if mesh is None:
             layer.register_forward_pre_hook(hooks.check_input)
@@ -93,8 +96,6 @@ def tensor_parallel(
     for name in experts:
         call = functools.partial(_gather_tokens, name)
         model.get_submodule(name).register_forward_pre_hook(call, with_kwargs=True)
-    sliced = None if slices is None else SlicedModel(model, list(styles), slices)
-    features = ShardedFeatures(mesh, sliced)
     exposed = [name for name, style in styles.items() if STYLES[style].exposes_shards]
     on_sequence = [
         name
@@ -146,10 +147,16 @@ class _ShardedLayer:
     to its style."""
 
     def __init__(
-        self, name: str, style: str, unsharded_now: set[str], slices: Slices | None
+        self,
+        name: str,
+        style: str,
+        unsharded_now: set[str],
+        slices: Slices | None,
+        features: ShardedFeatures,
     ) -> None:
         """`unsharded_now`: names of the layers that currently run with full inputs and weights."""
         self._slices = slices
+        self._features = features
         self._name = name
         self._style_name = style
         self._style = STYLES[style]
@@ -177,7 +184,11 @@ class _ShardedLayer:
             return sliced
         if self._style_name == "embedding":
             return output + 0.0  # a sum over ranks makes 0.0 of -0.0
-        return mark_sharded(output) if self._style.output_layout == "sharded" else output
+        return (
+            mark_sharded(output, output.dim() - 1)
+            if self._style.output_layout == "sharded"
+            else output
+        )
 
     def place_input(
         self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
@@ -210,6 +221,8 @@ class _ShardedLayer:
 
     def _placement(self, module: nn.Module, given: Tensor, size: int) -> Placement:
         """Return the placement of a plain input."""
+        if self._slices is not None and self._style.exposes_shards:
+            self._check_is_seen(given)
         wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
         if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
             return Shard(given.dim() - 1)
@@ -229,6 +242,21 @@ class _ShardedLayer:
             )
         return Replicate()
 
+    def _check_is_seen(self, given: Tensor) -> None:
+        """Raise `RecipeError` if lockstep does not see what is computed around the layer."""
+        if not self._features.is_entered:
+            raise unseen(f"{self._name}, called outside of the forward of its module")
+        with without_torch_function_modes():
+            check_backward(given)
+        if self._style.input_layout == "sharded" and not is_sharded(given):
+            raise RecipeError(
+                f"{self._name} has the style {self._style_name!r} and an input that lockstep has"
+                " not seen a function of a sharded tensor return; with slices, it must see all of"
+                " them; compute it from the output of a 'colwise' layer with torch's functions,"
+                " give this layer 'rowwise_split', or leave"
+                " slices and numerics=bitwise out"
+            )
+
     def place_output(self, module: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
         if self._name in self._unsharded_now or is_passing_through(module):
             return output
@@ -241,7 +269,9 @@ class _ShardedLayer:
         if self._style.output_layout == "sequence":
             return spread
         held = local_shard(spread)
-        return mark_sharded(held) if self._style.output_layout == "sharded" else held
+        return (
+            mark_sharded(held, held.dim() - 1) if self._style.output_layout == "sharded" else held
+        )
 
 
 class OtherForward:

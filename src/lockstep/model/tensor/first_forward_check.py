@@ -24,7 +24,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes, own_parameters, tree_leaves, tree_map
 from lockstep.model.context.trial import trial
-from lockstep.model.tensor.sharded_features import is_sharded
+from lockstep.model.tensor.marks import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
 ROUNDINGS = 8.0

@@ -10,13 +10,14 @@ function that it calls:
   each rank computes a part of its gradient, which is all-reduced: parameters without a style have
   equal gradients on all ranks.
 - Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard
-  (law 2). The sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the last.
-  Attention's dropout does so on a CPU. In a GPU's kernels, and in other random functions, each rank
-  has its own seed.
-- With slices (`sliced.py`), on any number of ranks, a function of each element gives an element the
-  same bits at any place. What would depend on the number of ranks is refused: an unsharded tensor
-  with a gradient that meets a sharded one, random numbers other than dropout, and a sharded weight
-  used without its layer.
+  (law 2). The sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the last;
+  with slices it is followed (`sharded_dims.py`). Attention's dropout does so on a CPU. In a GPU's
+  kernels, and in other random functions, each rank has its own seed.
+- With slices (`sliced.py`), on any number of ranks, each function is called so that an element has
+  the same bits in a shard as in the full tensor (`forms.py`), or refused: an unsharded tensor with
+  a gradient that meets a sharded one, random numbers other than dropout, a sharded weight used
+  without its layer, code that computes where lockstep does not see it, and every operator that is
+  not known.
 - A DTensor (sharded along the sequence, or a sharded weight used without its layer, as by a tied
   output layer) may meet plain tensors, which are unsharded."""
 
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional as F
@@ -38,13 +40,20 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import own_parameters, tree_leaves, tree_map
-from lockstep.model.tensor.elementwise import elementwise, is_rounded_by_place, mapped, tensors_of
+from lockstep.base.torch_private import (
+    checkpoints_saved_tensors,
+    own_parameters,
+    saved_tensor_hooks,
+    tree_leaves,
+    tree_map,
+)
+from lockstep.model.tensor.elementwise import mapped
+from lockstep.model.tensor.forms import Forms, by_rows, other_product, repeated
+from lockstep.model.tensor.marks import ONE, is_sharded, mark_sharded, marked, sharded_dim
+from lockstep.model.tensor.operators import tensors_of
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
-from lockstep.model.tensor.sliced import Slices, product_of_heads
-from lockstep.model.tensor.token_sums import gradient_sums_tokens, sums_tokens
+from lockstep.model.tensor.sliced import Slices, of_heads
 
-MARK = "_lockstep_sharded"
 SEEDS = 2**32
 DROPOUT = {F.dropout: "p", torch.dropout: "p"}
 RANDOM = frozenset(
@@ -58,25 +67,6 @@ RANDOM = frozenset(
 )
 """Functions that draw random numbers."""
 MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
-OTHER_PRODUCTS = frozenset(
-    getattr(owner, name)
-    for owner, names in {
-        F: "linear bilinear conv1d conv2d conv3d",
-        torch: "einsum bmm baddbmm addbmm mm addmm mv addmv dot inner tensordot cdist",
-        Tensor: "bmm baddbmm baddbmm_ addbmm addbmm_ mm addmm addmm_ mv addmv addmv_ dot inner",
-    }.items()
-    for name in names.split()
-)
-"""Products of which lockstep does not know the heads."""
-
-
-def mark_sharded(tensor: Tensor) -> Tensor:
-    setattr(tensor, MARK, True)
-    return tensor
-
-
-def is_sharded(tensor: Any) -> bool:
-    return hasattr(tensor, MARK)
 
 
 class _AllReduceGradient(torch.autograd.Function):
@@ -114,14 +104,20 @@ class ShardedFeatures(TorchFunctionMode):
         self._mesh = mesh
         self._sliced = sliced
         self._rank, self._ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        self._entered = 0
+        self._forms = Forms()
+        # the hooks of saved tensors, where each forward began
+        self._entered: list[Any] = []
+
+    @property
+    def is_entered(self) -> bool:
+        return bool(self._entered)
 
     def __enter__(self) -> Any:
-        self._entered += 1
-        return super().__enter__() if self._entered == 1 else self  # type: ignore[no-untyped-call]
+        self._entered.append(saved_tensor_hooks())
+        return self if len(self._entered) > 1 else super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._entered -= 1
+        self._entered.pop()
         if not self._entered:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
@@ -143,10 +139,15 @@ class ShardedFeatures(TorchFunctionMode):
         return out
 
     def _with_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._sliced is not None:
+            if checkpoints_saved_tensors() and saved_tensor_hooks() != self._entered[-1]:
+                raise unseen("torch.utils.checkpoint")
+            for tensor in tensors_of(args, kwargs):
+                check_backward(tensor)
         if (drop := self._drop(func, args, kwargs)) is not None:
-            return _marked(drop())
+            return mark_sharded(drop(), sharded_dim(tensors_of(args, kwargs)[0]))
         if func in RANDOM:
-            return _marked(self._drawn_apart(func, args, kwargs))
+            return marked(self._drawn_apart(func, args, kwargs))
         if torch.is_grad_enabled() and any(
             _needs_gradient(tensor) for tensor in tensors_of(args, kwargs)
         ):
@@ -167,32 +168,50 @@ class ShardedFeatures(TorchFunctionMode):
                 return _AllReduceGradient.apply(item, self._mesh.get_group())  # type: ignore[no-untyped-call]
 
             args, kwargs = mapped(with_full_gradient, args), mapped(with_full_gradient, kwargs)
-        if self._sliced is not None:
-            return _marked(self._in_slices(func, args, kwargs))
-        return _marked(func(*args, **kwargs))
-
-    def _in_slices(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._sliced is None:
+            return marked(func(*args, **kwargs))
         if func in MATMUL:
             return self._product(func, *args, **kwargs)
-        if func in OTHER_PRODUCTS:
-            raise _other_product(func)
-        if sums_tokens(func, args, kwargs):
-            raise _sum_of_tokens(f"{func.__name__} of", "adds over its tokens")
-        by_place = is_rounded_by_place(func, kwargs)
-        out = elementwise(func, args, kwargs) if by_place else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return out
-        if gradient_sums_tokens(out, args, kwargs, is_sharded):
-            name = getattr(func, "__name__", func)
-            raise _sum_of_tokens(f"{name} broadcasts", "has a gradient that is a sum over tokens")
-        return out
+            return self._attention_in_slices(*args, **kwargs)
+        return self._forms.call(func, args, kwargs)
 
     def _product(self, func: Any, input: Tensor, other: Tensor) -> Tensor:
+        return self._of_heads(func, func, input, other)
+
+    def _of_heads(self, func: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Compute a function of all heads, for some at a time. `func`: torch's function."""
         assert self._sliced is not None
-        both = (input, other)
-        if any(each.dim() != 4 or not is_sharded(each) for each in both):
-            raise _other_product(func)
-        return product_of_heads(input, other, self._sliced.slices)
+        # a shard of one head is multiplied with the heads in the dim of the others
+        dims = {sharded_dim(each) for each in tensors} - {ONE}
+        dim = dims.pop() if len(dims) == 1 else None
+        count = tensors[0].dim()
+        if dim is None or dim >= count - 2 or any(each.dim() != count for each in tensors):
+            raise other_product(func.__name__)
+        return mark_sharded(of_heads(compute, tensors, dim, self._sliced.slices), dim)
+
+    def _attention_in_slices(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **further: Any,
+    ) -> Tensor:
+        func = F.scaled_dot_product_attention
+        if is_sharded(attn_mask):
+
+            def with_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+                return func(query, key, value, mask, dropout_p, is_causal, **further)
+
+            assert attn_mask is not None
+            return self._of_heads(func, with_mask, query, key, value, attn_mask)
+        compute = partial(
+            func, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **further
+        )
+        return self._of_heads(func, compute, query, key, value)
 
     def _layer_of(self, tensor: Tensor) -> str | None:
         """Return the name of the sharded layer that has this parameter."""
@@ -255,13 +274,24 @@ class ShardedFeatures(TorchFunctionMode):
         training = given.get("training", given.get("train", True))
         return (lambda: self._masked(tensor, p)) if training and p else None
 
-    def _masked(self, tensor: Tensor, p: float) -> Tensor:
+    def _masked(self, tensor: Tensor, p: float, dim: int | None = None) -> Tensor:
+        """Return the tensor with some elements dropped. `dim`: its sharded dim, if not marked."""
         if isinstance(tensor, DTensor):
             mask = F.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
             return tensor * distribute_tensor(
                 mask, tensor.device_mesh, tensor.placements, src_data_rank=None
             )
-        dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
+        dim = sharded_dim(tensor) if dim is None else dim
+        if self._sliced is None:
+            dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
+        elif dim is None or dim == ONE:
+            raise RecipeError(
+                "dropout of a tensor that is sharded over the tensor axis, whose heads or features"
+                " are not in a dim that lockstep can follow; with slices, each rank takes its part"
+                " of one mask; write query.view(batch, length, -1, head_dim), with -1 for the"
+                " heads, and drop before heads are merged with other dims, or leave slices and"
+                " numerics=bitwise out"
+            )
         own = tensor.shape[dim]
         whole = [*tensor.shape[:dim], own * self._ranks, *tensor.shape[dim + 1 :]]
         mask = F.dropout(torch.ones(whole, dtype=tensor.dtype, device=tensor.device), p)
@@ -294,14 +324,24 @@ class ShardedFeatures(TorchFunctionMode):
                 F.scaled_dot_product_attention, (query, key, value), further
             )
 
+        dim = sharded_dim(query)
         product: Callable[[Tensor, Tensor], Tensor] = torch.matmul
         if self._sliced is not None:
-            product = partial(product_of_heads, slices=self._sliced.slices)
+            dims = {dim, sharded_dim(key), sharded_dim(value), query.dim() - 3} - {ONE}
+            if len(dims) != 1 or dim in (None, ONE) or is_sharded(attn_mask):
+                raise other_product("scaled_dot_product_attention with dropout")
+
+            def product(left: Tensor, right: Tensor) -> Tensor:
+                assert self._sliced is not None
+                assert dim is not None, "checked above"
+                return of_heads(torch.matmul, (left, right), dim, self._sliced.slices)
 
         def attend() -> Tensor:
             groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
             keys, values = (
-                tensor.repeat_interleave(groups, -3) if groups > 1 else tensor
+                repeated(torch.repeat_interleave, (tensor, groups, -3), {})
+                if groups > 1
+                else tensor
                 for tensor in (key, value)
             )
             factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -314,14 +354,15 @@ class ShardedFeatures(TorchFunctionMode):
                 scores = scores.masked_fill(~allowed, -math.inf)
             elif allowed is not None:
                 scores = scores + allowed
-            return product(self._masked(scores.softmax(-1), dropout_p), values)
+            weights = by_rows(torch.softmax, (scores, -1), {})
+            return product(self._masked(weights, dropout_p, dim), values)
 
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func` with this rank's seed. The default generators advance by the same amount on
         all ranks."""
-        device = next(tensors_of(args, kwargs)).device
+        device = tensors_of(args, kwargs)[0].device
         if self._sliced is not None:
             raise RecipeError(
                 f"{getattr(func, '__name__', func)} of a tensor that is sharded over the tensor"
@@ -335,21 +376,22 @@ class ShardedFeatures(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _other_product(func: Any) -> RecipeError:
-    return RecipeError(
-        f"{getattr(func, '__name__', func)} of a tensor that is sharded over the tensor axis; with"
-        " slices, products between sharded layers are torch.matmul of two sharded tensors of shape"
-        " (batch, heads, ., .), or scaled_dot_product_attention, so that each head has the same"
-        " bits on any number of ranks; write one of these, give the layers before and after it"
-        " 'colwise_gathered' and 'rowwise_split', or leave slices and numerics=bitwise out"
-    )
+def check_backward(tensor: Tensor) -> None:
+    """Raise `RecipeError` if a sharded tensor was returned by a user's autograd.Function."""
+    node: Any = tensor.grad_fn
+    if isinstance(node, BackwardCFunction) and is_sharded(tensor):
+        function = type(node)._forward_cls  # type: ignore[attr-defined]
+        if not function.__module__.startswith(("lockstep.", "torch.distributed.")):
+            raise unseen(f"the backward of {function.__name__}")
 
 
-def _sum_of_tokens(what: str, why: str) -> RecipeError:
+def unseen(what: str) -> RecipeError:
     return RecipeError(
-        f"{what} a tensor that is sharded over the tensor axis, and {why}; with slices, the order"
-        " of such a sum would depend on the number of ranks; give the layers before and after it"
-        " 'colwise_gathered' and 'rowwise_split', or leave slices and numerics=bitwise out"
+        f"{what}, between layers that are sharded over the tensor axis; it computes in the"
+        " backward, where lockstep does not see its functions; with slices, each element must have"
+        " the same bits on any number of ranks; write it with torch's own functions, checkpoint the"
+        " module around these layers (as checkpointing=full does), or leave slices and"
+        " numerics=bitwise out"
     )
 
 
@@ -388,13 +430,3 @@ def checked_output(output: Any, name: str) -> Any:
 
 def _needs_gradient(item: Any) -> bool:
     return isinstance(item, Tensor) and item.requires_grad and not is_sharded(item)
-
-
-def _marked(out: Any) -> Any:
-    if isinstance(out, Tensor):
-        return mark_sharded(out)
-    if isinstance(out, list | tuple):
-        for item in out:
-            if isinstance(item, Tensor):
-                mark_sharded(item)
-    return out

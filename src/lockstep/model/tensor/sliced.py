@@ -1,15 +1,15 @@
 """The products of a sharded layer, computed in slices of its features: the same bits on any number
 of ranks that divides the number of slices.
 
-Each slice has its own product in the forward and its own two in the backward, of contiguous
-tensors. So a library sees the same shapes on one rank and on eight. The two sums over features add
-the slices' products in a binary tree, of which each rank has a subtree.
+Each slice has its own product in the forward and its own two in the backward, of contiguous and
+aligned tensors. So a library sees the same calls on one rank and on eight. The two sums over
+features add the slices' products in a binary tree, of which each rank has a subtree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.base.torch_private import unsafe_view
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import World
+from lockstep.model.tensor.elementwise import aligned, aligned_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,14 @@ def linear(
     return shaped
 
 
-def product_of_heads(left: Tensor, right: Tensor, slices: Slices) -> Tensor:
-    """Return `left @ right`, tensors of shape (batch, heads, ., .), for some heads at a time: a
-    product of all heads of a rank has other bits than one of more heads."""
-    left, right = _cast(left), _cast(right)
-    pieces = math.gcd(left.shape[1], slices.own)
-    with torch.autocast(left.device.type, enabled=False):
-        out: Tensor = _OverHeads.apply(left, right, pieces)  # type: ignore[no-untyped-call]
-    return out
+def of_heads(
+    compute: Callable[..., Tensor], tensors: Sequence[Tensor], dim: int, slices: Slices
+) -> Tensor:
+    """Return `compute(*tensors)` for some heads at a time: a product of all heads of a rank has
+    other bits than one of more heads. `dim`: the dim of the heads."""
+    pieces = math.gcd(slices.own, *(each.shape[dim] for each in tensors))
+    cut = [[aligned(each) for each in tensor.chunk(pieces, dim)] for tensor in tensors]
+    return torch.cat([aligned_gradient(compute(*each)) for each in zip(*cut, strict=True)], dim)
 
 
 def _cast(tensor: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class _OverOutputs(torch.autograd.Function):
     def forward(
         ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, slices: Slices
     ) -> Tensor:
-        given = given.contiguous()
+        given = aligned(given)
         ctx.save_for_backward(given, weight)
         ctx.slices, ctx.has_bias = slices, bias is not None
         weights = _rows(weight, slices.own)
@@ -142,7 +143,7 @@ class _OverInputs(torch.autograd.Function):
         wants_input, wants_weight, _, _ = ctx.needs_input_grad
         own = ctx.slices.own
         with torch.autocast(given.device.type, enabled=False):
-            slope = gradients[0].contiguous()
+            slope = aligned(gradients[0])
             of_given = of_weight = of_bias = None
             if wants_input:
                 of_given = torch.cat([slope @ each for each in _columns(weight, own)], 1)
@@ -151,31 +152,6 @@ class _OverInputs(torch.autograd.Function):
             if ctx.has_bias:
                 of_bias = slope.sum(0)
         return of_given, of_weight, of_bias, None
-
-
-class _OverHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, pieces: int) -> Tensor:
-        ctx.save_for_backward(left, right)
-        ctx.pieces = pieces
-        return torch.cat([a @ b for a, b in _of_heads(pieces, left, right)], 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        left, right = ctx.saved_tensors
-        with torch.autocast(left.device.type, enabled=False):
-            each = [
-                (slope @ b.transpose(2, 3), a.transpose(2, 3) @ slope)
-                for a, b, slope in _of_heads(ctx.pieces, left, right, gradients[0])
-            ]
-        of_left, of_right = zip(*each, strict=True)
-        return torch.cat(of_left, 1), torch.cat(of_right, 1), None
-
-
-def _of_heads(pieces: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    cut = [[each.contiguous() for each in tensor.chunk(pieces, 1)] for tensor in tensors]
-    return zip(*cut, strict=True)
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -187,15 +163,12 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _rows(matrix: Tensor, count: int) -> list[Tensor]:
-    return [each.contiguous() for each in matrix.chunk(count)]
+    return [aligned(each) for each in matrix.chunk(count)]
 
 
 def _columns(matrix: Tensor, count: int) -> list[Tensor]:
     """Return slices of a matrix's columns, each contiguous."""
-    if count == 1:
-        return [matrix.contiguous()]
-    cut = matrix.view(len(matrix), count, matrix.shape[1] // count)
-    return list(cut.transpose(0, 1).contiguous())
+    return [aligned(each) for each in matrix.chunk(count, 1)]
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:

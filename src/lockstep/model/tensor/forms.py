@@ -1,0 +1,308 @@
+"""The form in which each function of a sharded tensor is called, so that its result has the bits of
+the full tensor's: as it is, of rows, or padded. Each distinct call is tried once, forward and
+backward, to see its ATen operators (`operators.py`). What none of the forms gives is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    disable_current_modes,
+    schema,
+    storage_address,
+    tree_leaves,
+    tree_map,
+    without_torch_function_modes,
+)
+from lockstep.model.tensor.elementwise import aligned, aligned_gradient, elementwise, mapped
+from lockstep.model.tensor.marks import is_sharded, marked, sharded_dim
+from lockstep.model.tensor.operators import EXACT, Kind, kind_of_operator, tensors_of
+from lockstep.model.tensor.sharded_dims import dims_of_computed, dims_of_moved
+
+Form = Callable[[Any, Any, Any], Any]
+PRINTS = frozenset({Tensor.__repr__, Tensor.__format__})
+PLAIN = (
+    *(bool, int, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""What a function may return beside tensors. Anything else could carry values out of lockstep's
+sight."""
+EXPANDS = frozenset({Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to})
+REPEATS = frozenset({Tensor.repeat_interleave, torch.repeat_interleave})
+
+
+def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def by_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of contiguous tensors; its gradient is contiguous too."""
+
+    def prepared(item: Any) -> Any:
+        return aligned(item) if isinstance(item, Tensor) else item
+
+    out = func(*mapped(prepared, args), **mapped(prepared, kwargs))
+    return tree_map(aligned_gradient, out)
+
+
+def expanded(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Expand a tensor. Its gradient is summed in rows."""
+    given: Tensor = args[0] if args else kwargs["input"]
+    out: Tensor = _Expand.apply(given, func(*args, **kwargs).shape)  # type: ignore[no-untyped-call]
+    return out
+
+
+def repeated(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Repeat each element along a dim, a fixed number of times, as `expanded` does."""
+    named = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    given, times, dim = named.pop("input"), named.pop("repeats"), named.pop("dim")
+    if named or not isinstance(times, int) or not isinstance(dim, int):
+        raise TypeError("only a fixed number of repeats along a dim is known")
+    dim %= given.dim()
+    shape = (*given.shape[: dim + 1], times, *given.shape[dim + 1 :])
+    out: Tensor = _Expand.apply(given.unsqueeze(dim + 1), shape)  # type: ignore[no-untyped-call]
+    return out.flatten(dim, dim + 1)
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, shape: torch.Size) -> Tensor:
+        ctx.shape = given.shape
+        return given.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (slope,) = gradients
+        sizes = (*(1,) * (slope.dim() - len(ctx.shape)), *ctx.shape)
+        summed = [dim for dim, size in enumerate(sizes) if size != slope.shape[dim]]
+        kept = [dim for dim in range(slope.dim()) if dim not in summed]
+        if not summed:
+            return slope.reshape(ctx.shape), None
+        rows = slope.permute(*kept, *summed).flatten(len(kept)).contiguous()
+        return rows.sum(-1).view(ctx.shape), None
+
+
+@dataclass(slots=True)
+class Seen:
+    """The operators of a call that was tried."""
+
+    operators: list[tuple[Kind, str, bool]] = field(default_factory=list)
+    """Each operator's kind and name, and True for those of the backward."""
+    writes: bool = False
+    """True if the call changes one of its arguments."""
+    returns: str | None = None
+    """The type of a result that is neither a tensor nor a plain value."""
+    shapes: list[torch.Size] = field(default_factory=list)
+    """The shapes of the tensors in the result."""
+
+    def kinds(self, *, backward: bool = True) -> set[Kind]:
+        return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
+
+
+class Forms:
+    """The forms of the calls that one model makes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Form, list[int | None]]] = {}
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call the function in its form, and mark its results. Raises `RecipeError` if it has no
+        form."""
+        if func in PRINTS:
+            return func(*args, **kwargs)
+        key = (func, _state(), _pattern((args, kwargs), {}))
+        known = self._known.get(key)
+        if known is None:
+            with _apart():
+                known = self._known[key] = _form_of(func, args, kwargs)
+        form, dims = known
+        return marked(form(func, args, kwargs), dims)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Leave what is called out of all modes, and out of what checkpoints note."""
+    with (
+        disable_current_modes(),
+        without_torch_function_modes(),
+        saved_tensors_hooks(lambda each: each, lambda each: each),
+    ):
+        yield
+
+
+def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[int | None]]:
+    """Return the form of a call, and the sharded dim of each of its results."""
+    name = getattr(func, "__name__", str(func))
+    grows = any(each.requires_grad for each in tensors_of(args, kwargs)) and (
+        expanded if func in EXPANDS else repeated if func in REPEATS else None
+    )
+    first = _tried(grows or as_it_is, func, args, kwargs)
+    if first is None:
+        func(*args, **kwargs)  # raises the error of a call that is wrong anyway
+        raise _refused(name, "which lockstep cannot try on copies of its tensors")
+    if func is Tensor.backward or kwargs.get("out") is not None or first.returns is not None:
+        raise _refused(name, f"whose result ({first.returns or 'in out='}) lockstep cannot follow")
+    if first.kinds(backward=False) <= {"keeps", "moves"}:
+        dims = dims_of_moved(func, args, kwargs, len(first.shapes))
+    elif "moves" not in first.kinds(backward=False):
+        dims = dims_of_computed(args, kwargs, first.shapes)
+    else:
+        dims = []
+    if first.kinds() <= EXACT:
+        return as_it_is, dims
+    rows = None if first.writes else _tried(grows or by_rows, func, args, kwargs)
+    if rows is not None and rows.kinds() <= EXACT | {"by rows"}:
+        return grows or by_rows, dims
+    shapes = [each.shape for each in tensors_of(args, kwargs)]
+    of_each = first.kinds(backward=False) <= {"keeps", "exact", "by place"}
+    if of_each and first.shapes == [_broadcast(shapes)]:
+        padded = partial(elementwise, in_place=first.writes)
+        seen = _tried(padded, func, args, kwargs)
+        if seen is not None and seen.kinds() <= EXACT | {"by place", "by rows"}:
+            return padded, dims
+    raise _why_refused(name, rows or first)
+
+
+def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
+    try:
+        return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+
+
+def _tried(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
+    """Call the function in a form on copies of its tensors. Return its operators; None if it
+    fails."""
+    seen = Seen()
+    # a plan is tried on tensors without values
+    fakes = (each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor))
+    mode = next((each.fake_mode for each in fakes), None)
+    with nullcontext() if mode is None else mode:
+        with torch.no_grad():
+            copies = {id(each): each.clone() for each in tensors_of(args, kwargs)}
+        leaves = []
+        for each in tensors_of(args, kwargs):
+            if torch.is_grad_enabled() and each.requires_grad:
+                leaves.append(copies[id(each)].requires_grad_())
+                # a function may write it, which no leaf allows
+                copies[id(each)] = copies[id(each)].clone()
+
+        def copied(item: Any) -> Any:
+            return copies.get(id(item), item) if isinstance(item, Tensor) else item
+
+        storages = {storage_address(each.untyped_storage()) for each in copies.values()}
+        try:
+            with _Watch(seen, storages, backward=False):
+                out = form(func, mapped(copied, args), mapped(copied, kwargs))
+            outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            slopes = [each for each in outs if each.requires_grad]
+            if leaves and slopes:
+                ones = [torch.ones_like(each).contiguous() for each in slopes]
+                with _Watch(seen, storages, backward=True):
+                    torch.autograd.grad(slopes, leaves, ones, allow_unused=True)
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
+            return None
+    seen.shapes = [each.shape for each in outs]
+    others = (each for each in tree_leaves(out) if not isinstance(each, (Tensor, *PLAIN)))
+    seen.returns = next((type(each).__name__ for each in others), None)
+    return seen
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self, seen: Seen, storages: set[int], *, backward: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+        self._storages = storages
+        self._backward = backward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument, given in zip(schema(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = storage_address(given.untyped_storage()) in self._storages
+                self._seen.writes = self._seen.writes or (written and not self._backward)
+        out = func(*args, **kwargs)
+        # tensors without values ask for their device
+        if func.namespace != "prim":
+            kind = kind_of_operator(func, args, kwargs, out)
+            self._seen.operators.append((kind, str(func), self._backward))
+        return out
+
+
+def _state() -> tuple[Any, ...]:
+    """What decides about a call beside its arguments."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
+
+
+def _pattern(item: Any, sizes: dict[int, int]) -> Any:
+    """Return what decides about the operators of a call: its arguments, with each size numbered by
+    its first place. `sizes`: the numbers of those before."""
+    if isinstance(item, Tensor):
+        shape = tuple(
+            size if size < 2 else sizes.setdefault(size, len(sizes)) for size in item.shape
+        )
+        is_even = not item.dim() or item.stride(-1) == 1
+        return (
+            *(shape, item.dtype, item.device.type, item.requires_grad, is_even),
+            *(is_sharded(item), sharded_dim(item)),
+        )
+    if isinstance(item, dict):
+        return tuple((name, _pattern(each, sizes)) for name, each in item.items())
+    if isinstance(item, list | tuple):
+        return tuple(_pattern(each, sizes) for each in item)
+    # a number that changes from step to step is tried once
+    return type(item), None if isinstance(item, float) and item % 0.5 else repr(item)
+
+
+def _why_refused(name: str, seen: Seen) -> RecipeError:
+    inexact = [each for each in seen.operators if each[0] not in EXACT]
+    kind, operator, is_backward = next(
+        (each for each in inexact if each[0] != "by rows"), inexact[0]
+    )
+    if kind == "product":
+        return other_product(name)
+    if kind == "adds tokens":
+        what = "whose gradient is a sum" if is_backward else "which adds"
+        why = f"{what} over its tokens, in an order that depends on the number of ranks"
+        return _refused(name, why)
+    said = "backward" if is_backward else "forward"
+    return _refused(name, f"whose {said} calls {operator}, not known to give a shard the same bits")
+
+
+REMEDY = (
+    "give the layers before and after it 'colwise_gathered' and 'rowwise_split', or leave slices"
+    " and numerics=bitwise out"
+)
+
+
+def _refused(name: str, why: str) -> RecipeError:
+    return RecipeError(
+        f"{name} of a tensor that is sharded over the tensor axis, {why}; with slices, each"
+        f" element must have the same bits on any number of ranks; {REMEDY}"
+    )
+
+
+def other_product(name: str) -> RecipeError:
+    return RecipeError(
+        f"{name} of a tensor that is sharded over the tensor axis; with slices, products between"
+        " sharded layers are torch.matmul of two sharded tensors of shape (batch, heads, ., .), or"
+        " scaled_dot_product_attention, so that each head has the same bits on any number of ranks;"
+        f" write one of these, {REMEDY}"
+    )
