@@ -81,7 +81,7 @@ def reported(ranks: int, fault: tuple[int, int, str]) -> list:
     """Of stage s of data rank d, which is rank ranks * s + d."""
     return [
         [
-            Reported(ranks * stage + data, [computed(data, stage, fault)] * 3)
+            Reported([ranks * stage + data], [computed(data, stage, fault)] * 3)
             for stage in range(STAGES)
         ]
         for data in range(ranks)
@@ -113,7 +113,7 @@ def test_ranks_that_differ_at_the_same_position_are_named_together():
     def replicas(*of_the_second: Computed) -> list:
         everyone = [[right, right], list(of_the_second), [right, right]]
         return [
-            [Reported(2 * data + place, [each] * 3) for place, each in enumerate(several)]
+            [Reported([2 * data + place], [each] * 3) for place, each in enumerate(several)]
             for data, several in enumerate(everyone)
         ]
 
@@ -127,10 +127,20 @@ def test_ranks_that_differ_at_the_same_position_are_named_together():
     assert (found.ranks, found.is_certain) == ([3], True)
 
 
+def test_ranks_that_exchange_inside_of_layers_are_one_place():
+    right, wrong = Computed([], [1, 1]), Computed([], [1, 2])
+    replicas = [
+        [Reported([2 * data, 2 * data + 1], [each] * 3)]
+        for data, each in enumerate([right, right, wrong])
+    ]
+    found = verdict([Recomputed(5, (0, 1, 2))], replicas)
+    assert (found.ranks, found.is_certain, found.has_third) == ([4, 5], False, True)
+
+
 def test_what_is_received_and_was_not_sent_is_no_computation():
     right = Computed([([0, RECEIVED, 0], 3), ([0, SENT, 0], 4)], [1])
     wrong = Computed([([0, RECEIVED, 0], 8), ([0, SENT, 0], 9)], [2])
-    replicas = [[Reported(rank, [each] * 3)] for rank, each in enumerate([right, wrong, right])]
+    replicas = [[Reported([rank], [each] * 3)] for rank, each in enumerate([right, wrong, right])]
     found = verdict([Recomputed(5, (0, 1, 2))], replicas)
     assert (found.ranks, found.is_certain) == ([1], False)
     assert found.position == [0, RECEIVED, 0]

@@ -89,11 +89,12 @@ class Computed(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """A rank, and what it computed in a step in which ranks compare."""
+    """A rank, or several ranks that exchange inside of layers, and what they computed in a step in
+    which ranks compare."""
 
-    rank: int
+    ranks: Sequence[int]
     computed: Sequence[Computed]
-    """One for each of its roles, which are the places in `Recomputed.ranks`."""
+    """One for each of their roles, which are the places in `Recomputed.ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class WrongRanks:
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
     """Return the verdict on microbatches of which at least one differs. `replicas`: for each data
-    rank, the ranks that compute a microbatch together, in the same order for each.
+    rank, the places at which a microbatch is computed, in the same order for each.
 
     A wrong result of one rank reaches the others of its replica by their exchanges, so those are
     wrong that differ first.
@@ -142,7 +143,7 @@ def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]
             if data not in (wrong or unclear) or (wrong and right is None):
                 continue
             position, places = _first_differences(values[role], values[other])
-            named = [replicas[data][place].rank for place in places]
+            named = [rank for place in places for rank in replicas[data][place].ranks]
             ranks.update(named)
             is_shared = is_shared or len(named) > 1 or position[1:2] == [RECEIVED]
             first = first or WrongRanks([], False, each, role, other, position, bool(wrong))

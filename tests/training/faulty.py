@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.model.tensor import sliced
 
 PRODUCTS = ("forward", "input gradient", "weight gradient")
 
@@ -62,6 +63,30 @@ class Linear(nn.Linear):
     def forward(self, rows: Tensor) -> Tensor:
         product: Tensor = Product.apply(rows, self.weight)  # type: ignore[no-untyped-call]
         return product + self.bias
+
+
+class InLayers(ls.Hook):
+    """Makes one rank compute wrong in the layers of other models: in `nn.Linear`, and in its part
+    of a sum over the ranks of `tensor`."""
+
+    def __init__(self, rank: int, begin: int) -> None:
+        self.rank, self.begin = rank, begin
+        self.right = nn.Linear.forward, sliced.tree_sum
+
+    def before_step(self, run: Any) -> None:
+        linear, tree_sum = self.right
+
+        def almost(layer: nn.Linear, rows: Tensor) -> Tensor:
+            return linear(layer, rows) * (1 + 2**-20)
+
+        def almost_sum(parts: Any) -> Tensor:
+            return tree_sum(parts) * (1 + 2**-20)
+
+        if run.rank == self.rank and run.step >= self.begin:
+            nn.Linear.forward, sliced.tree_sum = almost, almost_sum  # type: ignore[method-assign]
+
+    def on_end(self, run: Any) -> None:
+        nn.Linear.forward, sliced.tree_sum = self.right  # type: ignore[method-assign]
 
 
 class Planted(ls.Hook):

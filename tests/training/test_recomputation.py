@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training import faulty, test_balance, test_pipeline_axis
+from training import faulty, test_balance, test_context_axis, test_pipeline_axis
 from training.subjects import adamw, network, recipe, rows, squared_error
 
 import lockstep as ls
@@ -28,14 +29,18 @@ def trained(
     run_dir: str,
     plan: str,
     every: int,
-    fault: tuple[int, dict[str, Any]] | None,
+    fault: tuple[int, dict[str, Any]] | faulty.InLayers | None,
     changes: dict[str, Any],
     save: int = 1,
     make: Callable[..., ls.Recipe] = recipe,
 ) -> dict[str, Any]:
     """Trains, and returns what this rank has seen of it."""
     found: dict[str, Any] = {"error": "", "events": []}
-    hooks = [] if fault is None else [faulty.Planted(fault[0], **fault[1])]
+    hooks: list[ls.Hook] = []
+    if isinstance(fault, tuple):
+        hooks = [faulty.Planted(fault[0], **fault[1])]
+    elif fault is not None:
+        hooks = [fault]
 
     class Events(ls.Hook):
         def after_step(self, run: Any) -> None:
@@ -318,6 +323,39 @@ def test_a_model_in_stages_has_the_bits_that_it_has_without_checks(
     assert found[0] != found[2]
 
 
+MODULES = {"tensor": test_pipeline_axis, "context": test_context_axis}
+
+
+def divided(run_dir: str, plan: str, axis: str) -> list[dict[str, Any]]:
+    make = MODULES[axis].recipe
+    faults = (0, None), (1, None), (2, faulty.InLayers(1, 1))
+    return several(run_dir, [(plan, every, fault, {}, 2, make) for every, fault in faults])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("plan", "axis"),
+    [
+        ("replicate=2,tensor=2,slices=2", "tensor"),
+        ("shard=2,tensor=2,slices=2", "tensor"),
+        ("replicate=2,context=2", "context"),
+    ],
+)
+def test_ranks_that_exchange_inside_of_layers_are_named_together(
+    pool: WorkerPool, tmp_path: Path, plan: str, axis: str
+) -> None:
+    without, checked, wrong = pool.run(4, divided, str(tmp_path), plan, axis, timeout_seconds=160)[
+        0
+    ]
+    assert checked == without
+    assert checked["error"] == ""
+    (event,) = wrong["events"]
+    assert (event["ranks"], event["is_certain"]) == ([0, 1, 2, 3], False)
+    assert f"rank 1 ({socket.gethostname()}, " in wrong["error"]
+    assert f"{axis} rank 1) and rank 2 (" in wrong["error"]
+
+
 class Tied(torch.nn.Sequential):
     """The gradient of a weight's second use alone may be wrong."""
 
@@ -475,11 +513,9 @@ def test_what_cannot_be_recomputed_is_refused_and_the_remedies_work(
     assert len(fingerprints) == 1  # step.compute, too, has the same bits with checks
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
-def test_axes_that_divide_a_microbatch_are_refused_by_name(axis: str) -> None:
-    plan = ls.Plan(replicate=1, numerics="bitwise")
-    object.__setattr__(plan, axis, 2)  # before some of them can be bitwise
-    with pytest.raises(PlanError, match=f"--recompute-every 50 with {axis}=2"):
+def test_an_axis_whose_ranks_compute_rows_of_others_is_refused_by_name() -> None:
+    plan = ls.Plan(expert=2, numerics="bitwise")
+    with pytest.raises(PlanError, match="--recompute-every 50 with expert=2"):
         check_recomputation(plan, 50)
     check_recomputation(plan, 0)
 
@@ -499,17 +535,27 @@ def test_the_text_names_tensors_ranks_and_hosts() -> None:
     gradients = {rank: [[1, 1], [1, 1], [1, 1]] for rank in range(8)}
     gradients[5] = [[2, 3], [1, 9], [7, 7]]
     replicas = [
-        [Reported(rank, [Computed([], each) for each in several])]
+        [Reported([rank], [Computed([], each) for each in several])]
         for rank, several in gradients.items()
     ]
     disagreement = Disagreement.of(chosen, replicas, [["up", "down"]] * 8)
     assert disagreement == Disagreement(13, 2, "up", [5], True, [2, 6])
     hosts = [f"host-{rank}" for rank in range(8)]
-    text = disagreement.text(1200, 1150, hosts, None)
+    text = disagreement.text(1200, 1150, hosts, hosts, None)
     assert text.startswith(
         "after step 1200, microbatch 13: rank 5 (host-5) computed another gradient of up and 1"
         " more tensor than ranks 2 and 6: it computes wrong results;"
     )
     assert "checkpoints after step 1150, where all agreed, are deleted" in text
-    kept = disagreement.text(1200, 1150, hosts, "Permission denied")
+    kept = disagreement.text(1200, 1150, hosts, hosts, "Permission denied")
     assert "cannot be deleted (Permission denied): delete them before you resume" in kept
+    assert "run without that device, or without host-5: give the same command on host-0," in text
+    assert text.endswith(" alone, with --nnodes 7, and a plan of 7 processes")
+    two = ["a"] * 5 + ["b"] * 3
+    text = disagreement.text(1200, 1150, two, hosts, None)
+    assert text.endswith(
+        ", or without b: give the same command on a alone, with no --nnodes and no --rdzv, and a"
+        " plan of 5 processes"
+    )
+    text = disagreement.text(1200, 1150, ["a"] * 8, hosts, None)
+    assert text.endswith("; run without that device")

@@ -4,13 +4,15 @@ finds a rank that computes wrong results."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.base.errors import WrongResultError
+from lockstep.base.errors import WrongResultError, first_few
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.recomputed import RECEIVED, Computed, Recomputed, Reported, verdict
 from lockstep.training.checksum import mixed
@@ -27,7 +29,7 @@ class RecomputationAudit(ControlHook):
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery
-        self._replicas: Sequence[Sequence[int]] | None = None
+        self._replicas: Sequence[Sequence[Sequence[int]]] | None = None
 
     def before_steps(self, run: Run) -> None:
         every, loop = run.context.recompute_every, run.training.loop
@@ -52,7 +54,7 @@ class RecomputationAudit(ControlHook):
         if all(
             everyone[one, 0] == everyone[other, 1]
             for each in found.chosen
-            for one, other in zip(*(replicas[data] for data in each.ranks[:2]), strict=True)
+            for one, other in zip(*(chain(*replicas[data]) for data in each.ranks[:2]), strict=True)
         ):
             run.training.loop.agreed = run.step
             return
@@ -62,24 +64,25 @@ class RecomputationAudit(ControlHook):
         disagreement = Disagreement.of(
             found.chosen,
             [
-                [Reported(rank, [Computed(*each) for each in reported[rank]]) for rank in ranks]
-                for ranks in replicas
+                [Reported(ranks, _together([reported[rank] for rank in ranks])) for ranks in places]
+                for places in replicas
             ],
             names,
         )
         places = [", ".join([host, *several]) for host, several in zip(hosts, axes, strict=True)]
         self._end(run, disagreement, hosts, places)
 
-    def _replicas_in(self, run: Run) -> Sequence[Sequence[int]]:
-        """Return the ranks that compute a microbatch together, for each data rank. Every rank calls
-        it."""
+    def _replicas_in(self, run: Run) -> Sequence[Sequence[Sequence[int]]]:
+        """Return the ranks that compute a microbatch together, for each data rank and each stage of
+        a pipeline. Every rank calls it."""
         if self._replicas is None:
-            data = run.context.mesh.data
-            first, *_ = data.gather_values(run.rank)
-            everyone = run.context.world.gather_values([data.rank, first])
-            ranks = sorted(range(len(everyone)), key=lambda rank: everyone[rank][1])
+            data, stages = run.context.mesh.data, run.context.mesh.stages
+            everyone = run.context.world.gather_values([data.rank, stages.rank])
             self._replicas = [
-                [rank for rank in ranks if everyone[rank][0] == replica]
+                [
+                    [rank for rank, each in enumerate(everyone) if each == [replica, stage]]
+                    for stage in range(stages.size)
+                ]
                 for replica in range(data.size)
             ]
         return self._replicas
@@ -103,7 +106,7 @@ class RecomputationAudit(ControlHook):
             deleted=deleted,
             not_deleted=not_deleted,
         )
-        error = WrongResultError(disagreement.text(run.step, agreed, places, not_deleted))
+        error = WrongResultError(disagreement.text(run.step, agreed, hosts, places, not_deleted))
         recovers = (
             self._recovery is not None and self._recovery.can_replace and disagreement.is_certain
         )
@@ -113,6 +116,31 @@ class RecomputationAudit(ControlHook):
                 # the launcher has these processes wait for new ranks
                 raise error from ConnectionAbortedError("a rank leaves the run")
         raise error
+
+
+def _together(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
+    """Return what several ranks computed, as if one had, in each role."""
+    return [
+        Computed(
+            sorted(chain(*(exchanged for exchanged, _ in several))),
+            list(chain(*(gradient for _, gradient in several))),
+        )
+        for several in zip(*reported, strict=True)
+    ]
+
+
+def _without_machines(wrong: Collection[str], hosts: Sequence[str]) -> str:
+    """Return how to go on without the hosts that are `wrong`, in words; nothing if there are no
+    others. `hosts`: of each rank."""
+    others = [host for host in dict.fromkeys(hosts) if host not in wrong]
+    if not others:
+        return ""
+    ranks = sum(host not in wrong for host in hosts)
+    machines = f"--nnodes {len(others)}" if len(others) > 1 else "no --nnodes and no --rdzv"
+    return (
+        f", or without {' and '.join(sorted(wrong))}: give the same command on {first_few(others)}"
+        f" alone, with {machines}, and a plan of {ranks} process{'es' * (ranks > 1)}"
+    )
 
 
 def _digest(computed: Computed) -> Tensor:
@@ -160,13 +188,13 @@ class Disagreement:
         place, reported = next(
             (place, each)
             for place, each in enumerate(replicas[data[found.role]])
-            if each.rank in found.ranks
+            if not set(found.ranks).isdisjoint(each.ranks)
         )
         gradients = [
             replicas[data[role]][place].computed[role].gradient for role in range(len(data))
         ]
         mine, other = gradients[found.role], gradients[found.other]
-        columns = zip(names[reported.rank], mine, other, strict=True)
+        columns = zip(chain(*(names[rank] for rank in reported.ranks)), mine, other, strict=True)
         differing = list(dict.fromkeys(name for name, one, two in columns if one != two))
         return cls(
             microbatch=found.microbatch.microbatch,
@@ -174,15 +202,26 @@ class Disagreement:
             first=differing[0] if differing else "",
             ranks=found.ranks,
             is_certain=found.is_certain,
-            right=sorted({replicas[each][place].rank for each in data}.difference(found.ranks)),
+            right=sorted(
+                {rank for each in data for rank in replicas[each][place].ranks}.difference(
+                    found.ranks
+                )
+            ),
             has_third=found.has_third,
             was_received=found.position[1:2] == [RECEIVED],
         )
 
-    def text(self, step: int, agreed: int, places: Sequence[str], not_deleted: str | None) -> str:
+    def text(
+        self,
+        step: int,
+        agreed: int,
+        hosts: Sequence[str],
+        places: Sequence[str],
+        not_deleted: str | None,
+    ) -> str:
         """Return the text of the error. `agreed`: steps done at the last comparison in which all
-        gradients agreed. `places`: of each rank, in words. `not_deleted`: the reason why later
-        checkpoints could not be deleted."""
+        gradients agreed. `hosts`, `places`: of each rank; places are in words. `not_deleted`: the
+        reason why later checkpoints could not be deleted."""
         kept = (
             f"checkpoints after step {agreed}, where all agreed, are deleted: the same command"
             " resumes from the newest one that is left, or starts again"
@@ -191,6 +230,8 @@ class Disagreement:
             f" deleted ({not_deleted}): delete them before you resume"
         )
         finding, remedy = self._finding(places)
+        if self.is_certain:
+            remedy += _without_machines({hosts[rank] for rank in self.ranks}, hosts)
         return (
             f"after step {step}, microbatch {self.microbatch}: {finding}; with numerics=bitwise, a"
             f" microbatch has the same gradient on every device of one kind; {kept}; {remedy}"

@@ -257,8 +257,8 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
         )
 
 
-RECOMPUTES = frozenset({"replicate", "shard", "pipeline"})
-"""The axes under which a rank can recompute a microbatch of another one."""
+RECOMPUTES = frozenset({"replicate", "shard", "pipeline", "tensor", "context"})
+"""The axes under which a replica or a rank can recompute a microbatch of another one."""
 
 
 def check_recomputation(plan: Plan, every: int) -> None:
@@ -275,9 +275,9 @@ def check_recomputation(plan: Plan, every: int) -> None:
     for axis in plan.axes():
         if axis.name not in RECOMPUTES and (size := getattr(plan, axis.name)) != 1:
             raise PlanError(
-                f"--recompute-every {every} with {axis.name}={size}; a process recomputes whole"
-                f" microbatches, and under {axis.name} it computes parts of them; use"
-                f" {' or '.join(sorted(RECOMPUTES))}, or leave --recompute-every out"
+                f"--recompute-every {every} with {axis.name}={size}; its ranks compute rows of"
+                " each other's microbatches, so none of these can be computed again alone; use"
+                " replicate or shard, or leave --recompute-every out"
             )
 
 
