@@ -175,8 +175,13 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
                 "'replica' in plan 'replica=2' is unknown; the known keys are replicate, shard, expert,"
                 " context, tensor, pipeline, numerics, sharding, offload, checkpointing,"
                 " microbatch_splits, slices, logits, schedule, exchange, compile, split, data_parallel,"
-                " transport, assignment, threads, workers, prefetch"
+                " transport, assignment, threads, workers, prefetch; did you mean replicate?"
             ),
+        ),
+        ("x=2", "'x' in plan 'x=2' is unknown; the known keys are replicate, shard"),
+        (
+            "numerics=bitwize",
+            "numerics=bitwize; the known values are fast, bitwise; did you mean bitwise?",
         ),
         (
             "replicate=2,replicate=2",

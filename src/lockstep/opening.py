@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.base.errors import CheckpointError, PlanError, RecipeError
+from lockstep.base.errors import CheckpointError, PlanError, RecipeError, did_you_mean
 from lockstep.base.torch_private import default_store
 from lockstep.checkpoint.object_store import open_storage
 from lockstep.checkpoint.storage import Storage
@@ -353,6 +353,7 @@ def _check_allow_change(asked: RunRequest) -> None:
         )
         raise CheckpointError(
             f"allow_change={unknown[0]!r}; it names {of} {', '.join(sorted(fields))}"
+            f"{did_you_mean(unknown[0], fields)}"
         )
 
 

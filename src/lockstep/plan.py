@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
-from lockstep.base.errors import PlanError
+from lockstep.base.errors import PlanError, did_you_mean
 from lockstep.base.field_docs import with_field_docs
 
 Numerics = Literal["fast", "bitwise"]
@@ -234,7 +234,8 @@ class Plan:
         for name, known in WORDS.items():
             if getattr(self, name) not in known:
                 raise PlanError(
-                    f"{name}={getattr(self, name)}; the known values are {', '.join(known)}"
+                    f"{name}={getattr(self, name)}; the known values are"
+                    f" {', '.join(known)}{did_you_mean(str(getattr(self, name)), known)}"
                 )
         for name in ("compile", "offload"):
             if not isinstance(getattr(self, name), bool):
@@ -542,7 +543,8 @@ class Plan:
                 raise PlanError(f"{name!r} is given twice in plan {text!r}; give it once")
             if name not in known:
                 raise PlanError(
-                    f"{name!r} in plan {text!r} is unknown; the known keys are {', '.join(known)}"
+                    f"{name!r} in plan {text!r} is unknown; the known keys are"
+                    f" {', '.join(known)}{did_you_mean(name, known)}"
                 )
             values[name] = _read(name, value, text)
         return cls(**values)

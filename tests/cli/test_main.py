@@ -191,6 +191,10 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
     [
         ([], "UsageError: Missing command; see lockstep --help"),
         (["nix"], "UsageError: No such command 'nix'; see lockstep --help"),
+        (
+            ["relpay"],
+            "UsageError: No such command 'relpay'; did you mean replay?; see lockstep --help",
+        ),
         (["run"], "UsageError: Missing argument 'SCRIPT'; see lockstep run --help"),
         (
             ["plan", "--on"],

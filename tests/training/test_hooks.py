@@ -303,7 +303,10 @@ def test_hooks_refuse_what_makes_no_sense_when_they_are_made(make: Any, message:
         ),
         (
             [type("Lockstep", (ls.Hook,), {"before_steps": print})()],
-            "Lockstep.before_steps would never be called",
+            "Lockstep.before_steps would never be called; the methods of an ls.Hook are on_start,"
+            " before_step, after_backward, after_step, before_evaluation, after_evaluation,"
+            " on_finish, on_save, on_event, on_error, on_end; use one of them, or a name with"
+            " another beginning; did you mean before_step?",
         ),
         (
             [type("Lockstep", (ls.Hook,), {"between_steps": print})()],

@@ -7,8 +7,9 @@ processes, machines or storage.
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -62,6 +63,17 @@ class CheckpointError(UserError):
 def first_few(names: Sequence[str], most: int = 5) -> str:
     """Return the first `most` names as text, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the end of an error about a name that is not known: the known name that is most like
+    it. Empty if none is.
+
+    >>> did_you_mean("tesnor", ["tensor", "shard"])
+    '; did you mean tensor?'
+    """
+    found = difflib.get_close_matches(given, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:

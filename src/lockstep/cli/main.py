@@ -10,7 +10,7 @@ from importlib import import_module
 
 import click
 
-from lockstep.base.errors import USER_ERROR_STATUS, say
+from lockstep.base.errors import USER_ERROR_STATUS, did_you_mean, say
 from lockstep.base.system import check_surroundings, remedy_of
 from lockstep.base.version import __version__
 
@@ -42,6 +42,13 @@ class _Commands(click.Group):
             return None
         command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS:
+            ctx.fail(f"No such command {args[0]!r}{did_you_mean(args[0], _COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
 
 def _print_version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import RecipeError, did_you_mean
 from lockstep.base.events import Event
 from lockstep.training.consensus import NOTHING, Request
 
@@ -104,10 +104,11 @@ def check_hooks(hooks: Any) -> None:
         kind = ControlHook if isinstance(hook, ControlHook) else Hook
         for name in dir(type(hook)):
             if name.startswith(MOMENTS) and not hasattr(kind, name):
-                moments = ", ".join(each for each in vars(Hook) if not each.startswith("_"))
+                moments = [each for each in vars(Hook) if not each.startswith("_")]
                 raise RecipeError(
                     f"{type(hook).__name__}.{name} would never be called; the methods of an ls.Hook"
-                    f" are {moments}; use one of them, or a name with another beginning"
+                    f" are {', '.join(moments)}; use one of them, or a name with another beginning"
+                    f"{did_you_mean(name, moments)}"
                 )
     if several is not hooks:
         raise RecipeError(f"hooks={hooks!r}; it must be a list of hooks; give hooks=[...]")
