@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,12 @@ def test_the_report_has_the_first_failure_on_top_and_one_line_about_the_others()
     ]
     assert ending.report().count("Traceback") == 1
     assert ending.status == 1
+    saved = replace(ending, has_saved=True, new_run_dir="runs/a").report().splitlines()
+    assert saved == [
+        *lines,
+        "The last step is saved; the same command with --run-dir runs/a before the script resumes"
+        " from it.",
+    ]
 
 
 def test_who_left_in_the_midst_of_the_run_without_an_error_is_named_first() -> None:

@@ -242,7 +242,14 @@ class Ending:
             head = f"{gone}; did the script leave its loop, or exit, there alone? {head}"
         body = (record.traceback if record is not None else first.crash).rstrip()
         others = "; ".join(self._others(first))
-        lines = (f"{head}:" if body else head, body, f"The others: {others}." if others else "")
+        lines = (
+            f"{head}:" if body else head,
+            body,
+            f"The others: {others}." if others else "",
+            f"The last step is saved; the same command{self._run_dir} resumes from it."
+            if self.has_saved
+            else "",
+        )
         return "\n".join(filter(None, lines))
 
     def _others(self, first: WorkerFailure) -> Iterator[str]:
