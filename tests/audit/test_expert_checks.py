@@ -209,6 +209,61 @@ def test_a_norm_without_other_ranks_experts_is_found(norm: str) -> None:
     assert f"the norm of {what}" in finding.evidence
 
 
+SCALES: dict[str, Callable[[float, Sequence[float]], tuple[float, float]]] = {
+    **{
+        name: lambda dense, own, norm=norm: (norm(dense, own),) * 2  # type: ignore[misc]
+        for name, norm in NORMS.items()
+    },
+    "others alone": lambda dense, own: (dense**0.5, 1.0),
+    "not at all": lambda dense, own: (1.0, 1.0),
+}
+"""Way to scale -> the norms by which a script divides the gradients of others and of experts."""
+
+
+def steps_scaled_by(scale: str, count: int = 4) -> Records:
+    """Steps of two ranks, whose gradients a script scales by a norm, without torch's function."""
+    found: list[list[Row]] = [
+        [collective("all_to_all_single", "train.py:11", ranks=[0, 1], shape=[])] for _ in range(2)
+    ]
+    for index in range(count):
+        parts = [
+            {name: values(number, rank, index) for number, name in enumerate((DENSE, EXPERT))}
+            for rank in range(2)
+        ]
+        mean, own = (parts[0][DENSE] + parts[1][DENSE]) / 2, [each[EXPERT] / 2 for each in parts]
+        squares = [float(each @ each) for each in own]
+        for rank, part in enumerate(parts):
+            norms = SCALES[scale](float(mean @ mean), [squares[rank], squares[1 - rank]])
+            applied = {DENSE: 0.1 * mean / norms[0], EXPERT: 0.1 * own[rank] / norms[1]}
+            before = {DENSE: sketched(values(7, 7)), EXPERT: sketched(values(9, rank))}
+            found[rank].append(
+                step(
+                    index,
+                    applied={name: sketched(each) for name, each in applied.items()},
+                    added={"0": {name: sketched(each) for name, each in part.items()}},
+                    before=before,
+                    parameters=before,
+                )
+            )
+    return given(*found)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_gradients_that_a_script_scales_by_a_norm_without_other_ranks_experts(scale: str) -> None:
+    result = checked(steps_scaled_by(scale))
+    if scale in ("own", "others"):
+        finding = only(result)
+        assert (finding.cause, finding.line) == (Cause.NORM_WITHOUT_EXPERTS, "train.py:20")
+        what = {
+            "own": "its own experts and of all other parameters",
+            "others": "the parameters that are no experts",
+        }[scale]
+        assert f"in 4 steps the norm of {what} of rank 0 is 0.1" in finding.evidence
+        assert not checked(steps_scaled_by(scale, count=2)).findings, "two norms are a coincidence"
+        return
+    assert not result.findings
+
+
 def test_the_norm_of_own_experts_is_whole_if_others_have_no_gradient() -> None:
     def clipped(rank: int, row: Row) -> Row:
         zero = {**row["applied"], **({EXPERT: sketched(np.zeros(24))} if rank else {})}

@@ -1,7 +1,8 @@
 """Trains a mixture of experts whose experts the ranks divide among them, with all_to_all written by hand.
 
 Faults: gradient = expert_gradient_scale, twice = expert_gradient_scale, mixed = experts_mixed,
-  alike = experts_alike, norm = norm_without_experts, router = router_without_gradient,
+  alike = experts_alike, norm = norm_without_experts, own = norm_without_experts,
+  dense = norm_without_experts, router = router_without_gradient,
   balance = balance_of_own_tokens
 Source: pytorch/pytorch #160285 (expert gradients times the ranks), NVIDIA/Megatron-LM #5916 and microsoft/DeepSpeed
   #8478 (norms without other ranks' experts), NVIDIA-NeMo/Automodel #1412 (balance losses by rank), and the habit to
@@ -88,7 +89,8 @@ def clip_gradients(model, max_norm):
     """Scales the gradients so that the norm of the whole gradient is at most max_norm."""
     parts = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
     square = sum(each.grad.square().sum() for name, each in parts if is_expert(name))
-    dist.all_reduce(square)
+    dist.all_reduce(square)  # clean own
+    square = torch.zeros(())  # fault dense
     square += sum(each.grad.square().sum() for name, each in parts if not is_expert(name))
     scale = (max_norm / square.sqrt()).clamp(max=1.0)
     for _, each in parts:
@@ -120,7 +122,7 @@ def main():
             reduce_gradients(model)  # here gradient, here twice, here mixed
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)  # fault norm
             clip_gradients(model, args.max_norm)  # clean norm
-            optimizer.step()
+            optimizer.step()  # here own, here dense
         if rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
     dist.destroy_process_group()

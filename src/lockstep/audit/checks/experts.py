@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.audit.checks.gradients import (
     EVEN,
@@ -30,10 +31,15 @@ ALIKE = 1e-5
 """Relative difference of tensors up to which they are the same, but for rounding."""
 NORM = 1e-3
 """Largest relative difference of equal norms."""
+SCALED = 1e-4
+"""Largest relative difference of norms to which gradients are scaled."""
+REPEATED = 3
+"""Number of steps with one norm that shows that gradients are scaled to it."""
 BALANCE = 5e-3
 """Relative difference of the ranks' loads of experts from which a balance loss is reported."""
 NAMED = "expert"
 """Experts with the same values on all ranks are found by this part of their names."""
+Norms = NDArray[np.float64]
 _ROUTER = re.compile(r"^(?P<layer>.*?)\.?(?:router|gate|gating|wg)(?:\.|$)(?!.*_proj)")
 _SKETCHES = ("applied", "reduced", "before", "parameters", "states", "states_before")
 _LISTS = ("sharded", "stale", "unused")
@@ -137,26 +143,27 @@ def _only(records: Records, names: set[str], *, kept: bool) -> Records:
 def check_experts(records: Divided) -> AreaResult:
     result = AreaResult(Area.EXPERTS)
     names = records.names
-    scaled = 0
     if names:
         others = {
             (rows[0]["index"], rank): _even(rows, rank)
             for rows in records.others.together()
             for rank in range(len(rows))
         }
+        are_even = []
         for rows in records.experts.together():
             _check_copies(result, records, rows)
             _check_alike(result, records, rows)
-            scaled += _check_factor(result, records, rows, others)
+            are_even.append(_check_factor(result, records, rows, others))
         for rows, of_others in zip(
             records.experts.together(), records.others.together(), strict=False
         ):
             _check_norm(result, records, rows, of_others)
-        if scaled:
+        _check_scaled_norm(result, records, are_even)
+        if any(are_even):
             result.right = (
                 f"{len(names)} parameters of experts are divided among ranks"
-                f" {', '.join(map(str, records.groups[0]))}; {scaled} steps apply their gradients"
-                " with the factor of all others"
+                f" {', '.join(map(str, records.groups[0]))}; {sum(are_even)} steps apply their"
+                " gradients with the factor of all others"
             )
     _check_routers(result, records)
     _check_balance(result, records.others)
@@ -319,6 +326,61 @@ def _check_norm(
                     line=clip["line"],
                 )
                 return
+
+
+def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[bool]) -> None:
+    """Find gradients that the script's own code scales by a norm without the experts of other
+    ranks, or without all experts: that norm, and not the norm of the whole gradient, then has the
+    same value in several steps. In steps without scaling it is smaller. `are_even`: for each step,
+    True if experts' gradients have the factor of all others."""
+    seen: list[Sequence[Row]] = []
+    whole: list[Norms] = []
+    own: list[Norms] = []
+    dense: list[Norms] = []
+    steps = zip(records.experts.together(), records.others.together(), are_even, strict=False)
+    for rows, others, is_even in steps:
+        if any(row["clip"] is not None or row["sharded"] for row in (*rows, *others)):
+            return
+        if not is_even:
+            continue
+        seen.append(rows)
+        of_others = [_square(row["applied"]) for row in others]
+        of_each = [_square(row["applied"]) for row in rows]
+        of_all = [
+            sum(of_each[each] for each in records.group_of(rank)) for rank in range(len(rows))
+        ]
+        whole.append(np.sqrt(np.add(of_others, of_all)))
+        own.append(np.sqrt(np.add(of_others, of_each)))
+        dense.append(np.sqrt(of_others))
+    if _steps_alike(whole):
+        return
+    for norms, what in (
+        (own, "of its own experts and of all other parameters"),
+        (dense, "of the parameters that are no experts"),
+    ):
+        if not (alike := _steps_alike(norms)):
+            continue
+        first = alike[0]
+        rank = int(np.argmax(norms[first]))
+        of_whole = [whole[step][rank] for step in alike]
+        result.find(
+            Cause.NORM_WITHOUT_EXPERTS,
+            f"in {len(alike)} steps the norm {what} of rank {rank} is"
+            f" {norms[first][rank]:.4g} when gradients are applied: they are scaled by it; that"
+            " of the whole gradient, with the experts of ranks"
+            f" {', '.join(map(str, records.group_of(rank)))}, is {min(of_whole):.4g} to"
+            f" {max(of_whole):.4g}",
+            seen[first][rank],
+        )
+        return
+
+
+def _steps_alike(norms: Sequence[Norms]) -> list[int]:
+    """Return the steps in which a rank has the largest norm of all steps; none if fewer than
+    `REPEATED` have it."""
+    most = max((float(each.max()) for each in norms), default=0.0)
+    found = [step for step, each in enumerate(norms) if most and most - each.max() <= SCALED * most]
+    return found if len(found) >= REPEATED else []
 
 
 def _square(gradients: Mapping[str, list[float] | None]) -> float:
