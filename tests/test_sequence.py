@@ -4,19 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from lockstep.sequence import chunk_widths, chunks_of, paired_order, places, spans
+from lockstep.sequence import chunks_of, paired_order, places, spans
 from lockstep.tree import cover
 
 sizes = st.integers(1, 64)
-
-
-@given(st.integers(0, 5000), sizes)
-def test_chunks_have_all_tokens_and_widths_that_differ_by_one_at_most(
-    tokens: int, chunks: int
-) -> None:
-    widths = chunk_widths(tokens, chunks)
-    assert (len(widths), sum(widths)) == (chunks, tokens)
-    assert max(widths) - min(widths) <= 1
 
 
 @given(st.integers(0, 5000), sizes, st.data())

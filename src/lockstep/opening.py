@@ -367,14 +367,7 @@ def _join(
         if recovers and environment.world_size > 1
         else join
     )
-    world = joins(
-        rank=environment.rank,
-        size=environment.world_size,
-        local_rank=environment.local_rank,
-        local_size=environment.local_world_size,
-        backend=environment.backend,
-        share_devices=environment.share_devices,
-    )
+    world = joins(**environment.place)
     mine = [
         environment.shared(),
         sources(),

@@ -31,14 +31,7 @@ def once(function: Callable[[], T]) -> T:
     from lockstep.comm.world import join  # imports torch
 
     environment = _environment()
-    world = join(
-        rank=environment.rank,
-        size=environment.world_size,
-        local_rank=environment.local_rank,
-        local_size=environment.local_world_size,
-        backend=environment.backend,
-        share_devices=environment.share_devices,
-    )
+    world = join(**environment.place)
     result, failure = None, None
     if environment.local_rank == 0:
         try:

@@ -16,12 +16,6 @@ from numpy.typing import NDArray
 from lockstep.assignment import contiguous_range
 
 
-def chunk_widths(tokens: int, chunks: int) -> list[int]:
-    """Return the number of tokens of each chunk, in the order of the sequence. Some widths are 0 if
-    there are fewer tokens than chunks."""
-    return [len(contiguous_range(tokens, chunk, chunks)) for chunk in range(chunks)]
-
-
 def paired_order(chunks: int) -> list[int]:
     """Return the chunks in the order in which ranks take contiguous shares of them."""
     return [place // 2 if place % 2 == 0 else chunks - 1 - place // 2 for place in range(chunks)]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -79,12 +78,7 @@ class MicrobatchTiming:
         self._stack.callback(self._drop_gradients)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def batching(self, microbatch: int | None) -> Batching:

@@ -4,7 +4,6 @@ runs."""
 from __future__ import annotations
 
 import random
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -42,12 +41,7 @@ class PreservedGenerators:
         self._torch = torch.default_generator.get_state()
         np.random.set_bit_generator(self._own)  # type: ignore[attr-defined]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
         random.setstate(self._python)
         torch.default_generator.set_state(self._torch)

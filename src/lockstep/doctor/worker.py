@@ -77,12 +77,7 @@ def _run_probes(
     names = machine_names(values["machines"])
     with coordinator.probe("the process group"):
         world = join(
-            rank=environment.rank,
-            size=environment.world_size,
-            local_rank=environment.local_rank,
-            local_size=environment.local_world_size,
-            backend=environment.backend,
-            share_devices=environment.share_devices,
+            **environment.place,
             timeout=timedelta(seconds=RENDEZVOUS_SECONDS),  # the coordinator's deadline is earlier
         )
     values["backend"] = environment.backend or accelerator.process_group_backend(world.device)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from lockstep.base.container import usable_cpus
 from lockstep.base.errors import LaunchError
@@ -38,6 +38,18 @@ class Environment(RunOptions):
     else CPUs ÷ processes."""
     restarts: int = 0
     """Number of restarts of the workers after failures."""
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The arguments of `lockstep.comm.world.join` that say where this process is."""
+        return {
+            "rank": self.rank,
+            "size": self.world_size,
+            "local_rank": self.local_rank,
+            "local_size": self.local_world_size,
+            "backend": self.backend,
+            "share_devices": self.share_devices,
+        }
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Environment:

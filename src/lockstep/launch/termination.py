@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from lockstep.base.errors import say
@@ -134,12 +134,7 @@ class Termination:
                 outlive_parent(END_SECONDS, SAVE_SECONDS, is_saving, _is_on_one_machine)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _unanswered
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal:
