@@ -249,6 +249,7 @@ ONE_AXIS = ("replicate=2", "expert=2", "context=2", "pipeline=2")
 """Plans that train all cases in the fast tier; the others train two of them there."""
 
 SLOW_PLANS = (
+    "replicate=4,checkpointing=full",
     "expert=2,checkpointing=full",
     "pipeline=2,schedule=interleaved",
     "pipeline=2,schedule=1f1b",
