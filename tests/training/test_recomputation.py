@@ -207,15 +207,19 @@ def test_a_run_has_the_bits_that_it_has_without_checks_and_no_alarm(
         assert checked == without, name
 
 
-def mixtures(run_dir: str, plan: str) -> list[str]:
+def mixtures(run_dir: str, plan: str, overs: Sequence[str]) -> list[str]:
     """The fingerprints of mixtures of experts, without checks and with one in each step."""
     found = []
-    for over in ("step", "microbatch"):
+    for over in overs:
         for every in ("0", "1"):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("LOCKSTEP_RECOMPUTE_EVERY", every)
                 trained_one = ls.train(
-                    test_balance.recipe(steps=3, balance=test_balance.balance(over=over)),
+                    test_balance.recipe(
+                        steps=3,
+                        balance=test_balance.balance(over=over),
+                        stages=test_balance.STAGES,
+                    ),
                     run_dir=f"{run_dir}/{over}-{every}",
                     plan=f"{plan},numerics=bitwise",
                 )
@@ -223,13 +227,45 @@ def mixtures(run_dir: str, plan: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", pytest.param("shard=2", marks=pytest.mark.slow)])
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ("replicate=2", 2),
+        pytest.param("shard=2", 2, marks=pytest.mark.slow),
+        pytest.param("replicate=2,pipeline=2", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_experts_compute_the_rows_of_another_rank(
-    pool: WorkerPool, tmp_path: Path, plan: str
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int
 ) -> None:
-    step, step_checked, own, own_checked = pool.run(2, mixtures, str(tmp_path), plan)[0]
-    assert (step, own) == (step_checked, own_checked)
-    assert step != own
+    overs = ("step", "microbatch", "previous")
+    found = pool.run(ranks, mixtures, str(tmp_path), plan, overs, timeout_seconds=160)[0]
+    assert found[::2] == found[1::2]
+    assert len(set(found)) == 3
+
+
+def of_several_stages(run_dir: str) -> list[str]:
+    found = []
+    for over in ("microbatch", "step"):
+        changed = {
+            "balance": test_balance.balance(over=over, per_layer=False),
+            "stages": test_balance.STAGES,
+        }
+        make = test_balance.recipe
+        plan = "replicate=2,pipeline=2"
+        found.append(trained(f"{run_dir}/{over}", plan, 1, None, changed, 9, make)["error"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_balance_loss_of_layers_in_several_stages_is_refused(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    for refused, instead in pool.run(4, of_several_stages, str(tmp_path), timeout_seconds=160):
+        assert "RecipeError: --recompute-every 1 with Balance(over='microbatch')" in refused
+        assert instead == ""
 
 
 STAGED: dict[str, Any] = {

@@ -100,6 +100,18 @@ class ExpertBalance:
         """For each microbatch of the step, the loads of the layers on this rank that its balance
         loss took f of."""
 
+    def check_recomputation(self, every: int) -> None:
+        """Raise `RecipeError` if a stage could not compute the terms of another replica's
+        microbatch. `every`: the value of --recompute-every."""
+        over = self.balance.over
+        if every and self.counts_first and over != "step":
+            raise RecipeError(
+                f"--recompute-every {every} with Balance(over={over!r}) in a pipeline, where a loss"
+                " is of layers in several stages (per_layer=False, or shared experts); stages"
+                " exchange the loads of their own replica's microbatches alone; use over='step' or"
+                " over='previous', or a plan without pipeline, or leave --recompute-every out"
+            )
+
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
         """Return, for each layer on this rank, the tokens of each expert that the balance loss of a
         microbatch took f of. Empty without a balance loss. Waits for the device."""

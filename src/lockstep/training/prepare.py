@@ -215,6 +215,7 @@ def prepare(
         module.balance = balance_experts(
             model, options.balance, made.routed, context.mesh, inputs, stages
         )
+        module.balance.check_recomputation(context.recompute_every)
         module.executor.recorder = module.balance.recorder
         training.run.include("balance", module.balance)
     training.modules.append(module)
