@@ -142,7 +142,8 @@ class HouseHooks:
             return
         run.event("run-failed", **error_details(error))
         run.training.hooks.call_every("on_error", run, error)
-        if isinstance(error, LossError) and error.not_finite_in is not None:
+        is_kept = not run.context.overrides.bare
+        if is_kept and isinstance(error, LossError) and error.not_finite_in is not None:
             error.add_note(
                 f"lockstep blame {run.context.run_dir} looks for the samples and the layer"
             )
