@@ -121,6 +121,7 @@ def one_step(subject: str, dtype: torch.dtype, sizes: dict[str, int]) -> Found:
             offload=False,
             materialize=keep,
             short=None,
+            keep_casts=True,
         )
     parameters = list(model.parameters())
     reducer: Any = (
