@@ -114,6 +114,11 @@ class RecordedGroup(PythonProcessGroup):
 
     pg_name = group_name
 
+    def _get_backend(self, device: torch.device) -> RecordedGroup:
+        """Return an object without `supports_coalescing`, about which torch 2.15 asks before it
+        sends several messages."""
+        return self
+
     def _done(
         self,
         kind: CollectiveKind,
