@@ -262,3 +262,34 @@ def test_a_step_that_is_begun_anew_has_the_microbatch_that_the_run_has_chosen(
     given = recipe(loss=of_the_rows, steps=STEPS, microbatch="auto")
     answer(request, lambda: ls.train(given, run_dir=str(tmp_path / "run")))
     assert len(read(tmp_path / "again", 1)[1]) == 4
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 3, bias=False), nn.Linear(6, 3, bias=False)
+        self.back = nn.Linear(3, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.back(self.first(x)))
+
+
+def test_a_parameter_that_parts_share_has_the_gradient_of_all_parts(tmp_path: Path) -> None:
+    given = recipe(
+        model=Tied, loss=of_the_rows, microbatch=16, stages=["first", "back", "last"], steps=3
+    )
+    begun_anew(tmp_path, "replicate=1,numerics=bitwise", given)
+    whole, (part,) = read(tmp_path, 1)
+    assert part["squares"] == pytest.approx(whole["squares"])
+    request = ReplayRequest(
+        folder=tmp_path, step=2, checkpoints="", before=2, begins_anew=True, by_sample=0
+    )
+    answer(request, lambda: ls.train(given, plan="numerics=bitwise", run_dir=f"{tmp_path}/again"))
+    (part,) = read(tmp_path, 1)[1]
+    one = recipe(
+        model=Tied, loss=of_the_rows, microbatch=1, stages=["first", "back", "last"], steps=3
+    )
+    begun_anew(tmp_path / "one", "replicate=1,numerics=bitwise", one)
+    by_hand = [sum(each["squares"].values()) for each in read(tmp_path / "one", 1)[1]]
+    assert part["by_sample"] == pytest.approx(by_hand, rel=1e-4)

@@ -4,7 +4,8 @@ the step adds to the loss and to the gradient, and ends the process after the st
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -125,10 +126,9 @@ class ReplayHook(ControlHook):
         if self._has_whole_gradient:
             self._watch.before_backward(total)
             found = torch.autograd.grad(
-                total, each.parameters, grad_output, retain_graph=True, allow_unused=True
+                total, each.leaves, grad_output, retain_graph=True, allow_unused=True
             )
-            named = zip(each.names, found, strict=True)
-            squares = squares_by_block((name, part) for name, part in named if part is not None)
+            squares = squares_by_block(each.by_parameter(found))
             squares = {name: value / scale**2 for name, value in squares.items()}
             seen = list(self._watch.seen)
         part = float((total.detach() * grad_output).double()) / scale
@@ -167,10 +167,9 @@ class ReplayHook(ControlHook):
             for each, whole in zip(only, of_rows, strict=True):
                 each[sample] = whole[sample]
             gradients = torch.autograd.grad(
-                rows, module.parameters, only, retain_graph=True, allow_unused=True
+                rows, module.leaves, only, retain_graph=True, allow_unused=True
             )
-            squares = [each.double().square().sum() for each in gradients if each is not None]
-            found.append(float(torch.stack(squares).sum()) if squares else 0.0)
+            found.append(math.fsum(squares_by_block(module.by_parameter(gradients)).values()))
         return found
 
     def without_backward(self, module: int, microbatch: int) -> None:
@@ -224,10 +223,12 @@ class ReplayHook(ControlHook):
         raise SystemExit(0)
 
 
-def squares_by_block(gradients: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """Return block -> the sum of squares of its gradients."""
+def squares_by_block(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return block -> the sum of squares of its gradients. None: an unused parameter."""
     found: dict[str, float] = {}
-    for name, gradient in gradients:
+    for name, gradient in gradients.items():
+        if gradient is None:
+            continue
         square = float(to_local(gradient).double().square().sum())
         found[block_of(name)] = found.get(block_of(name), 0.0) + square
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -252,6 +252,24 @@ class TrainModule:
     def names_of_leaves(self) -> list[str]:
         """The name of each parameter and leaf of which the reducer sums gradients."""
         return [*self.names, *(() if self._tied is None else self._tied.names_of_leaves)]
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The tensors of `names_of_leaves`, if parameters are not sharded."""
+        parts = [] if self._tied is None else self._tied.leaves
+        return [*self.parameters, *(leaf.parameter for leaf in parts)]
+
+    def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
+        """Return name -> gradient of that parameter, which is summed over the parts that share it.
+        `gradients`: of `leaves`."""
+        found: dict[str, Tensor | None] = {}
+        for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
+            before = found.get(name)
+            if before is None or gradient is None:
+                found[name] = before if gradient is None else gradient
+            else:
+                found[name] = before + gradient
+        return found
 
     @property
     def overflows(self) -> int:

@@ -171,14 +171,15 @@ class TraceHook(ControlHook):
         """See `Probe`. Computes the gradient of this microbatch alone, or of this rank's tokens of
         it, unless this rank has only a slice of it."""
         each, gradients = self.run.training.modules[module], None
-        parameters = each.parameters if self._is_whole and not self._slices else []
+        parameters = each.leaves if self._is_whole and not self._slices else []
         output = self._outputs.pop(module, None)
         if wanted := [*parameters, *([] if output is None else [output.tensor])]:
             found = torch.autograd.grad(
                 total, wanted, grad_output, retain_graph=True, allow_unused=True
             )
             if parameters:
-                gradients = _unscaled(each, zip(each.names, found, strict=False))
+                summed = each.by_parameter(found[: len(parameters)])
+                gradients = _unscaled(each, summed.items())
             if output is not None:
                 index, _ = self._full_microbatch(microbatch)
                 ((_, gradient),) = _unscaled(each, {"": found[-1]}.items())
