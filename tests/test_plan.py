@@ -213,13 +213,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
         (
-            "context=2,pipeline=2,numerics=bitwise",
-            (
-                "context=2 with numerics=bitwise and pipeline=2; chunks of a sequence are computed"
-                " in turn, and a stage passes on the tokens of a whole microbatch at once"
-            ),
-        ),
-        (
             "tensor=4,numerics=bitwise,slices=2",
             (
                 "tensor=4 with numerics=bitwise and slices=2; each rank sums inside a layer over the"
@@ -269,7 +262,6 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
             "expert=2,tensor=2,slices=2,numerics=bitwise",
             "slices=2 with expert=2; layers are not computed in slices beside experts yet",
         ),
-        ("expert=2,pipeline=2,numerics=bitwise", "expert=2 with pipeline=2; with numerics=bit"),
         (
             "expert=2,shard=2,pipeline=2,checkpointing=selective",
             "checkpointing=selective with expert=2, shard=2 and pipeline=2; FSDP2 gathers experts",

@@ -25,7 +25,8 @@ def test_the_forward_computes_in_what_was_asked_for_and_parameters_stay(
     name: Any, dtype: torch.dtype
 ) -> None:
     layer = nn.Linear(3, 2)
-    with precision.autocast(name, CPU):
+    autocast = precision.autocast(name, CPU)
+    with autocast, autocast:  # as a check inside a pipeline's stage does
         assert layer(torch.ones(1, 3)).dtype is dtype
     assert layer.weight.dtype is torch.float32
     assert not torch.is_autocast_enabled("cpu")

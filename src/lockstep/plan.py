@@ -65,11 +65,6 @@ PACED_BY: dict[Divided, str] = {
 }
 """The reason why ranks cannot each compute at their own speed, by what their axis divides last. For
 an axis that is missing here: `TOGETHER`."""
-IN_TURN = (
-    "chunks of a sequence are computed in turn, and a stage passes on the tokens of a whole"
-    " microbatch at once"
-)
-"""The reason why the stages of `pipeline` cannot compute chunks of a sequence in turn."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
@@ -283,7 +278,7 @@ class Plan:
         if given.get("pipeline", 1) != 1:
             self._check_pipeline(given)
         if given.get("context", 1) != 1:
-            self._check_context(given)
+            self._check_context()
         if given.get("expert", 1) != 1:
             self._check_expert(given)
         self._check_one_process(given)
@@ -363,9 +358,13 @@ class Plan:
                 " choose schedule=1f1b"
             )
 
-    def _check_context(self, given: dict[str, Any]) -> None:
-        if self.numerics == "bitwise":
-            self._check_bitwise_context(given)
+    def _check_context(self) -> None:
+        if self.numerics == "bitwise" and self.exchange == "heads":
+            raise PlanError(
+                f"context={self.context} with numerics=bitwise and exchange=heads; each chunk"
+                " attends with all heads, so that its bits do not depend on the number of"
+                " processes; leave exchange=heads out, or numerics=bitwise"
+            )
         self._refuse_with(
             "context",
             (
@@ -376,20 +375,6 @@ class Plan:
                 " see",
             ),
         )
-
-    def _check_bitwise_context(self, given: dict[str, Any]) -> None:
-        both = f"context={self.context} with numerics=bitwise"
-        if (size := given.get("pipeline", 1)) != 1:
-            raise PlanError(
-                f"{both} and pipeline={size}; {IN_TURN}; leave numerics=bitwise out, or use"
-                f" replicate instead of pipeline={size}"
-            )
-        if self.exchange == "heads":
-            raise PlanError(
-                f"{both} and exchange=heads; each chunk attends with all heads, so that its bits do"
-                " not depend on the number of processes; leave exchange=heads out, or"
-                " numerics=bitwise"
-            )
 
     def _check_expert(self, given: dict[str, Any]) -> None:
         if self.checkpointing == "selective" and 1 not in (
@@ -402,11 +387,6 @@ class Plan:
                 " has gathered them in another microbatch's backward, and selective checkpointing"
                 " recomputes only what is alike; choose checkpointing=full"
             )
-        if self.numerics == "bitwise":
-            why = (
-                "with numerics=bitwise, a stage does not keep the rows of each microbatch apart yet"
-            )
-            self._refuse_with("expert", ("pipeline", given.get("pipeline", 1), 1, why))
 
     def _refuse_with(self, axis: str, *refused: tuple[str, Any, Any, str]) -> None:
         """Raise `PlanError` if a setting or another axis does not go with `axis`. `refused`: its

@@ -243,10 +243,11 @@ def test_so_has_a_model_of_transformers_with_dropout_of_attention(
     assert pool.run(2, train_llama, str(tmp_path / "both"), plan) == [alone] * 2
 
 
-def test_chunks_of_sharded_models_are_not_recomputed() -> None:
+def test_chunks_of_shards_and_stages_are_not_recomputed() -> None:
     sequence, shard = ls.Sequence(), Plan(shard=2, numerics="bitwise")
-    with pytest.raises(PlanError, match="use replicate, or leave --recompute-every out"):
-        check_recomputed_chunks(shard, sequence, 5)
+    for refused in (shard, Plan(replicate=2, pipeline=2, numerics="bitwise")):
+        with pytest.raises(PlanError, match="use replicate, or leave --recompute-every out"):
+            check_recomputed_chunks(refused, sequence, 5)
     for plan, given, every in [
         (shard, sequence, 0),
         (shard, None, 5),

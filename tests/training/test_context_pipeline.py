@@ -1,5 +1,5 @@
 """Sequences in a pipeline: each stage computes a rank's tokens, and what comes out is the model of
-one process, to rounding."""
+one process: to rounding, or with bitwise numerics to the last bit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from training.subjects import Trained, each_of, off
+from training.subjects import Trained, each_of, learned, off
 from training.test_context_axis import (
     TOKENS,
     WIDTH,
     WORDS,
     Attention,
+    Fails,
     recipe,
     texts,
     weighted,
 )
 
 import lockstep as ls
+from lockstep.base.errors import DataError
 from lockstep.testing.pool import WorkerPool
 
 STAGES = ["embedding", "blocks.*", "head"]
@@ -217,3 +219,98 @@ def test_what_cannot_be_cut_in_a_stage_is_refused_on_all_ranks(
     for rank in pool.run(4, refuse, str(tmp_path), plan, timeout_seconds=110):
         for said, (changes, words) in zip(rank, REFUSED, strict=True):
             assert words in said, changes
+
+
+ALONE = "replicate=1"
+BITWISE: list[dict[str, Any]] = [
+    SHIFTING | {"global_batch": 10, "steps": None, "epochs": 1},
+    DOCUMENTS | {"model": lambda: Generator().float(), "precision": "bf16"},
+]
+"""Five microbatches in float64, and two in the last batch, with evaluations; documents in bf16.
+Both have tied weights, dropout and clipping."""
+BITWISE_PLANS = {
+    2: ("pipeline=2", "pipeline=2,schedule=zero-bubble,checkpointing=full"),
+    4: ("pipeline=2,context=2",),
+}
+MORE_BITWISE_PLANS = {
+    2: ("pipeline=2,schedule=gpipe", "pipeline=2,schedule=interleaved", "shard=2"),
+    3: ("pipeline=3", "pipeline=3,schedule=zero-bubble"),
+    4: (
+        "pipeline=2,context=2,schedule=zero-bubble,checkpointing=full",
+        "pipeline=2,context=2,schedule=interleaved",
+        "replicate=2,pipeline=2,checkpointing=full",
+    ),
+}
+Bits = tuple[str | None, list[float]]
+
+
+def train_bits(run_dir: str, plan: str, changes: dict[str, Any], **more: Any) -> Bits:
+    """Return the fingerprint, and the numbers of the result."""
+    given = {"model": Generator, "stages": STAGES, "tensor": None, "global_batch": 8, "steps": 2}
+    result = ls.train(
+        recipe(**given | changes),
+        plan=f"{plan},numerics=bitwise",
+        run_dir=run_dir,
+        log_every=1,
+        **more,
+    )
+    return result.fingerprint, [result.loss, *result.metrics.values()]
+
+
+def train_all_bits(run_dir: str, plans: Sequence[str]) -> list[Bits]:
+    cases = [(plan, changes) for plan in plans for changes in BITWISE]
+    return each_of(train_bits, run_dir, cases, may_refuse=False)
+
+
+@pytest.fixture(scope="module")
+def bits(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of one process, and what it logs."""
+    folder = tmp_path_factory.mktemp("bits")
+    (found,) = pool.run(1, train_all_bits, str(folder), [ALONE], timeout_seconds=60)
+    return found, [learned(folder / str(number)) for number in range(len(BITWISE))]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("size", "plans"),
+    [
+        *BITWISE_PLANS.items(),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE_BITWISE_PLANS.items()),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_stages_of_chunks_have_the_bits_of_one_process(
+    pool: WorkerPool, tmp_path: Path, bits: Any, size: int, plans: Sequence[str]
+) -> None:
+    results, rows = bits
+    for found in pool.run(size, train_all_bits, str(tmp_path), plans, timeout_seconds=140):
+        assert found == results * len(plans), plans
+    written = [learned(tmp_path / str(number)) for number in range(len(plans) * len(BITWISE))]
+    assert written == rows * len(plans)
+
+
+def begin(run_dir: str, plan: str) -> None:
+    with pytest.raises(DataError, match="a step too far"):
+        train_bits(run_dir, plan, LONGER, hooks=[Fails()], saving=ls.Saving(every=2))
+
+
+def go_on(run_dir: str, plan: str) -> Bits:
+    return train_bits(run_dir, plan, LONGER)
+
+
+LONGER = SHIFTING | {"steps": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_run_of_chunks_goes_on_with_the_same_bits_under_another_plan(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    (expected,) = pool.run(1, go_on, str(tmp_path / "alone"), ALONE)
+    for number, (ranks, first, others, second) in enumerate(
+        [(2, "pipeline=2", 2, "context=2"), (4, "pipeline=2,context=2", 1, ALONE)]
+    ):
+        folder = str(tmp_path / str(number))
+        pool.run(ranks, begin, folder, first, timeout_seconds=60)
+        for found in pool.run(others, go_on, folder, second, timeout_seconds=60):
+            assert found == expected, (first, second)

@@ -1,5 +1,5 @@
 """Experts in a pipeline: the ranks of `expert` in a stage send each other tokens. They train the
-model of one process, to rounding."""
+model of one process: to rounding, or with bitwise numerics to the last bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from model.expert.models import MixesRows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from training.subjects import Trained, each_of, off
+from training.subjects import Trained, each_of, learned, off
 from training.test_expert_axis import WIDTH, WORDS, Block, texts
 
 import lockstep as ls
@@ -210,6 +210,68 @@ def test_a_run_goes_on_under_another_plan(
         assert set(pool.run(size, begin, folder, first)) == {"a step too far"}
         for found in pool.run(other, train, folder, second, {}):
             assert off(found, alone[0]) < 1e-14, (first, second)
+
+
+BITS: dict[str, dict[str, Any]] = {
+    "rows": {"sequence": None},
+    "chunks": {"sequence": ls.Sequence(chunks=2)},
+    "bf16": HALF | {"model": lambda: half_dense().float(), "precision": "bf16", "sequence": None},
+}
+BITWISE = {
+    4: [
+        ("pipeline=2,expert=2", "rows"),
+        ("pipeline=2,expert=2,schedule=zero-bubble,checkpointing=full", "chunks"),
+    ],
+}
+MORE_BITWISE = {
+    2: [("expert=2", "chunks"), ("pipeline=2", "bf16")],
+    4: [
+        ("pipeline=2,expert=2,schedule=zero-bubble", "rows"),
+        ("pipeline=2,expert=2,schedule=interleaved,checkpointing=selective", "rows"),
+        ("pipeline=2,expert=2,schedule=gpipe", "chunks"),
+        ("pipeline=2,expert=2,checkpointing=full", "bf16"),
+    ],
+}
+Bits = tuple[str | None, list[float]]
+
+
+def train_bits(run_dir: str, plan: str, name: str) -> Bits:
+    """Return the fingerprint, and the numbers of the result."""
+    plan = f"{plan},numerics=bitwise"
+    result = ls.train(recipe(**BITS[name]), plan=plan, run_dir=run_dir, log_every=1)
+    return result.fingerprint, [result.loss, *result.metrics.values()]
+
+
+def train_all_bits(folder: str, cases: Sequence[tuple[str, str]]) -> list[Bits]:
+    return each_of(train_bits, folder, cases, may_refuse=False)
+
+
+@pytest.fixture(scope="module")
+def bits(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """For each recipe, the result of one process, and what it logs."""
+    folder = tmp_path_factory.mktemp("bits")
+    cases = [("replicate=1", name) for name in BITS]
+    (found,) = pool.run(1, train_all_bits, str(folder), cases, timeout_seconds=60)
+    logged = [learned(folder / str(number)) for number in range(len(cases))]
+    return dict(zip(BITS, zip(found, logged, strict=True), strict=True))
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        *BITWISE.items(),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE_BITWISE.items()),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_stages_with_experts_have_the_bits_of_one_process(
+    pool: WorkerPool, tmp_path: Path, bits: Any, size: int, cases: Sequence[tuple[str, str]]
+) -> None:
+    ranks = pool.run(size, train_all_bits, str(tmp_path), cases, timeout_seconds=140)
+    for number, (plan, name) in enumerate(cases):
+        for found in ranks:
+            assert (found[number], learned(tmp_path / str(number))) == bits[name], (plan, name)
 
 
 class Mixing(Block):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from lockstep.comm.world import World
-from lockstep.model.pipeline.boundary import Arguments, Around
+from lockstep.model.pipeline.boundary import Arguments, Chunks, Run
 
 T = TypeVar("T")
 
@@ -25,7 +25,14 @@ class Forwards(Protocol):
     def has_output(self) -> bool:
         """True on the rank that has the model's output."""
 
-    def try_forward(self, arguments: Arguments, around: Around) -> Any:
+    @property
+    def last_stage(self) -> int:
+        """The stage that computes the model's output."""
+
+    def parts_by_stage(self) -> Mapping[int, Sequence[nn.Module]]:
+        """Return the modules that each of this rank's stages calls. A whole model is stage 0."""
+
+    def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
         """Return the model's output, or None on ranks without it. An error is raised on all
         ranks."""
 
@@ -37,15 +44,18 @@ class WholeModel:
     """The forwards of a model that is whole on this rank."""
 
     has_output = True
+    last_stage = 0
 
     def __init__(self, model: nn.Module, world: World) -> None:
         """`world`: any that this rank is in."""
         self.world = replace(world, rank=0, size=1, group=None, owns_group=False)
         self._model = model
 
-    def try_forward(self, arguments: Arguments, around: Around) -> Any:
-        with around(0):
-            return arguments.call(self._model)
+    def parts_by_stage(self) -> Mapping[int, Sequence[nn.Module]]:
+        return {0: [self._model]}
+
+    def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
+        return run(0, lambda given: given.call(self._model), arguments)
 
     def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
         return compute()

@@ -118,8 +118,7 @@ def parallelize(
     # before other stages' parameters are removed
     found_experts = _find_experts(model, mesh, plan, experts)
     pipeline: Pipeline | None = None
-    # chunks of sequences are computed in turn, and pipelines are refused with them
-    separates = plan.numerics == "bitwise" and sequence is None and bool(parts)
+    separates = plan.numerics == "bitwise" and bool(parts)
     shared: Sequence[SharedParameter] = ()
     if separates:
         check_separable(model, parts)
@@ -173,6 +172,8 @@ def parallelize(
     divided, leaves, eager = _place_experts(
         model, mesh, plan, held_experts, roots, exchange, materialize=materialize
     )
+    if pipeline is not None:
+        pipeline.expert_leaves = leaves
     wrapped = block_names or [layer.name for layer in layers] or roots
     if chunked is not None:
         if plan.compile:
@@ -206,7 +207,6 @@ def parallelize(
         )
     if plan.data_parallel != 1:
         wrap_data_parallel(model, gpus_of(mesh.world.device, plan.data_parallel))
-    cut = _sequence_cut(model, mesh, plan, sequence, pipeline, leaves)
     separate = None
     if separates:
         own = parts if pipeline is None else roots
@@ -214,6 +214,7 @@ def parallelize(
         separate = SeparateParts(model, own, names, last=parts[-1])
         if pipeline is not None:
             pipeline.leaves = [leaf for each in separate.leaves.values() for leaf in each]
+    cut = _sequence_cut(model, mesh, plan, sequence, pipeline, leaves, separate)
     return Parallelized(
         *(streams, pipeline, shared, cut, divided, leaves, separate),
         whole_experts=whole_experts,
@@ -273,6 +274,7 @@ def _sequence_cut(
     sequence: RecipeSequence | None,
     pipeline: Pipeline | None,
     leaves: Sequence[Leaves],
+    separate: SeparateParts | None,
 ) -> SequenceCut | None:
     if mesh.tokens.size == 1 and sequence is None:
         return None
@@ -280,7 +282,10 @@ def _sequence_cut(
         from lockstep.model.context.chunked_sequence import ChunkedSequenceCut
 
         assert sequence is not None, "refused without"
-        return ChunkedSequenceCut(model, mesh.tokens, sequence, leaves)
+        in_two = plan.schedule == "zero-bubble"
+        return ChunkedSequenceCut(
+            *(model, mesh.tokens, sequence, leaves, separate, pipeline), in_two=in_two
+        )
     from lockstep.model.context.cut import SequenceCut
 
     return SequenceCut(model, mesh.tokens, sequence, plan.exchange, pipeline)

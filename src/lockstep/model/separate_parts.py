@@ -9,7 +9,8 @@ parts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class SeparateParts:
         self.leaves: dict[str, list[PartLeaf]] = {}
         """Shared parameter -> its leaves in all but the first of this rank's parts that have it, in
         order. In the first one the parameter itself is the leaf."""
+        self._in_place: list[PartLeaf] = []
+        """Leaves that the running forward uses."""
         named = dict(model.named_parameters())
         for name in shared:
             if (parameter := named.get(name)) is None:
@@ -45,9 +48,19 @@ class SeparateParts:
             holders = [
                 part for part in modules.values() if any(p is parameter for p in part.parameters())
             ]
-            self.leaves[name] = [PartLeaf(parameter, part) for part in holders[1:]]
+            self.leaves[name] = [PartLeaf(parameter, part, self._in_place) for part in holders[1:]]
             for leaf in self.leaves[name]:
                 self._handles += leaf.install()
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """A context in which other forwards may run, while one of this thread is not complete."""
+        aside = [(leaf, leaf.take_out()) for leaf in list(self._in_place)]
+        try:
+            yield
+        finally:
+            for leaf, used in aside:
+                leaf.put_in(used)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -58,13 +71,15 @@ class SeparateParts:
 class PartLeaf:
     """A shared parameter as one part uses it."""
 
-    def __init__(self, shared: nn.Parameter, part: nn.Module) -> None:
+    def __init__(self, shared: nn.Parameter, part: nn.Module, in_place: list[PartLeaf]) -> None:
+        """`in_place`: contains this object while a forward uses the leaf."""
+        self.shared = shared
         self.part = part
         self.parameter = nn.Parameter(shared.detach())
         """Gets the gradient of this part. It has the memory of the shared parameter."""
         self.gathered: nn.Parameter | None = None
         """The leaf on the gathered parameter, if parameters are sharded."""
-        self._shared = shared
+        self._in_place = in_place
         self._owners = [
             (own_parameters(module), name)
             for module in part.modules()
@@ -76,25 +91,52 @@ class PartLeaf:
     def install(self) -> list[Any]:
         """Use the leaf in forwards of the part. Return the handles of the hooks."""
         return [
-            self.part.register_forward_pre_hook(self._put_in),
-            self.part.register_forward_hook(self._take_out, prepend=True, always_call=True),
+            self.part.register_forward_pre_hook(self._before_forward),
+            self.part.register_forward_hook(self._after_forward, prepend=True, always_call=True),
         ]
 
-    def _put_in(self, _: nn.Module, __: Any) -> None:
+    def tensors(self) -> list[Tensor]:
+        """Return the leaf of the latest forward."""
+        return [self.parameter if self.gathered is None else self.gathered]
+
+    def take(self) -> list[Tensor | None]:
+        """Return its gradient, and clear it."""
+        (leaf,) = self.tensors()
+        gradient, leaf.grad = leaf.grad, None
+        return [gradient]
+
+    def put_in(self, leaf: nn.Parameter) -> None:
+        """Let the part's modules use the leaf."""
+        own, name = self._owners[0]
+        self._replaced = own[name]
+        self._put(leaf)
+        self._in_place.append(self)
+
+    def take_out(self) -> nn.Parameter:
+        """Let the part's modules use the parameter again. Return the leaf that they used."""
+        own, name = self._owners[0]
+        used, replaced = own[name], self._replaced
+        assert isinstance(used, nn.Parameter)
+        assert replaced is not None, "put_in comes first"
+        self._put(replaced)
+        self._replaced = None
+        self._in_place.remove(self)
+        return used
+
+    def _before_forward(self, _: nn.Module, __: Any) -> None:
         own, name = self._owners[0]
         current = own[name]
         if current is None or not current.requires_grad or not torch.is_grad_enabled():
             return
-        if current is self._shared:
+        if current is self.shared:
             leaf = self.parameter
             if leaf.data_ptr() != current.data_ptr():  # its `data` has been replaced
                 leaf.data = current.data
-        elif is_distributed(self._shared) and isinstance(current, nn.Parameter):
+        elif is_distributed(self.shared) and isinstance(current, nn.Parameter):
             leaf = self._leaf_on_gathered(current)
         else:
             return  # another tensor, as with torch.func.functional_call
-        self._replaced = current
-        self._put(leaf)
+        self.put_in(leaf)
 
     def _leaf_on_gathered(self, current: nn.Parameter) -> nn.Parameter:
         leaf = self.gathered
@@ -103,10 +145,9 @@ class PartLeaf:
             leaf = self.gathered = nn.Parameter(current.data)
         return leaf
 
-    def _take_out(self, _: nn.Module, __: Any, ___: Any) -> None:
+    def _after_forward(self, _: nn.Module, __: Any, ___: Any) -> None:
         if self._replaced is not None:
-            self._put(self._replaced)
-            self._replaced = None
+            self.take_out()
 
     def _put(self, parameter: nn.Parameter) -> None:
         for own, name in self._owners:

@@ -294,6 +294,7 @@ class PipelineExecutor:
                 is_recomputed=step.is_recomputing,
                 before=self._record,
                 term=partial(term, microbatch, batch),
+                around_loss=step.without_backward,
             )
             for microbatch, batch in fetched
         ]
@@ -379,10 +380,11 @@ class PipelineExecutor:
         is_recomputed: bool = False,
         before: Callable[[], object] = lambda: None,
         term: Callable[[], StageTerm | None] = lambda: None,
+        around_loss: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> PipelineMicrobatch:
         """Return a microbatch for the pipeline; the first one in each mode is used to check a cut
         model. `score`: (output, loss) -> the microbatch's result. `before`, `term`: as in
-        `PipelineMicrobatch`."""
+        `PipelineMicrobatch`. `around_loss`: see `SequenceCut.run_of`."""
         cut = self._cut
         if cut is None:
 
@@ -405,19 +407,19 @@ class PipelineExecutor:
                 cut.check(arguments, loss, batch)
         own = cut.cut_of(arguments, batch)
 
-        def scored_part(output: Any) -> Any:
+        def scored_part(result: Any) -> Any:
             cut.current = own
-            return score(output, partial(cut.loss, loss))
+            return cut.scored(score, loss, result)
 
         return PipelineMicrobatch(
             position,
-            lambda: cut.arguments_of(model_arguments(inputs, batch), own),
+            lambda: cut.inputs_of(model_arguments(inputs, batch), own),
             scored_part,
             is_dummy=is_dummy,
             is_recomputed=is_recomputed,
             before=before,
             term=term,
-            around=partial(cut.around, own),
+            run=cut.run_of(own, loss, batch, around_loss),
         )
 
     def whole(self, output: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,26 @@ def autocast(
     """The context manager for forwards. Backwards run outside of it. `keep_casts`: cast each weight
     once per forward, and add the gradients of its uses in autocast's precision."""
     dtype = AUTOCAST.get(precision)
-    return (
-        nullcontext()
-        if dtype is None
-        else torch.autocast(device.type, dtype=dtype, cache_enabled=keep_casts)
-    )
+    if dtype is None:
+        return nullcontext()
+    return _Autocast(partial(torch.autocast, device.type, dtype=dtype, cache_enabled=keep_casts))
+
+
+class _Autocast:
+    """A context that may be entered again inside itself. An object of torch.autocast would leave
+    autocast on."""
+
+    def __init__(self, make: Callable[[], torch.autocast]) -> None:
+        self._make = make
+        self._entered: list[torch.autocast] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()  # type: ignore[no-untyped-call]
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def keeps_casts(plan: Plan) -> bool:

@@ -25,7 +25,7 @@ from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.digests import differing_part
 from lockstep.model.sync_batchnorm import training_batchnorms
-from lockstep.plan import IN_TURN, MEASURED, Plan
+from lockstep.plan import MEASURED, Plan
 from lockstep.recipe.checks import Precision
 from lockstep.recipe.code import Digests, other_sources
 from lockstep.recipe.sequence import Sequence as RecipeSequence
@@ -282,14 +282,17 @@ def check_recomputation(plan: Plan, every: int) -> None:
 
 
 def check_recomputed_chunks(plan: Plan, sequence: RecipeSequence | None, every: int) -> None:
-    """Raise `PlanError` if ranks would recompute sharded models in chunks. `every`: as in
+    """Raise `PlanError` if ranks would recompute shards or stages in chunks. `every`: as in
     `check_recomputation`."""
-    if every and sequence is not None and plan.shard != 1:
-        raise PlanError(
-            f"--recompute-every {every} with shard={plan.shard} and Recipe.sequence; the gradient"
-            " of a microbatch that is computed in chunks is not compared under shard yet; use"
-            " replicate, or leave --recompute-every out"
-        )
+    if not every or sequence is None:
+        return
+    for name in ("shard", "pipeline"):
+        if (size := getattr(plan, name)) != 1:
+            raise PlanError(
+                f"--recompute-every {every} with {name}={size} and Recipe.sequence; the gradient"
+                f" of a microbatch that is computed in chunks is not compared under {name} yet;"
+                " use replicate, or leave --recompute-every out"
+            )
 
 
 def check_no_auto(plan: Plan, microbatch: object) -> None:
@@ -356,11 +359,12 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
             " that are computed by themselves are the same on any number of processes if the recipe"
             " has them; give Recipe(sequence=ls.Sequence())"
         )
-    if plan.pipeline != 1:
+    if 1 not in (plan.pipeline, plan.shard):
         raise PlanError(
-            f"pipeline={plan.pipeline} with numerics=bitwise and Recipe.sequence; {IN_TURN}; leave"
-            " numerics=bitwise or sequence out, or use replicate instead of"
-            f" pipeline={plan.pipeline}"
+            f"shard={plan.shard} with pipeline={plan.pipeline}, numerics=bitwise and"
+            " Recipe.sequence; chunks of a sequence are computed in turn, with all parameters"
+            " gathered, and a stage gathers its own for each microbatch; use replicate instead of"
+            " shard, or leave numerics=bitwise out"
         )
     if plan.slices != 1:
         raise PlanError(

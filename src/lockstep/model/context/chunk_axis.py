@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,24 +42,6 @@ class ChunkAxis:
     @property
     def own_share(self) -> range:
         return self.shares[self.processes.rank]
-
-    def any(self, flag: bool) -> bool:
-        """Return True for all chunks if `flag` is true for any."""
-
-        def answer(flags: list[bool]) -> list[bool]:
-            return [self.processes.any(any(flags))] * len(flags)
-
-        return bool(self.threads.meet("a comparison", flag, answer))
-
-    def gather_values(self, value: Any) -> list[Any]:
-        """All-gather a JSON value, in the order of chunks."""
-
-        def answer(values: list[Any]) -> list[list[Any]]:
-            everyone = self.processes.gather_values(values)
-            return [[each for theirs in everyone for each in theirs]] * len(values)
-
-        found: list[Any] = self.threads.meet("values", value, answer)
-        return found
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
         """Return the rows of all chunks. `counts`: number of rows of each chunk. `order`: the

@@ -7,6 +7,7 @@ process, in the nodes that it has completely, then those of all processes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base import accelerator
+from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.base.torch_private import keeps_graph
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import BUCKET_NUMBERS
@@ -25,25 +27,43 @@ from lockstep.tree import LeavesInAnyOrder, cover, fold
 Scalar = Tensor | float
 
 
-def sum_losses(values: Sequence[Any], axis: ChunkAxis, parameters: Sequence[Tensor]) -> Any:
+@dataclass(frozen=True)
+class ChunkInputs:
+    """The tensors whose gradients the backward of a process's chunks computes."""
+
+    axis: ChunkAxis
+    parameters: Sequence[Tensor]
+    """Leaves of autograd's graph, of all chunks. Their gradients are summed over the chunks of all
+    processes."""
+    received: Sequence[Tensor] = ()
+    """The tensors that a pipeline's stage has received, for all of the process's chunks."""
+    leaves: Sequence[Sequence[Tensor]] = ()
+    """The leaves that stand for them in the graph of each chunk."""
+    in_two: bool = False
+    """True if autograd is asked for the gradients of the received tensors first, and then for those
+    of the parameters. The first backward computes both."""
+
+
+def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
     """Return the loss of all chunks, in the form of each of `values`, the losses of this process's
-    chunks. Every process calls it, also the backward. The backward computes the gradients of the
-    `parameters`, which are leaves of autograd's graph, in the threads of the chunks, and sums them
-    over the chunks of all processes. What is no loss is returned as it is."""
+    chunks. Every process calls it, also the backward. What is no loss is returned as it is."""
     rows = [list(_scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):
         return values[0]
-    device = axis.device
-    stacked = torch.stack([torch.stack([_widened(each, device) for each in row]) for row in rows])
+    axis = inputs.axis
+    stacked = torch.stack([torch.stack([_widened(each, axis.device) for each in r]) for r in rows])
     shares = axis.shares
     everyone = axis.processes.gather_rows(stacked, list(map(len, shares)))
-    leaves = [(chunk, chunk + 1) for chunk in range(axis.size)]
-    total = fold(leaves, list(everyone), axis.size, torch.add)
+    chunks = [(chunk, chunk + 1) for chunk in range(axis.size)]
+    total = fold(chunks, list(everyone), axis.size, torch.add)
     learned = [any(_learns(row[place]) for row in rows) for place in range(len(rows[0]))]
     with_gradient = total
     if torch.is_grad_enabled() and any(learned):
-        backward = partial(_gradients, rows, axis, parameters)
-        with_gradient = _WithGradient.apply(total, backward, *parameters)  # type: ignore[no-untyped-call]
+
+        def backward(gradients: Sequence[Tensor]) -> list[Tensor | None]:
+            return _gradients([_starts(row, gradients[0].unbind()) for row in rows], inputs)
+
+        (with_gradient,) = _with_backward([total], [True], backward, inputs)
     summed = [
         (with_gradient if learns else total)[place].to(_dtype(rows[0][place], total.dtype))
         for place, learns in enumerate(learned)
@@ -51,65 +71,147 @@ def sum_losses(values: Sequence[Any], axis: ChunkAxis, parameters: Sequence[Tens
     return _with_scalars(values[0], iter(summed))
 
 
-class _WithGradient(torch.autograd.Function):
-    """The identity on a vector, whose backward is a function: (gradient of the vector) -> the
-    gradients of parameters."""
+def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
+    """Return the outputs of this process's chunks, with one backward for all. Every process calls
+    it, also the backward."""
+    rows = [tensors_in(output) for output in outputs]
+    flat = [each for row in rows for each in row]
+    learns = list(map(_learns, flat))
+    if not any(learns):
+        return list(outputs)
+
+    def backward(gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        given = iter(gradients)
+        return _gradients([_starts(row, [next(given) for _ in row]) for row in rows], inputs)
+
+    values = [each.detach() for each in flat]
+    joined = iter(_with_backward(values, learns, backward, inputs))
+    return [map_tensors(output, lambda _: next(joined)) for output in outputs]
+
+
+Backward = Callable[[Sequence[Tensor]], list[Tensor | None]]
+"""(gradients of outputs) -> gradients of the received tensors and of the parameters."""
+
+
+def _with_backward(
+    values: Sequence[Tensor], learns: Sequence[bool], backward: Backward, inputs: ChunkInputs
+) -> tuple[Tensor, ...]:
+    """Return tensors with these values, of which those that learn have this backward.
+
+    It has two nodes of autograd's graph, and the one that gives parameters their gradients has one
+    output: torch's zero-bubble schedules add up the gradients of all outputs of that node.
+    """
+    held = _Held(backward, in_two=inputs.in_two)
+    given = (*inputs.received, *inputs.parameters)
+    start = _Inputs.apply(held, inputs.axis.device, *given)  # type: ignore[no-untyped-call]
+    return _Outputs.apply(held, learns, start, *values)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Held:
+    """The backward of chunks, between its two nodes."""
+
+    def __init__(self, backward: Backward, *, in_two: bool) -> None:
+        self._backward = backward
+        self._in_two = in_two
+        self.gradients: Sequence[Tensor] = ()
+        """Those of the outputs."""
+        self._later: list[Tensor | None] | None = None
+
+    def compute(self) -> list[Tensor | None]:
+        if self._later is not None:
+            found, self._later = self._later, None
+            return found
+        found = self._backward(self.gradients)
+        self.gradients = ()
+        if self._in_two:
+            self._later = found
+        return found
+
+
+class _Inputs(torch.autograd.Function):
+    """Gives the received tensors and the parameters their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, held: _Held, device: torch.device, *inputs: Tensor) -> Tensor:
+        ctx.held = held
+        return torch.zeros((), device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.held.compute()
+
+
+class _Outputs(torch.autograd.Function):
+    """Takes the gradients of the outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        vector: Tensor,
-        backward: Callable[[Tensor], Sequence[Tensor | None]],
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.gradients = backward
-        return vector.clone()
+        ctx: Any, held: _Held, learns: Sequence[bool], start: Tensor, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.held, ctx.device = held, start.device
+        outputs = tuple(value.view_as(value) for value in values)
+        fixed = [each for each, learn in zip(outputs, learns, strict=True) if not learn]
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, *ctx.gradients(gradients[0])
+        ctx.held.gradients = gradients
+        return None, None, torch.zeros((), device=ctx.device), *[None] * len(gradients)
+
+
+def _starts(tensors: Sequence[Scalar], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the outputs that have a gradient, and the gradient at which the backward of each
+    starts."""
+    return [
+        (each, start.to(each.dtype).reshape(each.shape))
+        for each, start in zip(tensors, gradients, strict=True)
+        if isinstance(each, Tensor) and each.requires_grad
+    ]
 
 
 def _gradients(
-    rows: Sequence[Sequence[Scalar]],
-    axis: ChunkAxis,
-    parameters: Sequence[Tensor],
-    gradient: Tensor,
+    pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], inputs: ChunkInputs
 ) -> list[Tensor | None]:
-    """Return the gradients of the parameters, summed over all chunks. `rows`: the losses of this
-    process's chunks. `gradient`: of their sums."""
+    """Return the gradients of the received tensors, and of the parameters. `pairs`: the outputs of
+    each of this process's chunks, and their gradients."""
+    axis, parameters = inputs.axis, inputs.parameters
     sums = [LeavesInAnyOrder(torch.add, count=axis.size) for _ in parameters]
-    own, threads, keeps = axis.own_share, axis.threads, keeps_graph()
+    own, threads, keeps = axis.own_share, axis.threads, keeps_graph() and not inputs.in_two
+    leaves = inputs.leaves or [()] * len(pairs)
 
     def take(sum_of_parameter: LeavesInAnyOrder[Tensor], part: Tensor) -> Tensor:
         sum_of_parameter.add(own.start + threads.turn, part)
         # torch keeps what is returned until the end of the backward: a tensor without memory
         return part.new_zeros(()).expand_as(part)
 
-    def differentiate(row: Sequence[Scalar]) -> None:
-        pairs = [
-            (each, start.to(each.dtype).reshape(each.shape))
-            for each, start in zip(row, gradient.unbind(), strict=True)
-            if isinstance(each, Tensor) and each.requires_grad
-        ]
-        torch.autograd.grad(
-            [total for total, _ in pairs],
-            parameters,
-            [start for _, start in pairs],
-            retain_graph=keeps,
-            allow_unused=True,
+    def differentiate(
+        pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                [*(leaf for leaf in leaves if leaf.requires_grad), *parameters],
+                [start for _, start in pairs],
+                retain_graph=keeps,
+                allow_unused=True,
+            )
         )
+        return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
     handles = [
         parameter.register_hook(partial(take, sum_of_parameter))  # type: ignore[no-untyped-call]
         for parameter, sum_of_parameter in zip(parameters, sums, strict=True)
     ]
     try:
-        threads.run([partial(differentiate, row) for row in rows])
+        of_leaves = threads.run(
+            [partial(differentiate, *each) for each in zip(pairs, leaves, strict=True)]
+        )
     finally:
         for handle in handles:
             handle.remove()
-    return _over_processes(axis, parameters, sums)
+    received = [gradient for of_chunk in of_leaves for gradient in of_chunk]
+    return [*received, *_over_processes(axis, parameters, sums)]
 
 
 def _over_processes(

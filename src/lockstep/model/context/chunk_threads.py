@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +32,8 @@ class ChunkThreads:
     """Runs functions in threads, and the meetings between them."""
 
     def __init__(self, device: torch.device) -> None:
+        self.around_others: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns a context that a thread enters while other threads run."""
         self._device = device
         self._turns: _Turns | None = None
 
@@ -41,7 +43,7 @@ class ChunkThreads:
         Afterwards the generators are in this state again. Raises the first error of a function,
         after all threads have ended."""
         assert self._turns is None, "the threads of a forward have ended before its backward"
-        self._turns = _Turns(functions, self._device)
+        self._turns = _Turns(functions, self._device, self.around_others)
         try:
             with _Generators(self._device).preserved():
                 return self._turns.results()
@@ -72,9 +74,15 @@ class ChunkThreads:
 class _Turns:
     """The threads of one `run`."""
 
-    def __init__(self, functions: Sequence[Callable[[], Any]], device: torch.device) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Callable[[], Any]],
+        device: torch.device,
+        around_others: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self.turn = 0
         self._functions = functions
+        self._around_others = around_others
         self._locks = [threading.Lock() for _ in functions]
         """A thread holds its turn once it has acquired its lock."""
         for lock in self._locks:
@@ -129,8 +137,9 @@ class _Turns:
             self._answers = list(answer(values))
         if count > 1:
             self._generators[place].save()
-            self._locks[(place + 1) % count].release()
-            self._await(place)
+            with self._around_others():
+                self._locks[(place + 1) % count].release()
+                self._await(place)
             self._end_after_error()
         given, self._answers[place] = self._answers[place], None
         return given

@@ -3,9 +3,10 @@ the same bits on any number of processes of `context`, also on one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable, Sequence as Sequences
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,21 @@ from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.comm.world import World
 from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.chunk_axis import ChunkAxis
-from lockstep.model.context.chunk_sums import sum_losses
+from lockstep.model.context.chunk_sums import ChunkInputs, join_outputs, sum_losses
 from lockstep.model.context.chunk_threads import ChunkThreads
-from lockstep.model.context.cut import MOST_LAYOUTS, SequenceCut
+from lockstep.model.context.cut import MOST_LAYOUTS, MicrobatchCut, SequenceCut
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.kernels import Chosen
 from lockstep.model.context.label_shift import LossFunction, has_tokens
+from lockstep.model.context.proof import Trial
 from lockstep.model.expert.leaves import Leaves, leaves_of
+from lockstep.model.forwards import Forwards
+from lockstep.model.pipeline.boundary import Arguments, Around, Chunks, Run, received_inputs
+from lockstep.model.separate_parts import SeparateParts
 from lockstep.model.shard import reshard
 from lockstep.recipe.sequence import Sequence
+
+T = TypeVar("T")
 
 
 class ChunkedSequenceCut(SequenceCut):
@@ -31,33 +38,111 @@ class ChunkedSequenceCut(SequenceCut):
     threads. The chunks are the ranks of an axis, so each is computed as on a process of its own."""
 
     def __init__(
-        self, model: nn.Module, processes: World, sequence: Sequence, leaves: Sequences[Leaves]
+        self,
+        model: nn.Module,
+        processes: World,
+        sequence: Sequence,
+        leaves: Sequences[Leaves],
+        separate: SeparateParts | None,
+        forwards: Forwards | None,
+        *,
+        in_two: bool,
     ) -> None:
-        """`leaves`: see `ParameterLeaves`."""
-        super().__init__(model, processes, sequence, "keys")
-        self._leaves = leaves_of(model, leaves)
+        """`leaves`: see `ParameterLeaves`. `forwards`: of a model that is not whole on this rank.
+        `in_two`: True if its schedule computes the gradients of weights after those of inputs."""
+        super().__init__(model, processes, sequence, "keys", forwards)
+        self._in_two = in_two
+        self._leaves = {
+            stage: _leaves_of_stage(nn.ModuleList(parts), leaves, separate)
+            for stage, parts in self._forwards.parts_by_stage().items()
+        }
         self._threads = ChunkThreads(processes.device)
+        if separate is not None:
+            self._threads.around_others = separate.put_aside
         self._chunk_layouts: dict[int, list[TokenLayout]] = {}
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
         """Return the outputs of this process's chunks, for `whole`, and the loss of all chunks of
         all processes."""
         reshard(self._model)  # a forward without a backward may have left parameters gathered
-        self.current = self.cut_of(arguments, batch)
-        layouts = self._layouts_of_chunks(self.current.layout.tokens)
+        cut = self.current = self.cut_of(arguments, batch)
+        run = self.run_of(cut, loss, batch, nullcontext)
+        result: tuple[Any, Any] = run(
+            0, lambda given: given.call(self._model), self.inputs_of(arguments, cut)
+        )
+        return result
 
-        def compute(layout: TokenLayout) -> tuple[Any, Any]:
-            cut = self.current._replace(layout=layout)
-            output = self._output(arguments, cut, Chosen())
-            return output, self._loss_of(loss, output, batch, cut)
+    def inputs_of(self, arguments: Any, cut: MicrobatchCut) -> Chunks:
+        layouts = self._layouts_of_chunks(cut.layout.tokens)
+        cuts = [cut._replace(layout=layout) for layout in layouts]
+        return Chunks(tuple(self.arguments_of(arguments, each) for each in cuts))
 
-        pairs = self._threads.run([partial(compute, layout) for layout in layouts])
-        trained = (leaves for each, leaves in self._leaves.items() if each.requires_grad)
-        tensors = [tensor for leaves in trained for tensor in leaves.tensors()]
-        axis = layouts[0].world
+    def run_of(
+        self,
+        cut: MicrobatchCut,
+        loss: LossFunction,
+        batch: Any,
+        around_loss: Callable[[], AbstractContextManager[Any]],
+    ) -> Run:
+        """Return the function that computes a microbatch in a stage, each chunk in its thread. The
+        last stage computes the loss too, and returns what `output_and_loss` returns."""
+
+        def loss_of(output: Any, of_chunk: MicrobatchCut) -> Any:
+            with around_loss():
+                return self._loss_of(loss, output, batch, of_chunk)
+
+        return partial(self._run, cut, loss_of)
+
+    def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
+        output, value = result
+        return score(output, lambda *_: value)
+
+    def _run(
+        self,
+        cut: MicrobatchCut,
+        loss_of: Callable[[Any, MicrobatchCut], Any],
+        stage: int,
+        forward: Callable[[Arguments], Any],
+        arguments: Chunks,
+    ) -> Any:
+        is_last, is_first = stage == self._forwards.last_stage, stage == 0
+        given = [(each, []) if is_first else _with_leaves(each) for each in arguments.each]
+
+        def compute(place: int, of_chunk: MicrobatchCut) -> tuple[Any, Any]:
+            with self._mode(of_chunk, stage, chosen=Chosen()):
+                output = forward(given[place][0])
+            return output, loss_of(output, of_chunk) if is_last else None
+
+        pairs = self._in_chunks(cut, compute)
+        axis = self._layouts_of_chunks(cut.layout.tokens)[0].world
         assert isinstance(axis, ChunkAxis)
-        value = sum_losses([value for _, value in pairs], axis, tensors)
-        return [output for output, _ in pairs], value
+        inputs = ChunkInputs(
+            axis,
+            self._trained(stage),
+            () if is_first else tensors_in(arguments),
+            [leaves for _, leaves in given],
+            in_two=self._in_two and not is_first,
+        )
+        outputs = [output for output, _ in pairs]
+        if not is_last:
+            return Chunks(tuple(join_outputs(outputs, inputs)))
+        return outputs, sum_losses([value for _, value in pairs], inputs)
+
+    def _in_chunks(self, cut: MicrobatchCut, compute: Callable[[int, MicrobatchCut], T]) -> list[T]:
+        """Return the results of a function for each of this process's chunks, called in its thread
+        with the chunk's place and cut."""
+        layouts = self._layouts_of_chunks(cut.layout.tokens)
+        return self._threads.run(
+            [
+                partial(compute, place, cut._replace(layout=layout))
+                for place, layout in enumerate(layouts)
+            ]
+        )
+
+    def _trained(self, stage: int) -> list[Tensor]:
+        """Return the leaves of autograd's graph in a stage."""
+        trained = (each for shared, each in self._leaves[stage] if shared.requires_grad)
+        return [tensor for each in trained for tensor in each.tensors()]
 
     def whole(self, output: Any) -> Any:
         layout = self.current.layout
@@ -88,10 +173,22 @@ class ChunkedSequenceCut(SequenceCut):
     def _axis_of_trials(self) -> ChunkAxis:
         return ChunkAxis(0, 2, self._world, self._threads)
 
-    def _proved(self, sample: Any, layout: TokenLayout, whole: TokenLayout) -> Any:
-        prove = super()._proved
-        layouts = self._layouts_of_chunks(layout.tokens)
-        return self._threads.run([partial(prove, sample, each, whole) for each in layouts])[0]
+    def _cut_trial(self, sample: Any, tokens: int) -> Trial:
+        cut = MicrobatchCut(1, self._layout_of(tokens), None)
+
+        def compute(observers: Sequences[Around]) -> Sequences[Any]:
+            def run(stage: int, forward: Callable[[Arguments], Any], arguments: Chunks) -> Chunks:
+                def in_chunk(place: int, of_chunk: MicrobatchCut) -> Any:
+                    mode = self._mode(of_chunk, stage, chosen=Chosen())
+                    with mode, observers[place](stage):
+                        return forward(arguments.each[place])
+
+                return Chunks(tuple(self._in_chunks(cut, in_chunk)))
+
+            outputs = self._forwards.try_forward(self.inputs_of(sample, cut), run)
+            return outputs.each if self._forwards.has_output else []
+
+        return Trial(self._layouts_of_chunks(tokens), compute)
 
     def _layout_of(self, tokens: int) -> TokenLayout:
         """Return the layout of this process's first chunk."""
@@ -119,3 +216,30 @@ class ChunkedSequenceCut(SequenceCut):
             TokenLayout(tokens, chunks, ChunkAxis(place, chunks, processes, self._threads))
             for place in axis.own_share
         ]
+
+
+class _HasLeaves(Protocol):
+    def tensors(self) -> list[Tensor]:
+        """Return the leaves of autograd's graph."""
+
+
+def _leaves_of_stage(
+    stage: nn.Module, leaves: Sequences[Leaves], separate: SeparateParts | None
+) -> list[tuple[nn.Parameter, _HasLeaves]]:
+    """Return the leaves of each parameter in a stage; several of a parameter that several of its
+    parts share. `leaves`: see `ParameterLeaves`."""
+    found: list[tuple[nn.Parameter, _HasLeaves]] = [*leaves_of(stage, leaves).items()]
+    if separate is not None:
+        modules = set(stage.modules())
+        of_parts = (leaf for several in separate.leaves.values() for leaf in several)
+        found += [(leaf.shared, leaf) for leaf in of_parts if leaf.part in modules]
+    return found
+
+
+def _with_leaves(arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
+    """Return the arguments with new leaves of autograd's graph for their tensors, and these
+    leaves."""
+    tensors = tensors_in(arguments)
+    leaves = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
+    arrived = iter(received_inputs(tuple(leaves)))
+    return map_tensors(arguments, lambda _: next(arrived)), leaves

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence as Sequences
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -35,11 +35,11 @@ from lockstep.model.context.label_shift import (
     windows,
 )
 from lockstep.model.context.mode import SequenceMode
-from lockstep.model.context.proof import check_modules, prove
+from lockstep.model.context.proof import Provers, Trial, check_modules, prove
 from lockstep.model.context.transformers import check_call, open_transformers
 from lockstep.model.context.trial import all_in_use, nothing_dropped, unchanged
 from lockstep.model.forwards import Forwards, WholeModel
-from lockstep.model.pipeline.boundary import Arguments, Around
+from lockstep.model.pipeline.boundary import Arguments, Around, Chunks, Run, within
 from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class SequenceCut:
     def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
         """Return the output of the whole model for the tokens of a cut. `chosen`: takes the kernels
         of attention."""
-        with self._mode(cut, 0, chosen):
+        with self._mode(cut, 0, chosen=chosen):
             return self.arguments_of(arguments, cut).call(self._model)
 
     def cut_of(self, arguments: Any, batch: Any) -> MicrobatchCut:
@@ -154,12 +154,29 @@ class SequenceCut:
         own = self._map_sequences(arguments, layout.tokens, lambda tensor: layout.take(tensor, dim))
         return self.call_of(own, self._active(cut, Chosen()).places())
 
-    def around(self, cut: MicrobatchCut, stage: int) -> SequenceMode:
-        """Return the context of the forward of a microbatch in a stage on this rank; 0: in the
-        whole model."""
-        return self._mode(cut, stage, self.kernels)
+    def inputs_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments | Chunks:
+        """Return the arguments with which a pipeline calls the first stage for a microbatch."""
+        return self.arguments_of(arguments, cut)
 
-    def _mode(self, cut: MicrobatchCut, stage: int, chosen: Chosen) -> SequenceMode:
+    def run_of(
+        self,
+        cut: MicrobatchCut,
+        loss: LossFunction,
+        batch: Any,
+        around_loss: Callable[[], AbstractContextManager[Any]],
+    ) -> Run:
+        """Return the function that computes a microbatch in a pipeline's stage. `around_loss`: the
+        context of each call of the loss."""
+        return within(partial(self._mode, cut, chosen=self.kernels))
+
+    def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
+        """Return the score of a microbatch: a function of its output, and of its loss. `result`: of
+        the last stage."""
+        return score(result, partial(self.loss, loss))
+
+    def _mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> SequenceMode:
+        """Return the context of the forward of a microbatch in a stage on this rank; 0: in the
+        whole model. `chosen`: takes the kernels of attention."""
         return SequenceMode(
             self._active(cut, chosen),
             self._dims[self._model.training][stage],
@@ -239,10 +256,10 @@ class SequenceCut:
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
-            with self._mode(cut, stage, Chosen()), observer(stage):
+            with self._mode(cut, stage, chosen=Chosen()), observer(stage):
                 yield
 
-        return self._forwards.try_forward(self.arguments_of(arguments, cut), around)
+        return self._forwards.try_forward(self.arguments_of(arguments, cut), within(around))
 
     def call_of(self, arguments: Any, places: Tensor | None = None) -> Arguments:
         """Return the arguments with which the model is called. `places`: the indices of the tokens;
@@ -266,7 +283,7 @@ class SequenceCut:
         with unchanged(self._model, self._world.device):
             self._call_first(arguments, layout.local)
         with unchanged(self._model, self._world.device), all_in_use(self._model):
-            output = self._proved(sample, layout, whole)
+            output = self._proved(sample, whole)
 
             def find_shift() -> None:
                 if self._forwards.has_output and self._shifts.get(loss) is None:
@@ -279,13 +296,23 @@ class SequenceCut:
     def _alone(self) -> World:
         return replace(self._world, rank=0, size=1, group=None, owns_group=False)
 
-    def _proved(self, sample: Any, layout: TokenLayout, whole: TokenLayout) -> Any:
-        """Return the output for the tokens of the layout, after comparing it with that for all."""
+    def _proved(self, sample: Any, whole: TokenLayout) -> Any:
+        """Return the output for the tokens of this rank, after comparing it with that for all."""
+        ranks = Provers(self._world, self._forwards)
+        cut = self._cut_trial(sample, whole.tokens)
+        return prove(cut, self._trial(sample, whole), self.dim, ranks)
 
-        def compute(each: TokenLayout, observer: Around) -> Any:
-            return self._tried(sample, MicrobatchCut(1, each, None), observer)
+    def _cut_trial(self, sample: Any, tokens: int) -> Trial:
+        return self._trial(sample, self._layout_of(tokens))
 
-        return prove(compute, layout, whole, self.dim, self._forwards)
+    def _trial(self, sample: Any, layout: TokenLayout) -> Trial:
+        """Return the forward of the tokens of a layout."""
+
+        def compute(observers: Sequences[Around]) -> list[Any]:
+            output = self._tried(sample, MicrobatchCut(1, layout, None), observers[0])
+            return [output] if self._forwards.has_output else []
+
+        return Trial([layout], compute)
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
         """Return the numbers of samples and of tokens in a batch. Raises `RecipeError`."""
@@ -466,7 +493,7 @@ class SequenceCut:
                 ) from error
 
         given = self.call_of(self._first_tokens(arguments, tokens))
-        self._forwards.try_forward(given, with_reason)
+        self._forwards.try_forward(given, within(with_reason))
 
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut

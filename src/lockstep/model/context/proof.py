@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from lockstep.comm.world import World
 from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
-from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
 from lockstep.model.context.trial import tolerance
@@ -35,8 +34,6 @@ from lockstep.model.forwards import Forwards
 from lockstep.model.pipeline.boundary import Around
 from lockstep.model.running_statistics import ATTRIBUTE
 
-Compute = Callable[[TokenLayout, Around], Any]
-"""(layout, context of each stage's forward) -> the output of the rank's tokens."""
 HIDDEN_ATTENTION = (
     nn.MultiheadAttention,
     nn.Transformer,
@@ -122,7 +119,7 @@ def _torch_name(module: nn.Module) -> str:
 class Provers:
     """The ranks that prove a model together: of the axis `context`, and of a pipeline."""
 
-    tokens: World | ChunkAxis
+    tokens: World
     forwards: Forwards
 
     def any(self, flag: bool) -> bool:
@@ -135,29 +132,41 @@ class Provers:
         return [each for of_stage in everyone for each in of_stage]
 
 
-def prove(
-    compute: Compute, layout: TokenLayout, whole: TokenLayout, dim: int, forwards: Forwards
-) -> Any:
-    """Compare the output for this rank's tokens with the output for all tokens. Every rank of the
-    axis, and of the pipeline, calls it. Returns the output for the rank's tokens; None on ranks
-    without it. `compute`: has collectives, and raises the same on all ranks. Raises `RecipeError`
-    if they differ."""
-    ranks = Provers(layout.world, forwards)
-    found, state = _run(compute, layout, partial(_with_reason, layout))
-    expected, expected_state = _run(compute, whole)
-    if ranks.any(not torch.equal(state, expected_state)):
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A forward of a rank's tokens: of all at once, or of several chunks, each by itself."""
+
+    layouts: Sequence[TokenLayout]
+    """The layout of each chunk."""
+    compute: Callable[[Sequence[Around]], Sequence[Any]]
+    """(context of each stage's forward, for each chunk) -> the output of each chunk, nothing on
+    ranks without the model's output. Has collectives, and raises the same on all ranks."""
+
+
+def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
+    """Compare the outputs for the tokens of this rank's chunks with the output for all tokens.
+    Every rank calls it. Returns the output of the first chunk; None on ranks without it. Raises
+    `RecipeError` if they differ."""
+    layout = cut.layouts[0]
+    reasons = [partial(_with_reason, each) for each in cut.layouts]
+    found, states = _run(cut, reasons)
+    expected, (expected_states,) = _run(whole)
+    if ranks.any(any(not _are_equal(each, expected_states) for each in states)):
         raise RecipeError(
             f"the model draws other random numbers for a part of the tokens ({layout.cut_by}),"
             " by functions that are not drawn by chunk, as torch.randperm or torch.multinomial;"
             " draw by dropout, torch.rand, torch.randn, rand_like, randn_like or bernoulli, for"
             " tensors of (samples, tokens, ...)"
         )
-    difference = forwards.raise_on_all_ranks(
-        lambda: _difference(found, expected, layout, dim) if forwards.has_output else None
+    differences = ranks.forwards.raise_on_all_ranks(
+        lambda: [
+            _difference(part, expected[0], each, dim)
+            for part, each in zip(found, cut.layouts, strict=False)
+        ]
     )
-    if ranks.any(difference is not None and not difference[0] <= difference[1]):
-        raise RecipeError(_explanation(compute, layout, whole, difference, ranks))
-    return found
+    if ranks.any(any(not error <= allowed for error, allowed in differences)):
+        raise RecipeError(_explanation(cut, whole, differences, ranks))
+    return found[0] if found else None
 
 
 @contextmanager
@@ -173,12 +182,35 @@ def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
         ) from error
 
 
+class _States:
+    """Gives each stage's forward the generators in the state that they have now. Keeps the state of
+    torch's default generator after it."""
+
+    def __init__(self, device: torch.device, observer: Around) -> None:
+        self._device = device
+        self._observer = observer
+        self.ended: dict[int, Tensor] = {}
+
+    @contextmanager
+    def of_stage(self, stage: int) -> Iterator[None]:
+        with accelerator.preserved_generators(self._device), self._observer(stage):
+            yield
+            self.ended[stage] = torch.default_generator.get_state()
+
+
+def _are_equal(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
+    return all(torch.equal(state, other[stage]) for stage, state in one.items())
+
+
 def _run(
-    compute: Compute, layout: TokenLayout, observer: Around = lambda _: nullcontext()
-) -> tuple[Any, Tensor]:
-    """Return the output, and the state of the default generator after it."""
-    with accelerator.preserved_generators(layout.world.device):
-        return compute(layout, observer), torch.default_generator.get_state()
+    trial: Trial, observers: Sequence[Around] = (lambda _: nullcontext(),)
+) -> tuple[Sequence[Any], list[dict[int, Tensor]]]:
+    """Return the output of each chunk, and the state of the default generator after each stage of
+    it."""
+    device = trial.layouts[0].world.device
+    states = [_States(device, observer) for observer in observers]
+    outputs = trial.compute([each.of_stage for each in states])
+    return outputs, [each.ended for each in states]
 
 
 def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tuple[float, float]:
@@ -211,30 +243,27 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
 
 
 def _explanation(
-    compute: Compute,
-    layout: TokenLayout,
-    whole: TokenLayout,
-    difference: tuple[float, float] | None,
-    ranks: Provers,
+    cut: Trial, whole: Trial, differences: Sequence[tuple[float, float]], ranks: Provers
 ) -> str:
-    """Return the text of the error. Every rank calls it. `difference`: result of `_difference`, on
-    ranks with the output."""
-    errors, allowances = zip(*filter(None, ranks.gather(difference)), strict=True)
+    """Return the text of the error. Every rank calls it. `differences`: results of `_difference`,
+    on ranks with the output."""
+    layout = cut.layouts[0]
+    known = [pair for theirs in ranks.gather(differences) for pair in theirs]
+    errors, allowances = zip(*known, strict=True)
     allowed = max(allowances)
-    expected = _Results(whole, None, allowed)
-    _run(compute, whole, expected.of_stage)
-    found = _Results(layout, expected.results, allowed)
-    _run(compute, layout, found.of_stage)
-    first = found.first
-    told = ranks.gather(None if first is None else astuple(first))
+    expected = _Results(whole.layouts[0], None, allowed)
+    _run(whole, [expected.of_stage])
+    found = [_Results(each, expected.results, allowed) for each in cut.layouts]
+    _run(cut, [each.of_stage for each in found])
+    told = ranks.gather([astuple(each.first) for each in found if each.first is not None])
     text = (
         f"under {layout.cut_by} the model computes something else: its output for"
         f" {layout.tokens} tokens differs by {max(errors):.1g} of its size from that of one"
         f" process, where rounding explains {allowed:.1g}"
     )
-    if not (known := [each for each in told if each is not None]):
+    if not (calls := [each for theirs in told for each in theirs]):
         return f"{text}; it computes {OTHER_REASON.format(otherwise=layout.otherwise)}"
-    _, _, name, line, is_attention = min(known)
+    _, _, name, line, is_attention = min(calls)
     reason = ATTENTION if is_attention else REASONS.get(name, OTHER_REASON)
     return f"{text}; {line} ({name}) computes {reason.format(otherwise=layout.otherwise)}"
 

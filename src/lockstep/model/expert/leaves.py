@@ -6,7 +6,7 @@ share memory with the parameters, so that autograd keeps their gradients apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,18 +33,24 @@ class Leaves:
     def __init__(self, module: nn.Module, ranks: int) -> None:
         self._module = module
         self.ranks = ranks
-        self._tensors: dict[Key, list[Tensor]] = {}
+        self._tensors: dict[Key, list[nn.Parameter]] = {}
 
     def parameters_of(self, rank: int) -> Parameters:
         """Return the tensors for rows of this rank of the axis."""
         return {key: self.of(key)[rank] for key, _ in divided_parameters(self._module)}
+
+    def within(self, modules: Collection[nn.Module]) -> list[nn.Parameter]:
+        """Return all tensors, if the module is one of these."""
+        if self._module not in modules:
+            return []
+        return [each for key, _ in divided_parameters(self._module) for each in self.of(key)]
 
     def key_of(self, parameter: Tensor) -> Key | None:
         """Return the place of a parameter; None for one of another module."""
         pairs = divided_parameters(self._module)
         return next((key for key, each in pairs if each is parameter), None)
 
-    def of(self, key: Key) -> list[Tensor]:
+    def of(self, key: Key) -> list[nn.Parameter]:
         """Return the tensors of each rank for a parameter. Under FSDP2: while it is gathered."""
         module, name = key
         parameter = own_parameters(module)[name]
@@ -52,7 +58,7 @@ class Leaves:
         held = to_local(parameter).detach()
         tensors = self._tensors.setdefault(key, [])
         if not tensors or tensors[0].data_ptr() != held.data_ptr():
-            tensors[:] = [held.detach() for _ in range(self.ranks)]
+            tensors[:] = [nn.Parameter(held.detach()) for _ in range(self.ranks)]
         for each in tensors:
             each.requires_grad_(parameter.requires_grad)
         return tensors
@@ -93,7 +99,7 @@ class ParameterLeaves:
         if self._place is None:
             return [self._current]
         leaves, key = self._place
-        return leaves.of(key)
+        return [*leaves.of(key)]
 
     def take(self) -> list[Tensor | None]:
         """Return their gradients, and clear them; None for a tensor without one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from lockstep.base.errors import RecipeError
 
 Around = Callable[[int], AbstractContextManager[Any]]
 """(stage) -> the context of its forward. A whole model is stage 0."""
+Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
+"""(stage, its forward, `Arguments` or `Chunks` of them) -> the stage's output, or `Chunks` of
+outputs. For the last stage: what `PipelineMicrobatch.score` takes."""
 
 
 class Arguments(NamedTuple):
@@ -32,6 +35,22 @@ class Arguments(NamedTuple):
 
     def call(self, function: Callable[..., Any]) -> Any:
         return function(*self.positional, **self.keywords)
+
+
+class Chunks(NamedTuple):
+    """A value for each chunk of a sequence, if a stage computes each chunk by itself."""
+
+    each: tuple[Any, ...]
+
+
+def within(around: Around) -> Run:
+    """Return a `Run` that calls the forward in a context."""
+
+    def run(stage: int, forward: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+        with around(stage):
+            return forward(arguments)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +80,7 @@ class PipelineMicrobatch:
 
     position: tuple[int, ...]
     """The key of its random streams, see `ModuleRandomStreams.start`."""
-    inputs: Callable[[], Arguments]
+    inputs: Callable[[], Arguments | Chunks]
     """Returns the arguments of the first part. Called twice, on the first rank."""
     score: Callable[[Any], Any]
     """(output) -> `PipelineLoss`; in a forward without backward it may return anything. Called on
@@ -70,8 +89,8 @@ class PipelineMicrobatch:
     """True if the microbatch is computed only because of other ranks' collectives."""
     is_recomputed: bool = False
     """True if another pipeline's microbatch is computed, to compare its gradient."""
-    around: Around = lambda _: nullcontext()
-    """(stage) -> the context in which its parts compute this microbatch."""
+    run: Run | None = None
+    """Computes this microbatch in a stage. None: a call of the stage's forward."""
     before: Callable[[], object] = lambda: None
     """Called before each stage's forward, on its rank."""
     term: Callable[[], StageTerm | None] = lambda: None
@@ -88,11 +107,15 @@ class Boundary(NamedTuple):
     """True for each tensor that gets a gradient from the next stage."""
     single: bool
     """True for a tensor, False for a tuple."""
+    chunks: int | None
+    """Number of chunks that have these tensors each; None if the sequence is not in chunks."""
 
     @classmethod
     def of(cls, value: Any, part: str) -> Boundary:
         """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a member of
         it is not a tensor."""
+        if isinstance(value, Chunks):
+            return cls._of_chunks([cls.of(each, part) for each in value.each], part)
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
@@ -120,18 +143,48 @@ class Boundary(NamedTuple):
             tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
             isinstance(value, Tensor),
+            None,
+        )
+
+    @classmethod
+    def _of_chunks(cls, chunks: Sequence[Boundary], part: str) -> Boundary:
+        for each in chunks:
+            if each.signature != chunks[0].signature:
+                raise RecipeError(
+                    f"the part {part!r} of the model returns {chunks[0].describe()} for one chunk"
+                    f" of a sequence, and {each.describe()} for another; return the same tensors"
+                    " for any tokens"
+                )
+        return cls(
+            tuple(shape for each in chunks for shape in each.shapes),
+            tuple(dtype for each in chunks for dtype in each.dtypes),
+            tuple(gradient for each in chunks for gradient in each.gradients),
+            chunks[0].single,
+            len(chunks),
         )
 
     @classmethod
     def from_json(cls, described: Any) -> Boundary:
-        shapes, dtypes, gradients, single = described
-        return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single)
+        shapes, dtypes, gradients, single, chunks = described
+        return cls(tuple(map(tuple, shapes)), tuple(dtypes), tuple(gradients), single, chunks)
+
+    def arguments(self, tensors: tuple[Tensor, ...]) -> Arguments | Chunks:
+        """Return the arguments of the next stage. `tensors`: received ones."""
+        if self.chunks is None:
+            return self._arguments_of_one(tensors)
+        width = len(tensors) // self.chunks
+        starts = range(0, len(tensors), width)
+        return Chunks(tuple(self._arguments_of_one(tensors[at : at + width]) for at in starts))
+
+    def _arguments_of_one(self, tensors: tuple[Tensor, ...]) -> Arguments:
+        return Arguments((tensors[0] if self.single else tensors,), {})
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """Everything except the shapes. It is the same for all microbatches in one call of a
         schedule."""
-        return self.dtypes, self.gradients, self.single, tuple(map(len, self.shapes))
+        sizes = tuple(map(len, self.shapes))
+        return self.dtypes, self.gradients, self.single, self.chunks, sizes
 
     def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
         return tuple(
@@ -167,7 +220,9 @@ def received_inputs(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def sendable_outputs(value: Any, scaled: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return a stage's output as tensors that can be sent and detached: contiguous, and not views.
     `scaled`: a scalar, whose gradient their backward accumulates too."""
-    return _StageOutputs.apply(scaled, *(value if isinstance(value, tuple) else (value,)))  # type: ignore[no-untyped-call, no-any-return]
+    chunks = value.each if isinstance(value, Chunks) else (value,)
+    tensors = [each for one in chunks for each in (one if isinstance(one, tuple) else (one,))]
+    return _StageOutputs.apply(scaled, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StageInputs(torch.autograd.Function):

@@ -21,9 +21,10 @@ from lockstep.base.torch_private import tree_leaves
 from lockstep.comm.world import World
 from lockstep.model.pipeline.boundary import (
     Arguments,
-    Around,
     Boundary,
+    Chunks,
     PipelineMicrobatch,
+    Run,
     sendable_outputs,
 )
 from lockstep.model.pipeline.stage import StageForwards, unchanged_buffers
@@ -221,10 +222,11 @@ class BoundaryDiscovery:
         text = f"{described} {self._model.training}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
-    def _check_sequential(self, inputs: Arguments) -> None:
+    def _check_sequential(self, inputs: Arguments | Chunks) -> None:
         """Check the model's forward, once in each mode. Called on the first rank."""
         if self._model.training not in self._checked_modes:
-            self._sequential_check.check(inputs.call)
+            one = inputs.each[0] if isinstance(inputs, Chunks) else inputs
+            self._sequential_check.check(one.call)
             self._checked_modes.add(self._model.training)
 
     def _discover(self, microbatch: PipelineMicrobatch, backward: bool) -> list[Boundary]:
@@ -254,23 +256,18 @@ class BoundaryDiscovery:
                 )
         return route
 
-    def try_forward(self, arguments: Arguments, around: Around) -> Any:
+    def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
         """Call the stages one after another, for no microbatch and without gradients. Every rank
-        calls it. Returns the model's output on the last rank, None on the others. `around`: (stage)
-        -> the context of its forward."""
+        calls it. Returns the model's output on the last rank, None on the others."""
 
         def compute(stage: int, received: tuple[Tensor, ...], route: Sequence[Boundary]) -> Any:
             given = arguments
             if stage:
-                given = Arguments((received[0] if route[-1].single else received,), {})
+                given = route[-1].arguments(received)
             else:
                 self._check_sequential(given)
-            with (
-                self._forwards.around(self._forwards.own.index(stage)),
-                torch.no_grad(),
-                around(stage),
-            ):
-                return self._forwards.called(stage, given)
+            with self._forwards.around(self._forwards.own.index(stage)), torch.no_grad():
+                return run(stage, partial(self._forwards.called, stage), given)
 
         with self._forwards.streams.paused():
             return self._in_turn(compute, len(self._stages.ranges))[1]

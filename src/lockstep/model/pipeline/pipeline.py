@@ -21,6 +21,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import schedule_losses
 from lockstep.comm.world import World
+from lockstep.model.expert.leaves import Leaves
 from lockstep.model.pipeline.boundary import (
     Around,
     Boundary,
@@ -79,6 +80,8 @@ class Pipeline:
         receives or sends there. The loss counts as sent."""
         self.leaves: Sequence[PartLeaf] = ()
         """See `SeparateParts`."""
+        self.expert_leaves: Sequence[Leaves] = ()
+        """Those of each module of experts on several ranks."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []
@@ -105,12 +108,20 @@ class Pipeline:
     @property
     def last_rank(self) -> int:
         """The rank of the pipeline that has the model's output."""
-        return (len(self.stages.ranges) - 1) % self.stages.ranks
+        return self.last_stage % self.stages.ranks
 
     @property
     def has_output(self) -> bool:
         """True on the last rank."""
         return self.world.rank == self.last_rank
+
+    @property
+    def last_stage(self) -> int:
+        return len(self.stages.ranges) - 1
+
+    def parts_by_stage(self) -> dict[int, list[nn.Module]]:
+        """Return the parts of each of this rank's stages."""
+        return self._forwards.parts
 
     def run(self, microbatches: Sequence[PipelineMicrobatch], columns: int = 1) -> Tensor:
         """Compute forward and backward of all microbatches. Adds the gradient of Σ grad_output *
@@ -193,12 +204,12 @@ class Pipeline:
         self, count: int, schedule: str, route: list[Boundary], backward: bool
     ) -> tuple[Any, list[VariableShapeStage]]:
         loss = (lambda output, _: output) if backward else None
-        last = len(self.stages.ranges) - 1
+        last = self.last_stage
         stages = [
             VariableShapeStage(
                 _StageModule(
                     self._forwards.parts[stage],
-                    self._leaves_of(local),
+                    [*self._leaves_of(local), *self._expert_leaves_of(local)],
                     partial(self._forward, stage, local),
                 ),
                 stage,
@@ -233,6 +244,10 @@ class Pipeline:
     def _leaves_of(self, stage: int) -> list[nn.Parameter]:
         parts = set(self.modules[stage].children())
         return [leaf.parameter for leaf in self.leaves if leaf.part in parts]
+
+    def _expert_leaves_of(self, stage: int) -> list[nn.Parameter]:
+        modules = set(self.modules[stage].modules())
+        return [each for leaves in self.expert_leaves for each in leaves.within(modules)]
 
     def _forward(self, stage: int, local: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a stage's forward for torch's schedule. If it fails, return zeros, so that no rank

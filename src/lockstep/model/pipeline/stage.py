@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,10 +217,11 @@ class StageForwards:
         if stage == 0:
             arguments = microbatch.inputs()
         else:
-            arrived = received_inputs(received)
-            arguments = Arguments((arrived[0] if route[stage - 1].single else arrived,), {})
-        with microbatch.around(stage):
+            arguments = route[stage - 1].arguments(received_inputs(received))
+        if microbatch.run is None:
+            assert isinstance(arguments, Arguments), "only a `run` takes a sequence apart"
             return self.called(stage, arguments)
+        return microbatch.run(stage, partial(self.called, stage), arguments)
 
     def called(self, stage: int, arguments: Arguments) -> Any:
         """Return the output of the stage's parts. `arguments`: those of its first part."""

@@ -346,9 +346,7 @@ class _PartSum:
 
     def take(self, checksums: MicrobatchChecksums | None = None) -> Tensor | None:
         """Return the leaf's gradient, and clear it. `checksums`: collects its checksum."""
-        if (gathered := self._leaf.gathered) is None:
-            return None
-        gradient, gathered.grad = gathered.grad, None
+        (gradient,) = self._leaf.take()
         if checksums is not None and gradient is not None:
             checksums.add(self._place, to_local(gradient))
         return gradient

@@ -149,24 +149,27 @@ def build_reducer(
             pipeline.on_exchange = reducer.recording.exchange
         return reducer
     parameters = [*parameters, *(leaf.parameter for leaf in part_leaves)]
-    if choice.reducer is OrderedReducer:
+    if choice.reducer in (OrderedReducer, RoundsReducer):
         known = set(parameters)
-        ordered = OrderedReducer(
-            parameters,
-            mesh,
-            max_microbatches=max_microbatches,
-            stages=(
-                None
-                if pipeline is None
-                else [[each for each in stage if each in known] for stage in pipeline.weights()]
-            ),
-        )
+        stages = None
+        if pipeline is not None:
+            stages = [[each for each in stage if each in known] for stage in pipeline.weights()]
+        ordered: OrderedReducer | RoundsReducer
+        if choice.reducer is OrderedReducer:
+            ordered = OrderedReducer(
+                parameters, mesh, max_microbatches=max_microbatches, stages=stages
+            )
+        else:
+            ordered = RoundsReducer(
+                *(model, parameters, mesh, leaves, part_leaves),
+                max_microbatches=max_microbatches,
+                stages=stages,
+            )
         if pipeline is not None:
             pipeline.on_gradient = ordered.after_backward
+        if pipeline is not None and isinstance(ordered, OrderedReducer):
             pipeline.on_exchange = ordered.recording.exchange
         return ordered
-    if choice.reducer is RoundsReducer:
-        return RoundsReducer(model, parameters, mesh, leaves, max_microbatches=max_microbatches)
     if choice.reducer is DdpReducer:
         return DdpReducer(
             parameters,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, like_parameter, to_local
 from lockstep.model.expert.leaves import Leaves, ParameterLeaves, leaves_of
+from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.shard import reshard
 from lockstep.training.reducers.round_sum import RoundSum
 from lockstep.training.reducers.step_stats import (
@@ -37,27 +39,32 @@ class RoundsReducer:
         parameters: Sequence[nn.Parameter],
         mesh: Mesh,
         leaves: Sequence[Leaves],
+        part_leaves: Sequence[PartLeaf],
         *,
         max_microbatches: int,
+        stages: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
+        """`parameters`: with those of the `part_leaves`. `stages`: the parameters of each of this
+        rank's stages; None without a pipeline."""
         self._parameters = list(parameters)
         self._mesh = mesh
         reshard(model)
         self._model = model
         by_parameter = leaves_of(model, leaves)
-        self._leaves = [
-            by_parameter.get(parameter) or ParameterLeaves(parameter, leaves)
+        of_parts = {leaf.parameter: leaf for leaf in part_leaves}
+        self._leaves: list[ParameterLeaves | PartLeaf] = [
+            of_parts.get(parameter)
+            or by_parameter.get(parameter)
+            or ParameterLeaves(parameter, leaves)
             for parameter in self._parameters
         ]
-        places: dict[tuple[bool, torch.dtype], list[int]] = {}
-        for place, parameter in enumerate(parameters):
-            places.setdefault((mesh.is_expert(parameter), parameter.dtype), []).append(place)
-        self._sums: list[tuple[RoundSum, list[int]]] = []
-        for several in places.values():
-            first = self._parameters[several[0]]
-            world, shards = mesh.summed(first), mesh.shards(first)
-            replicas = world if shards.size == 1 else mesh.replicas
-            self._sums.append((RoundSum(world, replicas), several))
+        place_of = {parameter: place for place, parameter in enumerate(self._parameters)}
+        self._stages = [
+            self._sums_of([place_of[each] for each in stage])
+            for stage in ([self._parameters] if stages is None else stages)
+        ]
+        self._rounds = [0] * len(self._stages)
+        """Number of rounds of each stage that have ended in this step."""
         self._unused = UnusedParameters(self._parameters, mesh.summed())
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
 
@@ -65,7 +72,8 @@ class RoundsReducer:
         self._count = count
         self._mine = assignment.indices(count, self._mesh.data.rank)
         self._used = [0.0] * len(self._parameters)
-        for each, _ in self._sums:
+        self._rounds = [0] * len(self._stages)
+        for each, _ in chain(*self._stages):
             each.begin(count)
         self._clear()
 
@@ -77,13 +85,24 @@ class RoundsReducer:
             inputs = [leaf for several in self._leaves for leaf in several.tensors()]
         self._clear()  # the loss of another model may have left gradients
         torch.autograd.backward(total, grad_output, inputs=inputs)
-        taken = [each.take() for each in self._leaves]
-        for place, (parameter, gradients) in enumerate(zip(self._parameters, taken, strict=True)):
-            counts = not is_dummy or self._mesh.is_expert(parameter)
-            if counts and any(gradient is not None for gradient in gradients):
+        self._end_round(0, is_dummy=is_dummy)
+
+    def after_backward(self, stage: int, microbatch: int) -> None:
+        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
+        numbers on this rank."""
+        assert microbatch == self._rounds[stage], "gradients are leaves of the tree in this order"
+        self._end_round(stage, is_dummy=microbatch >= len(self._mine))
+
+    def _end_round(self, stage: int, *, is_dummy: bool) -> None:
+        self._rounds[stage] += 1
+        taken: dict[int, list[Tensor | None]] = {}
+        for place in (place for _, places in self._stages[stage] for place in places):
+            taken[place] = self._leaves[place].take()
+            counts = not is_dummy or self._mesh.is_expert(self._parameters[place])
+            if counts and any(gradient is not None for gradient in taken[place]):
                 self._used[place] = 1.0
         reshard(self._model)
-        for summed, places in self._sums:
+        for summed, places in self._stages[stage]:
             shaped = [
                 [self._in_shards(gradient, self._parameters[place]) for gradient in taken[place]]
                 for place in places
@@ -94,7 +113,7 @@ class RoundsReducer:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        for summed, places in self._sums:
+        for summed, places in chain(*self._stages):
             held = [self._parameters[place] for place in places]
             parts = torch.split(summed.finish(), [self._shards(each)[1] for each in held])
             for parameter, part in zip(held, parts, strict=True):
@@ -112,6 +131,22 @@ class RoundsReducer:
 
     def close(self) -> None:
         """Nothing to do: there are no hooks on the model."""
+
+    def _sums_of(self, places: Sequence[int]) -> list[tuple[RoundSum, list[int]]]:
+        """Return the sums of the parameters at these places: one for each dtype, of experts and of
+        others."""
+        kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
+        for place in places:
+            parameter = self._parameters[place]
+            kind = self._mesh.is_expert(parameter), parameter.dtype
+            kinds.setdefault(kind, []).append(place)
+        found = []
+        for several in kinds.values():
+            first = self._parameters[several[0]]
+            world, shards = self._mesh.summed(first), self._mesh.shards(first)
+            replicas = world if shards.size == 1 else self._mesh.replicas
+            found.append((RoundSum(world, replicas), several))
+        return found
 
     def _clear(self) -> None:
         for each in self._leaves:
