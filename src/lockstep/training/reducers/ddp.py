@@ -250,8 +250,8 @@ class DdpReducer:
             self._complete_at = time.perf_counter()
             if parameter.grad is not None:
                 self._used[index] = 1.0
-                if (checksums := self.recording.at()) is not None:
-                    checksums.add(index, parameter.grad)
+                if self.recording.checksums is not None:
+                    self.recording.checksums.add(index, parameter.grad)
 
         return hook
 

@@ -49,22 +49,23 @@ class Recording:
     """The microbatch of a rank whose checksums are collected, if there is one."""
 
     def __init__(self) -> None:
-        self._checksums: MicrobatchChecksums | None = None
+        self.checksums: MicrobatchChecksums | None = None
+        """None: nothing is recorded."""
         self._microbatch: int | None = None
 
     @contextmanager
     def of(self, checksums: MicrobatchChecksums, microbatch: int | None = None) -> Iterator[None]:
         """A context in which this rank's microbatch of that number is recorded; without a number,
         the only one that is computed."""
-        self._checksums, self._microbatch = checksums, microbatch
+        self.checksums, self._microbatch = checksums, microbatch
         try:
             yield
         finally:
-            self._checksums = None
+            self.checksums = None
 
     def at(self, microbatch: int | None = None) -> MicrobatchChecksums | None:
         """Return the checksums if the microbatch is recorded."""
-        return self._checksums if self._microbatch in (None, microbatch) else None
+        return self.checksums if self._microbatch in (None, microbatch) else None
 
     def exchange(self, microbatch: int, position: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Add tensors that are sent or received if the microbatch is recorded."""
