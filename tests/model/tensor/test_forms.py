@@ -100,6 +100,18 @@ def test_a_part_has_the_bits_of_the_whole(name: str, dtype: torch.dtype) -> None
                 assert torch.equal(one, other[:, first : first + own]), (own, first)
 
 
+@pytest.mark.parametrize("compute", [F.gelu, F.softplus])
+def test_the_gradient_of_another_layout_gives_the_same_bits(compute: Compute) -> None:
+    """The tensor itself needs no padding."""
+    whole, slope = drawn(2, HEADS, 8, 8), drawn(2, 8, HEADS, 8, seed=1).transpose(1, 2)
+    expected = outcome(compute, whole, slope)
+    for head in range(HEADS):
+        at = slice(head, head + 1)
+        found = outcome(compute, whole[:, at].contiguous(), slope[:, at].contiguous())
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other[:, at])
+
+
 class Custom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

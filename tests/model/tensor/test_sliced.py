@@ -111,7 +111,7 @@ def mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compute", [mixed, F.scaled_dot_product_attention])
-@pytest.mark.parametrize("sizes", [(5, 8, 11, 4), (2, 8, 7, 6), (1, 8, 16, 10)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 8, 11, 4), (2, 8, 7, 6), (1, 8, 7, 10)], ids=str)
 def test_heads_have_the_same_bits_in_a_part_as_in_the_whole(
     compute: Any, sizes: tuple[int, ...]
 ) -> None:

@@ -105,6 +105,9 @@ class ShardedFeatures(TorchFunctionMode):
         self._sliced = sliced
         self._rank, self._ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         self._forms = Forms()
+        self._layers: dict[str, nn.Module] = {}
+        if sliced is not None:
+            self._layers = {name: sliced.model.get_submodule(name) for name in sliced.layers}
         # the hooks of saved tensors, where each forward began
         self._entered: list[Any] = []
 
@@ -215,10 +218,7 @@ class ShardedFeatures(TorchFunctionMode):
 
     def _layer_of(self, tensor: Tensor) -> str | None:
         """Return the name of the sharded layer that has this parameter."""
-        if self._sliced is None:
-            return None
-        for name in self._sliced.layers:
-            layer = self._sliced.model.get_submodule(name)
+        for name, layer in self._layers.items():
             if any(tensor is each for each in own_parameters(layer).values()):
                 return name
         return None
