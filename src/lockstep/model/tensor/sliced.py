@@ -74,10 +74,7 @@ def of_heads(
     """Return `compute(*tensors)` for some heads at a time: a product of all heads of a rank has
     other bits than one of more heads. `dim`: the dim of the heads."""
     pieces = math.gcd(slices.own, *(each.shape[dim] for each in tensors))
-    cut = [
-        [aligned(each) for each in tensor.unflatten(dim, (pieces, -1)).movedim(dim, 0).contiguous()]
-        for tensor in tensors
-    ]
+    cut = [_cut(tensor, dim, pieces) for tensor in tensors]
     return torch.cat([aligned_gradient(compute(*each)) for each in zip(*cut, strict=True)], dim)
 
 
@@ -170,8 +167,13 @@ def _rows(matrix: Tensor, count: int) -> list[Tensor]:
 
 
 def _columns(matrix: Tensor, count: int) -> list[Tensor]:
-    """Return slices of a matrix's columns, each contiguous."""
-    return [aligned(each) for each in matrix.unflatten(1, (count, -1)).transpose(0, 1).contiguous()]
+    return _cut(matrix, 1, count)
+
+
+def _cut(tensor: Tensor, dim: int, pieces: int) -> list[Tensor]:
+    """Return a tensor's pieces along a dim, each contiguous and aligned."""
+    cut: Tensor = tensor.unflatten(dim, (pieces, -1))  # type: ignore[no-untyped-call]
+    return [aligned(each) for each in cut.movedim(dim, 0).contiguous()]
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:
