@@ -36,8 +36,8 @@ PLAIN = (
     *(bool, int, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""What a function may return beside tensors. Anything else could carry values out of lockstep's
-sight."""
+"""Types that a function may return beside tensors. Anything else could carry values out of
+lockstep's sight."""
 EXPANDS = frozenset({Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to})
 REPEATS = frozenset({Tensor.repeat_interleave, torch.repeat_interleave})
 
@@ -203,13 +203,13 @@ def _tried(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
 
         storages = {storage_address(each.untyped_storage()) for each in copies.values()}
         try:
-            with _Watch(seen, storages, backward=False):
+            with _OperatorRecorder(seen, storages, backward=False):
                 out = form(func, mapped(copied, args), mapped(copied, kwargs))
             outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
             slopes = [each for each in outs if each.requires_grad]
             if leaves and slopes:
                 ones = [torch.ones_like(each).contiguous() for each in slopes]
-                with _Watch(seen, storages, backward=True):
+                with _OperatorRecorder(seen, storages, backward=True):
                     torch.autograd.grad(slopes, leaves, ones, allow_unused=True)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
             return None
@@ -219,7 +219,7 @@ def _tried(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
     return seen
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorRecorder(TorchDispatchMode):
     """Notes the operators that are called."""
 
     def __init__(self, seen: Seen, storages: set[int], *, backward: bool) -> None:
@@ -243,7 +243,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _state() -> tuple[Any, ...]:
-    """What decides about a call beside its arguments."""
+    """Return the modes that, beside its arguments, decide what a call computes."""
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
