@@ -222,6 +222,9 @@ def test_the_cause_of_a_value_that_is_not_finite(
     assert list(found.samples) == samples
     assert "nan" not in found.text
     assert ("--without-sample" in found.text) == (cause == "sample")
+    assert ("layers are looked at under replicate" in found.text) == (
+        block is None and cause != "sample"
+    )
 
 
 def test_a_jump_of_the_learning_rate_is_blamed_if_nothing_is_finite() -> None:

@@ -205,7 +205,7 @@ def _not_finite(
 ) -> Blame:
     """Return the cause of a loss or gradient that is not finite."""
     step, bad, suspect = replay.step, replay.first_not_finite, suspected(replay)
-    place = next((place for _, place in bad if place is not None), None)
+    place = bad[0][1] if bad else None
     block = None if place is None else place.layer or None
     seen = first_words(place)
     if names := samples_not_finite(replay):

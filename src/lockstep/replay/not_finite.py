@@ -53,7 +53,10 @@ class NotFinite:
 def first_words(place: NotFinite | None) -> str:
     """Return the first place of a microbatch, as words."""
     if place is None:
-        return "the first value that is not finite is not known"
+        return (
+            "the layer of the first value that is not finite is not known; layers are looked at"
+            " under replicate, without compile=yes"
+        )
     return f"the first value that is not finite is in {place.text()}"
 
 
