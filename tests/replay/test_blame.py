@@ -83,7 +83,7 @@ def test_outliers_are_many_times_the_median() -> None:
 
 def test_the_latest_jump_of_the_learning_rate_is_named() -> None:
     given = [*rows(1.0, 1.0), *({**row, "step": row["step"] + 20} for row in rows(1.0, lr=0.3))]
-    assert learning_rate_jump(given, 30) == (30, 0.1, 0.3)
+    assert learning_rate_jump(given, 30) == (given[1], given[2])
     assert learning_rate_jump(given, 20) is None
     assert learning_rate_jump(rows(1.0, 1.0), 20) is None
 
@@ -153,7 +153,9 @@ def test_the_cause_is_named(
 
 def test_a_learning_rate_is_blamed_only_if_no_microbatch_is() -> None:
     alike = replace(REPLAY, step=30, microbatches=ALIKE)
-    assert cause_of(alike, JUMP).cause == "learning rate"
+    found = cause_of(alike, JUMP)
+    assert found.cause == "learning rate"
+    assert found.text.startswith("the learning rate: 0.1 in step 20, 0.5 in step 30; no microbatch")
     assert cause_of(replace(alike, microbatches=PARTS), JUMP).cause == "microbatch"
 
 

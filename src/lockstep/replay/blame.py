@@ -143,15 +143,11 @@ def suspected(replay: Replay) -> ReplayedMicrobatch | None:
 
 def learning_rate_jump(
     rows: Sequence[Mapping[str, Any]], step: int
-) -> tuple[int, float, float] | None:
-    """Return the latest logged step up to `step` whose learning rate is more than twice that of the
-    logged step before, with both rates. None: there is none in the window."""
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return the latest two logged steps, one after the other and up to `step`, of which the second
+    has more than twice the learning rate. None: there are none in the window."""
     near = [row for row in rows if row["step"] <= step and row.get("lr")][-WINDOW:]
-    jumps = [
-        (row["step"], before["lr"], row["lr"])
-        for before, row in pairwise(near)
-        if row["lr"] > 2 * before["lr"]
-    ]
+    jumps = [(before, row) for before, row in pairwise(near) if row["lr"] > 2 * before["lr"]]
     return jumps[-1] if jumps else None
 
 
@@ -294,16 +290,17 @@ def _microbatch(step: int, suspect: ReplayedMicrobatch, block: str | None, seen:
 
 
 def _learning_rate(
-    step: int, jump: tuple[int, float, float], block: str | None, seen: str
+    step: int,
+    jump: tuple[Mapping[str, Any], Mapping[str, Any]],
+    block: str | None,
+    seen: str,
 ) -> Blame:
-    at, before, after = jump
+    before, after = ("{lr:.3g} in step {step}".format(**row) for row in jump)
     return Blame(
         step=step,
         cause="learning rate",
         block=block,
-        text=(
-            f"the learning rate: {before:.3g} until step {at - 1}, {after:.3g} in step {at}; {seen}"
-        ),
+        text=f"the learning rate: {before}, {after}; {seen}",
     )
 
 
