@@ -274,6 +274,21 @@ def test_stages_with_experts_have_the_bits_of_one_process(
             assert (found[number], learned(tmp_path / str(number))) == bits[name], (plan, name)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_sharded_stages_with_experts_have_the_bits_of_one_process(
+    tmp_path: Path, bits: Any
+) -> None:
+    """An evaluation between two steps leaves the experts' tensors as they are."""
+    plan = "shard=2,pipeline=2,expert=2"
+    cases = [(plan, "rows"), (f"{plan},schedule=zero-bubble", "rows")]
+    with WorkerPool(8) as larger:
+        ranks = larger.run(8, train_all_bits, str(tmp_path), cases, timeout_seconds=140)
+    for number, (plan, name) in enumerate(cases):
+        for found in ranks:
+            assert (found[number], learned(tmp_path / str(number))) == bits[name], plan
+
+
 class Mixing(Block):
     """Its experts take a mean over their rows."""
 

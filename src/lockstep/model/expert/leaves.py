@@ -40,10 +40,10 @@ class Leaves:
         return {key: self.of(key)[rank] for key, _ in divided_parameters(self._module)}
 
     def within(self, modules: Collection[nn.Module]) -> list[nn.Parameter]:
-        """Return all tensors, if the module is one of these."""
+        """Return the tensors of the last forward, if the module is one of these."""
         if self._module not in modules:
             return []
-        return [each for key, _ in divided_parameters(self._module) for each in self.of(key)]
+        return [each for tensors in self._tensors.values() for each in tensors]
 
     def key_of(self, parameter: Tensor) -> Key | None:
         """Return the place of a parameter; None for one of another module."""

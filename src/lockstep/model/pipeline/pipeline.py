@@ -209,7 +209,8 @@ class Pipeline:
             VariableShapeStage(
                 _StageModule(
                     self._forwards.parts[stage],
-                    [*self._leaves_of(local), *self._expert_leaves_of(local)],
+                    self._leaves_of(local),
+                    partial(self._expert_leaves_of, local),
                     partial(self._forward, stage, local),
                 ),
                 stage,
@@ -324,11 +325,14 @@ class _StageModule(nn.Module):
         self,
         parts: Sequence[nn.Module],
         leaves: Sequence[nn.Parameter],
+        expert_leaves: Callable[[], Sequence[nn.Parameter]],
         compute: Callable[[int, tuple[Tensor, ...]], Any],
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.leaves = nn.ParameterList(leaves)
+        self.expert_leaves = expert_leaves
+        """The tensors of the last forward. Under `shard` they exist only once it has gathered."""
         self.compute = compute
         self.received: tuple[Tensor, ...] = ()
         """Inputs of the latest forward."""
@@ -338,6 +342,7 @@ class _StageModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the leaves of autograd."""
         yield from gathered_parameters(self) or super().parameters(recurse)
+        yield from self.expert_leaves()
 
     def forward(self, *received: Tensor) -> Any:
         self.received = received
