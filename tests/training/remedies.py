@@ -2048,12 +2048,11 @@ ELSEWHERE = {
     ),
     "use a map-style dataset, or leave --recompute-every out": RECOMPUTED,
     "is wrong; give numerics=bitwise, or leave --recompute-every out": RECOMPUTED,
-    "{' or '.join(sorted(RECOMPUTES))}, or leave --recompute-every out": RECOMPUTED,
+    "use replicate or shard, or leave --recompute-every out": RECOMPUTED,
     "itself; use {instead}, or leave --recompute-every out": RECOMPUTED,
     "only the samples of a dataset have an index; replay the step with all samples": (
         "replay/test_replay_probe.py::test_a_step_of_a_stream_is_made_again_with_all_samples"
     ),
-    "choose schedule=1f1b or interleaved": PLANS,
     "of every microbatch until the backwards; choose schedule=1f1b": CHUNKED_PLANS,
     "the head's weight on the device of the loss; leave one of the two out": CHUNKED_PLANS,
     "give the logits to F.cross_entropy, which computes them in chunks": CHUNKED,
