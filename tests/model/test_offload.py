@@ -184,7 +184,10 @@ def test_the_canonical_sum_goes_from_the_device_to_gradients_on_the_cpu() -> Non
         for p, s in zip([first, frozen, second], sizes, strict=True)
     ]
     group = SimpleNamespace(fsdp_params=held)
-    scatter = OrderedScatter(GPU, GPU, group, shards=2, leaves=[], places={})
+    orders: Any = SimpleNamespace(over=lambda _: None)
+    scatter = OrderedScatter(
+        GPU, GPU, group, shards=2, leaves=[], places={}, label="", orders=orders
+    )
     there = There(torch.arange(9.0))
     with SecondDevice() as device:
         scatter._write_gradients(there)

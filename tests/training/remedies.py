@@ -1936,6 +1936,7 @@ PLACES = (
 SHARDED = (
     "training/test_sharded_models.py::test_what_the_errors_recommend_is_what_one_process_trains"
 )
+BRANCHES = "training/test_sharded_models.py::test_the_remedies_for_a_branch_that_gets_the_data_train_the_model_of_one_process"
 BACKWARDS = "training/test_sharded_models.py::test_other_backwards_are_right_or_refused_alike"
 GRADIENT_HOOKS = "training/test_gradient_hooks.py::test_the_remedies_are_the_same_under_every_plan"
 OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works"
@@ -1967,9 +1968,8 @@ ELSEWHERE = {
     "functional_call and weights of one module in another, ": SHARDED,
     "leave inplace out, or use replicate": SHARDED,
     "name modules of one dtype in Recipe.blocks": SHARDED,
-    "give it an input with a gradient: input.requires_grad_()": (
-        "training/test_sharded_models.py::test_a_branch_that_gets_the_data_is_refused"
-    ),
+    "leave blocks whose calls depend on the data out of Recipe.blocks": BRANCHES,
+    "an input with a gradient, input.requires_grad_(); or choose replicate": BRANCHES,
     "with a gradient that is itself differentiated": SHARDED,
     "give the layer a class with a forward of its own": SHARDED,
     "is another tensor in this forward, as with torch.func.functional_call": SHARDED,

@@ -25,7 +25,7 @@ import select
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -65,6 +65,10 @@ class ExchangeError(LockstepError):
         """The ranks at fault, numbered in their group. The text of the error has their numbers
         among all processes."""
 
+    def copy(self) -> ExchangeError:
+        """Return an equal error without a traceback."""
+        return type(self)(self.ranks, str(self))
+
 
 class PeerDied(ExchangeError):
     """The process of a rank ended before its part was complete."""
@@ -76,7 +80,18 @@ class PeersLate(ExchangeError):
 
 
 class CallsDiffer(ExchangeError):
-    """Ranks called different collectives, or gave different sizes or dtypes."""
+    """Ranks called different collectives, or gave different sizes, dtypes or labels."""
+
+    def __init__(
+        self, ranks: Sequence[int], text: str, calls: Mapping[int, str] | None = None
+    ) -> None:
+        super().__init__(ranks, text)
+        self.calls = calls
+        """Two ranks, numbered among all processes -> their calls, if these have labels. None if
+        they have none, or if another rank has compared them."""
+
+    def copy(self) -> CallsDiffer:
+        return CallsDiffer(self.ranks, str(self), self.calls)
 
 
 class PeerStopped(ExchangeError):

@@ -138,6 +138,15 @@ class SharedMemoryGroup(Closing):
         of = "" if group is dist.group.WORLD else f" of {group.group_desc}"
         return cls(segment, buffer_bytes, f"shared memory{of}")
 
+    def label(self, text: str) -> int:
+        """Return the number of a label for collectives, which is compared like their sizes: ranks
+        that exchange different things of one size raise `CallsDiffer`. Every rank gives the same
+        texts in the same order. `text`: what a rank does, such as "gathers block 'a'"."""
+        labels = self._rounds.labels
+        if text not in labels:
+            labels.append(text)
+        return labels.index(text)
+
     @_collective
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor`, which has the same size on all ranks, by the sum over ranks."""
@@ -149,9 +158,9 @@ class SharedMemoryGroup(Closing):
             self._reduce_by_slices(numbers, views)
 
     @_collective
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
         """Write the sum of this rank's chunk into `output`. `tensor`: one chunk per rank. They must
-        not overlap."""
+        not overlap. `label`: see `label`."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -160,7 +169,7 @@ class SharedMemoryGroup(Closing):
             )
         refuse_overlap(output, tensor)
         chunks = numbers.view(self.size, len(into))
-        views = self._rounds.start("reduce_scatter", into)
+        views = self._rounds.start("reduce_scatter", into, label)
         cell = views.sent[0][self._others[0]].numel()
         pieces = [split(chunk, cell) for chunk in chunks.unbind()]
         for index, total in enumerate(split(into, cell)):
@@ -174,17 +183,17 @@ class SharedMemoryGroup(Closing):
             add(parts, total)
 
     @_collective
-    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+    def all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
         """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of
-        `output`."""
-        for _ in self._gathering(output, tensor):
+        `output`. `label`: see `label`."""
+        for _ in self._gathering(output, tensor, label):
             pass
 
-    def start_all_gather(self, output: Tensor, tensor: Tensor) -> PendingAllGather:
+    def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> PendingAllGather:
         """Start an all-gather. `output` is complete, and `tensor` may be changed, after `wait` on
         the result or the group's next call. If `tensor` is larger than a buffer, only its first
         piece is exchanged before that."""
-        rest = self._gathering(output, tensor)
+        rest = self._gathering(output, tensor, label)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
         return self.pending
@@ -219,7 +228,7 @@ class SharedMemoryGroup(Closing):
         finally:
             self._is_called = False
 
-    def _gathering(self, output: Tensor, tensor: Tensor) -> Iterator[None]:
+    def _gathering(self, output: Tensor, tensor: Tensor, label: int) -> Iterator[None]:
         """Run an all-gather, yielding once, before the first wait."""
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
@@ -228,7 +237,7 @@ class SharedMemoryGroup(Closing):
                 f" {self.size} times the input"
             )
         chunks = into.view(self.size, len(mine))
-        views = self._rounds.start("all_gather", mine)
+        views = self._rounds.start("all_gather", mine, label)
         capacity = views.whole[0][0].numel()
         if chunks[self.rank].data_ptr() != mine.data_ptr():
             chunks[self.rank].copy_(mine)
@@ -262,10 +271,16 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def all_to_all(
-        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int],
+        sizes: Sequence[int],
+        label: int = 0,
     ) -> None:
         """Send each rank a chunk of `tensor`, with `sizes` elements, and receive chunks of
-        `output_sizes` elements into `output`, in rank order. The tensors must not overlap."""
+        `output_sizes` elements into `output`, in rank order. The tensors must not overlap. `label`:
+        see `label`."""
         into, numbers = flat(output), flat(tensor)
         fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
         if not fits or tensor.dtype is not output.dtype:
@@ -275,7 +290,7 @@ class SharedMemoryGroup(Closing):
                 " tensors', which have one dtype"
             )
         refuse_overlap(output, tensor)
-        views = self._rounds.start("all_to_all", numbers, sizes=sizes)
+        views = self._rounds.start("all_to_all", numbers, label, sizes)
         outgoing = numbers.split_with_sizes(list(sizes))
         incoming = into.split_with_sizes(list(output_sizes))
         incoming[self.rank].copy_(outgoing[self.rank])
@@ -331,7 +346,7 @@ class SharedMemoryGroup(Closing):
             return
         self._segment.stop(error)
         if isinstance(error, ExchangeError):
-            self._failure = functools.partial(type(error), error.ranks, str(error))
+            self._failure = error.copy
         else:
             text = (
                 f"an earlier exchange of rank {self.rank} raised {type(error).__name__}:"

@@ -65,6 +65,9 @@ class Rounds:
             [segment.calls(buffer, rank) for rank in range(segment.size)] for buffer in range(2)
         ]
         self._views: dict[torch.dtype, BufferViews] = {}
+        self.labels: list[str] = [""]
+        """What ranks do in labelled calls: "gathers block 'a'". The number in this list is
+        compared."""
 
     @property
     def buffer(self) -> int:
@@ -75,7 +78,8 @@ class Rounds:
     def start(
         self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
     ) -> BufferViews:
-        """Write this rank's collective, which the other ranks compare with theirs. `sizes`: the
+        """Write this rank's collective, which the other ranks compare with theirs. `detail`: the
+        source rank of a broadcast; of other collectives, the number of their label. `sizes`: the
         sizes of an all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
@@ -111,7 +115,7 @@ class Rounds:
             calls = self._calls[(target - 1) & 1]
             for peer in self.others:
                 if words[calls[peer]] != self.signature:
-                    raise self._difference(peer, words[calls[peer]])
+                    raise self._difference(peer, [words[place] for place in calls])
 
     def most_sent(self, buffer: int, output_sizes: Sequence[int]) -> int:
         """Return the longest chunk of this all_to_all. Raises `CallsDiffer` unless sizes match
@@ -134,14 +138,23 @@ class Rounds:
         """Drop the views of the shared memory, so that it can be unmapped."""
         self._views.clear()
 
-    def _difference(self, peer: int, signature: int) -> CallsDiffer:
-        calls = [
-            (self._segment.names[rank], *called(each))
-            for rank, each in ((self._rank, self.signature), (peer, signature))
-        ]
-        mine, theirs = (f"rank {rank} called {name} of {what}" for rank, name, what in calls)
-        return CallsDiffer(
-            (peer,), f"{mine} and {theirs}; all ranks of a group call the same, in the same order"
+    def _difference(self, peer: int, signatures: Sequence[int]) -> CallsDiffer:
+        """Return the error, with the same text on all ranks. `signatures`: of all ranks' calls."""
+        other = next(rank for rank, each in enumerate(signatures) if each != signatures[0])
+        pair = [(self._segment.names[rank], signatures[rank]) for rank in (0, other)]
+        texts = [f"rank {name} called {{}} of {{}}".format(*called(each)) for name, each in pair]
+        text = f"{' and '.join(texts)}; all ranks of a group call the same, in the same order"
+        done = {name: self._done(each) for name, each in pair}
+        has_labels = any(label_of(each) for _, each in pair) and len(set(done.values())) > 1
+        return CallsDiffer((peer,), text, done if has_labels else None)
+
+    def _done(self, signature: int) -> str:
+        """Return what a rank does in a call."""
+        number = label_of(signature)
+        return (
+            self.labels[number]
+            if 0 < number < len(self.labels)
+            else f"calls {called(signature)[0]}"
         )
 
     def _make_views(self, dtype: torch.dtype) -> BufferViews:
@@ -230,9 +243,13 @@ def described(tensor: Tensor) -> str:
 
 
 def signature_of(collective: str, dtype_code: int, length: int, detail: int) -> int:
-    """Return a call as one 64-bit word, for lengths below 2**39. `detail`: the source rank of a
-    broadcast."""
+    """Return a call as one 64-bit word, for lengths below 2**39. `detail`: see `Rounds.start`."""
     return ((length << 16 | detail) << 4 | dtype_code) << 4 | NAMES.index(collective)
+
+
+def label_of(signature: int) -> int:
+    """Return the number of a call's label; 0 if it has none."""
+    return 0 if NAMES[signature & 15] == "broadcast" else signature >> 8 & 65535
 
 
 def called(signature: int) -> tuple[str, str]:

@@ -128,16 +128,19 @@ class World:
         tensor: Tensor,
         received: Sequence[int] | None = None,
         sent: Sequence[int] | None = None,
+        *,
+        label: int = 0,
     ) -> Tensor:
         """Send each rank `sent` rows of `tensor`, which is contiguous. Returns the `received` rows
-        of each, in rank order. None: equally many. Every rank calls it."""
+        of each, in rank order. None: equally many. `label`: see `SharedMemoryGroup.label`. Every
+        rank calls it."""
         if self.size == 1:
             return tensor
         rows = len(tensor) if received is None else sum(received)
         output = tensor.new_empty(rows, *tensor.shape[1:])
         if (memory := self._memory_for(tensor)) is not None:
             memory.all_to_all(
-                output, tensor, self._sizes(output, received), self._sizes(tensor, sent)
+                output, tensor, self._sizes(output, received), self._sizes(tensor, sent), label
             )
         else:
             dist.all_to_all_single(output, tensor, received, sent, group=self.group)

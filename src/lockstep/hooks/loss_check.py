@@ -25,6 +25,7 @@ from lockstep.base.torch_private import (
     version,
 )
 from lockstep.comm.mesh import to_local
+from lockstep.comm.segment import ExchangeError
 from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
@@ -367,6 +368,8 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
     except Exception as error:
         if training and isinstance(error, RecipeError | PlanError):
             raise  # raised by a check that runs once, in the first forward
+        if isinstance(error, ExchangeError):
+            raise  # the ranks cannot exchange any more
         if _takes_outputs(run) and out_of_memory(error):
             # the other ranks may have enough memory, and wait for this rank in the forward's
             # collectives

@@ -4,7 +4,6 @@ the gradients."""
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.errors import PlanError, RecipeError, UserError
 from lockstep.base.torch_private import (
     fsdp_parameter_group,
     gathered,
@@ -27,6 +26,7 @@ from lockstep.base.torch_private import (
     version,
 )
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.segment import CallsDiffer
 from lockstep.model.block_inputs import RepeatedInputs
 from lockstep.model.blocks import is_within, pass_through, share_parameter, shared_names
 from lockstep.model.weight_casts import AutocastWeights, drop_casts
@@ -252,9 +252,23 @@ def shard_parts(
         share_parameter(model, names)
 
 
-def error_of_sharding(error: BaseException | None, plan: object) -> PlanError | None:
-    """Return an error that explains an error of torch about sharded parameters; None for another
-    error. `plan`: the plan that shards them."""
+def error_of_order(calls: str) -> RecipeError:
+    """Return the error for ranks that gather or reduce different blocks. `calls`: their calls."""
+    return RecipeError(
+        f"{calls}; with sharded parameters, all ranks must call the same blocks in the same order,"
+        " equally often; they may skip a block between others that get a tensor with a gradient;"
+        " leave blocks whose calls depend on the data out of Recipe.blocks; or give those that get"
+        " the data itself an input with a gradient, input.requires_grad_(); or choose replicate"
+    )
+
+
+def error_of_sharding(error: BaseException | None, plan: object) -> UserError | None:
+    """Return an error that explains an error about sharded parameters; None for another error.
+    `plan`: the plan that shards them."""
+    if isinstance(error, CallsDiffer) and error.calls is not None:
+        return error_of_order(
+            " and ".join(f"rank {rank} {call}" for rank, call in error.calls.items())
+        )
     if isinstance(error, RuntimeError) and CHANGED_INPUT.search(str(error)):
         return PlanError(
             f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its "
@@ -296,7 +310,6 @@ class SkippedBlockGuard:
         self._gathers_ahead = gathers_ahead
         self._next = 0
         self._passing_through = False
-        self._branches = _BranchesWithoutGradient()
         model.register_forward_hook(self._after_all)
 
     def install(self) -> None:
@@ -306,13 +319,11 @@ class SkippedBlockGuard:
 
     def _start(self, _: nn.Module, __: Any) -> None:
         self._next = 0
-        self._branches.begin()
 
     def _before(self, place: int) -> Any:
         def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             if self._passing_through:
                 return None
-            self._branches.call(place, (arguments, keywords))
             first = place >= self._next
             skipped, self._next = range(self._next, place), max(self._next, place + 1)
             changed = self._pass_through(skipped, (arguments, keywords)) if skipped else None
@@ -326,9 +337,7 @@ class SkippedBlockGuard:
 
     def _after_all(self, _: nn.Module, __: Any, output: Any) -> Any:
         skipped, self._next = range(self._next, len(self._blocks)), len(self._blocks)
-        changed = self._pass_through(skipped, output) if skipped else None
-        self._branches.end(len(self._blocks))
-        return changed
+        return self._pass_through(skipped, output) if skipped else None
 
     def _pass_through(self, skipped: range, value: Any) -> Any:
         """Pass one tensor of `value` through the skipped blocks. Return the same structure."""
@@ -349,52 +358,6 @@ class SkippedBlockGuard:
         finally:
             self._passing_through = False
         return tree_unflatten([passed if leaf is tensor else leaf for leaf in leaves], structure)
-
-
-class _Forward(threading.local):
-    """A thread's forward: its blocks, and if they were called with a tensor that has a gradient."""
-
-    def __init__(self) -> None:
-        self.called: dict[int, bool] = {}
-
-
-class _BranchesWithoutGradient:
-    """Refuses a block that some forwards skip and others call without a tensor that has a gradient.
-    FSDP2 would reduce its gradients at the end of the backward on some ranks and during it on
-    others, and so add gradients of different blocks."""
-
-    def __init__(self) -> None:
-        self._skipped: set[int] = set()
-        """Blocks that a forward of this rank has skipped."""
-        self._bare: set[int] = set()
-        """Blocks that a forward has called without a tensor that has a gradient."""
-        self._forward = _Forward()
-
-    def begin(self) -> None:
-        """Begin a forward."""
-        self._forward.called = {}
-
-    def call(self, place: int, arguments: Any) -> None:
-        """Note a call of a block."""
-        leaves = tree_flatten(arguments)[0]
-        has_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        called = self._forward.called
-        called[place] = called.get(place, False) or has_gradient
-
-    def end(self, blocks: int) -> None:
-        """End a forward of a model of so many blocks. Raises `RecipeError`."""
-        if not torch.is_grad_enabled():
-            return
-        called = self._forward.called
-        self._skipped |= set(range(blocks)) - called.keys()
-        self._bare |= {place for place, has_gradient in called.items() if not has_gradient}
-        for place in self._skipped & self._bare:
-            raise RecipeError(
-                f"some forwards skip block {place} of {blocks}, and others call it without a tensor"
-                " that has a gradient; with sharded parameters, ranks would reduce the gradients of"
-                " blocks in different orders; leave that block out of Recipe.blocks, or give it an"
-                " input with a gradient: input.requires_grad_()"
-            )
 
 
 def _pass_through_block(block: nn.Module, tensor: Tensor) -> Tensor:

@@ -205,18 +205,21 @@ class RecordedMemory(SharedMemoryGroup):
         self.rank, self.size, self._group = group.rank(), group.size(), group
         self.name, self.pending, self.is_closed = "shared memory", None, False
 
+    def label(self, text: str) -> int:
+        return 0
+
     def all_reduce(self, tensor: Tensor) -> None:
         self._note("all_reduce", tensor, tensor)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
         _fill(output, tensor)
         self._note("reduce_scatter", tensor, output, tensor)
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+    def all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
         _fill(output, tensor)
         self._note("all_gather", output, output, tensor)
 
-    def start_all_gather(self, output: Tensor, tensor: Tensor) -> Any:
+    def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> Any:
         _fill(output, tensor)
         return FakeWork(self._note("all_gather", output, output, tensor), output)
 
@@ -224,7 +227,12 @@ class RecordedMemory(SharedMemoryGroup):
         self._note("broadcast", tensor)
 
     def all_to_all(
-        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int],
+        sizes: Sequence[int],
+        label: int = 0,
     ) -> None:
         _fill(output, tensor)
         self._note("all_to_all", max(tensor, output, key=lambda each: each.nbytes), output, tensor)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
+from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import (
     AllGather,
@@ -41,6 +42,7 @@ from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.shard import error_of_change, fsdp_groups, modules_of, reshard
 from lockstep.model.weight_casts import check_uses
+from lockstep.training.reducers.exchange_order import ExchangeOrder, ExchangeOrders
 from lockstep.training.reducers.gradient_hooks import (
     refuse_gradient_hooks,
     refuse_post_accumulate_hooks,
@@ -82,39 +84,58 @@ class FsdpReducer:
         self._replicas = mesh.replicas
         self._bitwise = bitwise
         self._unused = UnusedParameters(self._parameters, mesh.summed())
-        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
+        self._orders = ExchangeOrders(mesh.summed())
         self._scatters: list[Scatter] = []
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._groups = fsdp_groups(model)
+        memory = mesh.shards().shared_memory
+        self._forward_ends = None if memory is None else ForwardEnds(memory)
+        names = {module: name for name, module in model.named_modules()}
         for group in self._groups:
+            label = (
+                f"block {names[group]!r}" if names[group] else "the parameters outside of blocks"
+            )
             parameters_of_group = fsdp_parameter_group(group)
             first = None
             if parameters_of_group is not None:
                 first = parameters_of_group.fsdp_params[0].sharded_param
-            memory = mesh.shards(first).shared_memory
+            world = mesh.shards(first)
             scatter = (
                 OrderedScatter(
                     mesh.summed(first),
                     mesh.replicas,
                     parameters_of_group,
-                    shards=mesh.shards(first).size,
+                    shards=world.size,
                     leaves=leaves,
                     places=places,
+                    label=label,
+                    orders=self._orders,
                 )
                 if bitwise
                 else Scatter(
-                    memory,
+                    world,
                     self._replicas,
                     parameters_of_group,
                     of_experts=first is not None and mesh.is_expert(first),
+                    label=label,
+                    orders=self._orders,
                 )
             )
             group.set_custom_reduce_scatter(scatter)
-            if memory is not None:
-                group.set_custom_all_gather(SharedMemoryAllGather(memory))
+            if world.shared_memory is not None:
+                group.set_custom_all_gather(
+                    SharedMemoryAllGather(world.shared_memory, label, self._forward_ends)
+                )
+            elif (order := self._orders.over(world)) is not None:
+                group.set_custom_all_gather(NotedAllGather(order, label))
             group.set_gradient_divide_factor(1.0)
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
+        self._vector = StepStatsVector(
+            parameters, max_microbatches, mesh.world.device, len(self._orders.numbers())
+        )
+        self._orders_differ: tuple[Tensor, torch.Event] | None = None
+        """Whether orders differed in the previous step, while it is copied to the host."""
         self._checked: set[nn.Module] = set()
         self._used = _UsedParameters(model, self._parameters, mesh, leaves)
         self._part_sums = [
@@ -132,6 +153,9 @@ class FsdpReducer:
             group.register_forward_hook(each.watch)
             for group, each in zip(self._groups, self._backwards, strict=True)
         ]
+        if self._forward_ends is not None:
+            for group in self._groups:
+                self._handles += self._forward_ends.watch(group)
         if mesh.stages.size > 1:  # the pipeline's schedule computes the backwards
             self._handles += [
                 group.register_forward_hook(self._check_stage) for group in self._groups
@@ -246,11 +270,16 @@ class FsdpReducer:
         used = self._used.flags
         self._used.refuse_hooks()
         self._used.refuse_changes()
-        packed = self._vector.pack(used, self._mine, values, weights, flag)
+        self.refuse_other_orders()
+        order = self._orders.numbers()
+        self._orders.end_step()
+        packed = self._vector.pack(used, self._mine, values, weights, flag, order)
         self._mesh.summed().all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         for scatter in self._scatters:
             scatter.end()
+        if stats.order is not None:
+            self._compare_orders(stats.order)
         if not self._bitwise and self._replicas.size > 1:
             summed = {id(parameter) for scatter in self._scatters for parameter in scatter.summed}
             rest = [
@@ -261,6 +290,32 @@ class FsdpReducer:
             self._replicas.sum_each(list(map(to_local, rest)))
         self._unused.clear(used, stats)
         return stats
+
+    def refuse_other_orders(self) -> None:
+        """Raise `RecipeError`, on every rank, if ranks exchanged gradients of different blocks in
+        the last step. Waits for the device."""
+        before, self._orders_differ = self._orders_differ, None
+        if before is not None:
+            before[1].synchronize()
+            if bool(before[0]):
+                self._orders.refuse()
+
+    def _compare_orders(self, sums: Tensor) -> None:
+        """Raise `RecipeError` if orders differ. On an accelerator, whose host need not wait, make
+        the gradient NaN instead, and raise in the next step. `sums`: of the orders' numbers."""
+        has_streams = accelerator.has_streams(sums.device)
+        is_offloaded = to_local(self._parameters[0]).is_cpu
+        if sums.is_cpu or (has_streams and is_offloaded):
+            if bool(sums.any()):
+                self._orders.refuse()
+            return
+        differ = sums.any()
+        gradients = (to_local(p.grad) for p in self._parameters if p.grad is not None)
+        for gradient in [each for each in gradients if each.numel()][:1]:
+            gradient.mul_(torch.where(differ, math.nan, 1.0))
+        if has_streams:  # the planner has none
+            copied = differ.to("cpu", non_blocking=True)
+            self._orders_differ = copied, accelerator.recorded_event(sums.device)
 
 
 class _Stage:
@@ -509,11 +564,40 @@ class _UsedParameters:
         return hook
 
 
+class ForwardEnds:
+    """Lets ranks meet at the end of a forward without gradients, if it has gathered parameters.
+    Otherwise a rank that gathers once more would wait for ranks that wait in another process
+    group. (After a forward with gradients, the backward compares the exchanges.)"""
+
+    def __init__(self, memory: SharedMemoryGroup) -> None:
+        self.has_gathered = False
+        self._memory = memory
+        self._label = memory.label("ends a forward")
+        self._parts = torch.zeros(memory.size + 1)
+
+    def watch(self, group: nn.Module) -> list[Any]:
+        """Watch one of FSDP2's groups. Returns the handles of the hooks."""
+        return [
+            group.register_forward_pre_hook(self._begin, prepend=True),
+            group.register_forward_hook(self._end),
+        ]
+
+    def _begin(self, group: nn.Module, inputs: Any) -> None:
+        if is_fsdp_root(group):
+            self.has_gathered = False
+
+    def _end(self, group: nn.Module, inputs: Any, output: Any) -> None:
+        if self.has_gathered and is_fsdp_root(group) and not torch.is_grad_enabled():
+            self._memory.all_gather(self._parts[1:], self._parts[:1], self._label)
+
+
 class SharedMemoryAllGather(AllGather):
     """The all-gather of a block's parameters through memory that the ranks share."""
 
-    def __init__(self, memory: SharedMemoryGroup) -> None:
+    def __init__(self, memory: SharedMemoryGroup, label: str, ends: ForwardEnds | None) -> None:
         self._memory = memory
+        self._ends = ends
+        self._label = memory.label(f"gathers {label}")
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -525,10 +609,25 @@ class SharedMemoryAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if self._ends is not None:
+            self._ends.has_gathered = True
         if async_op:
-            return self._memory.start_all_gather(output_tensor, input_tensor)
-        self._memory.all_gather(output_tensor, input_tensor)
+            return self._memory.start_all_gather(output_tensor, input_tensor, self._label)
+        self._memory.all_gather(output_tensor, input_tensor, self._label)
         return None
+
+
+class NotedAllGather(DefaultAllGather):
+    """Torch's all-gather of a block's parameters, noted in the order of exchanges."""
+
+    def __init__(self, order: ExchangeOrder, label: str) -> None:
+        self._order = order
+        self._label = order.label(f"gathers {label}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        self._order.note(self._label)
+        work: dist.Work | None = super().__call__(*args, **kwargs)
+        return work
 
 
 class Scatter(ReduceScatter):
@@ -541,19 +640,26 @@ class Scatter(ReduceScatter):
 
     def __init__(
         self,
-        memory: SharedMemoryGroup | None,
+        world: World,
         replicas: World,
         parameters: Any,
         *,
         of_experts: bool = False,
+        label: str,
+        orders: ExchangeOrders,
     ) -> None:
-        """`memory`: the shared memory of the ranks of the reduce-scatter, if there is any.
-        `parameters`: FSDP2's group, which defines the order and padding of the gradients; None if
-        it has no parameters. `of_experts`: True if the group has experts that are divided over
-        ranks. Their gradient in a dummy's backward counts: it is of other ranks' tokens."""
+        """`world`: the ranks of the exchange. `parameters`: FSDP2's group, which defines the order
+        and padding of the gradients; None if it has no parameters. `of_experts`: True if the group
+        has experts that are divided over ranks. Their gradient in a dummy's backward counts: it is
+        of other ranks' tokens. `label`: the group, for errors."""
         self._of_experts = of_experts
-        self._memory = memory
+        self._memory = world.shared_memory
+        self._memory_label = 0 if self._memory is None else self._memory.label(f"reduces {label}")
         self._replicas = replicas
+        self._order = orders.over(world)
+        self._replicas_order = None if world.device.type == "cpu" else orders.over(replicas)
+        self._order_label = _label_in(self._order, f"reduces {label}")
+        self._replicas_label = _label_in(self._replicas_order, f"sums {label}")
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
@@ -600,6 +706,8 @@ class Scatter(ReduceScatter):
             return None
         if self._is_discarded:
             input_tensor.zero_()
+        if self._order is not None:
+            self._order.note(self._order_label)
         return self._sum(output_tensor, input_tensor, group, async_op)
 
     def _record(self, sent: Tensor, checksums: MicrobatchChecksums) -> None:
@@ -609,7 +717,7 @@ class Scatter(ReduceScatter):
         self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
         if self._memory is not None:
-            self._memory.reduce_scatter(output, sent)
+            self._memory.reduce_scatter(output, sent, self._memory_label)
             return None
         work: dist.Work | None = dist.reduce_scatter_single(
             output, sent, group=group, op=dist.ReduceOp.SUM, async_op=async_op
@@ -640,7 +748,13 @@ class Scatter(ReduceScatter):
                 torch._foreach_add_(views, [gradient for _, gradient in earlier])
             for parameter in self.summed:
                 parameter.grad = None
+        if self._replicas_order is not None:
+            self._replicas_order.note(self._replicas_label)
         self._replicas.all_reduce(output)
+
+
+def _label_in(order: ExchangeOrder | None, text: str) -> int:
+    return 0 if order is None else order.label(text)
 
 
 class OrderedScatter(Scatter):
@@ -660,13 +774,15 @@ class OrderedScatter(Scatter):
         shards: int,
         leaves: Sequence[Leaves],
         places: Mapping[int, int],
+        label: str,
+        orders: ExchangeOrders,
     ) -> None:
         """`world`: the ranks over which the gradients are summed. `leaves`: see
         `ParameterLeaves`. `places`: id of a parameter -> its place among the reducer's."""
-        super().__init__(world.shared_memory, replicas, parameters)
+        super().__init__(world, replicas, parameters, label=label, orders=orders)
         self._shards = shards
         self._places = places
-        self._sum_of_rounds = RoundSum(world, replicas)
+        self._sum_of_rounds = RoundSum(world, replicas, f"reduces {label}")
         self._trainable = [
             each
             for each in ([] if parameters is None else parameters.fsdp_params)

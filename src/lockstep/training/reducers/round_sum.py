@@ -19,11 +19,13 @@ from lockstep.tree import Counter
 class RoundSum:
     """The sum of some parameters' gradients. Every rank of `world` makes the same calls."""
 
-    def __init__(self, world: World, replicas: World) -> None:
+    def __init__(self, world: World, replicas: World, label: str = "") -> None:
         """`world`: the ranks over which the gradients are summed. `replicas`: those of them that
-        hold the same shard."""
+        hold the same shard. `label`: the parameters, for errors."""
         self._world = world
         self._replicas = replicas
+        memory = world.shared_memory
+        self._label = memory.label(label) if memory is not None else 0
 
     def begin(self, count: int) -> None:
         """Begin a step of `count` microbatches."""
@@ -41,7 +43,8 @@ class RoundSum:
             given = F.pad(given, (0, missing))
         given = given.view(microbatches, shards, replicas, width).permute(2, 1, 0, 3).contiguous()
         # NCCL, and Gloo from torch 2.15 on, divide the first dim between ranks
-        leaves = self._world.all_to_all(given.view(replicas * shards, -1)).view(-1, width)
+        sent = given.view(replicas * shards, -1)
+        leaves = self._world.all_to_all(sent, label=self._label).view(-1, width)
         self._leaves = leaves if self._leaves is None else self._leaves.add_(leaves)
 
     @property

@@ -1,5 +1,5 @@
 """The numbers of a step that are exchanged with the gradients: used parameters, losses, weights,
-one flag.
+the order of exchanges, one flag.
 
 They are packed into one vector that is summed over the ranks, so a step needs no collective besides
 the gradients' ones. A microbatch's numbers are zero on all ranks but one, and their sum is exact;
@@ -43,14 +43,20 @@ class StepStats(NamedTuple):
     values: Tensor | list[float]  # shape (microbatches,): each microbatch's part of the loss
     weights: Tensor | None  # shape (microbatches,); None if the forward does not compute weights
     flags: Tensor | bool  # the number of ranks that raised their flag, or whether any did
+    # shape (numbers of `ExchangeOrder`,): 0 if the ranks agree; None if nothing is compared
+    order: Tensor | None = None
 
 
 class StepStatsVector:
-    """The layout of the vector: one flag per parameter, a value and a weight per microbatch, and
-    one flag of this rank."""
+    """The layout of the vector: one flag per parameter, a value and a weight per microbatch, the
+    order of exchanges, and one flag of this rank."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], max_microbatches: int, device: torch.device
+        self,
+        parameters: Sequence[Tensor],
+        max_microbatches: int,
+        device: torch.device,
+        order_numbers: int = 0,
     ) -> None:
         self._parameters = len(parameters)
         self._max_microbatches = max_microbatches
@@ -58,7 +64,11 @@ class StepStatsVector:
             torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         )
         self._device = device
-        self.length = self._parameters + 2 * max_microbatches + 1
+        self._order = slice(
+            self._parameters + 2 * max_microbatches,
+            self._parameters + 2 * max_microbatches + order_numbers,
+        )
+        self.length = self._order.stop + 1
 
     def pack(
         self,
@@ -67,11 +77,13 @@ class StepStatsVector:
         values: Sequence[Number],
         weights: Sequence[Number] | None,
         flag: bool,
+        order: Sequence[float] = (),
     ) -> Tensor:
         """Return this rank's vector. `values` and `weights` have one number for each microbatch of
-        `share`."""
+        `share`. `order`: the numbers of `ExchangeOrder`."""
         row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
+        row[self._order] = order
         row[-1] = flag
         columns = [
             (self._parameters, values),
@@ -92,19 +104,22 @@ class StepStatsVector:
         """Read the sum of all ranks' vectors for a step of `count` microbatches."""
         first, second = self._parameters, self._parameters + self._max_microbatches
         weights = summed[second : second + count].clone() if weighted else None
+        order = summed[self._order].clone() if self._order.stop > self._order.start else None
         if accelerator.is_accelerator(summed):
             summed = summed.clone()
-            return StepStats(summed[:first], summed[first : first + count], weights, summed[-1])
+            values = summed[first : first + count]
+            return StepStats(summed[:first], values, weights, summed[-1], order)
         if count > _MAX_LIST_LENGTH:
             return StepStats(
                 summed[:first].tolist(),
                 summed[first : first + count].clone(),
                 weights,
                 bool(summed[-1]),
+                order,
             )
         numbers = summed.tolist()
         return StepStats(
-            numbers[:first], numbers[first : first + count], weights, bool(numbers[-1])
+            numbers[:first], numbers[first : first + count], weights, bool(numbers[-1]), order
         )
 
     def column(self, numbers: Sequence[Number]) -> Tensor:
