@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.base.torch_private import tree_leaves
+from lockstep.base.torch_private import FakeTensor, tree_leaves
 from lockstep.model.tensor.elementwise import mapped
 from lockstep.model.tensor.marks import ONE, is_sharded, sharded_dim
 from lockstep.model.tensor.operators import tensors_of
@@ -65,7 +65,8 @@ def _labelled(
             return item
         dim = sharded_dim(item)
         assert dim is not None, "checked above"
-        numbers = torch.arange(item.shape[dim] * times, dtype=torch.float64, device=item.device)
+        device = "cpu" if isinstance(item, FakeTensor) else item.device
+        numbers = torch.arange(item.shape[dim] * times, dtype=torch.float64, device=device)
         if item.is_complex():
             numbers = torch.complex(numbers, numbers)
         sizes = [*item.shape[:dim], len(numbers), *item.shape[dim + 1 :]]

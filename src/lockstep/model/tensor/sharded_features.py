@@ -66,6 +66,8 @@ RANDOM = frozenset(
     for name in names.split()
 )
 """Functions that draw random numbers."""
+OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
+"""The modules of autograd.Functions that a sharded tensor may come from."""
 MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
@@ -381,7 +383,7 @@ def check_backward(tensor: Tensor) -> None:
     node: Any = tensor.grad_fn
     if isinstance(node, BackwardCFunction) and is_sharded(tensor):
         function = type(node)._forward_cls  # type: ignore[attr-defined]
-        if not function.__module__.startswith(("lockstep.", "torch.distributed.")):
+        if not function.__module__.startswith(OWN_FUNCTIONS):
             raise unseen(f"the backward of {function.__name__}")
 
 
