@@ -132,6 +132,7 @@ REFUSED: dict[str, tuple[Compute, str]] = {
     "sum": (lambda x: x.sum(), "sum of .* adds over its tokens"),
     "transposed sum": (lambda x: x.sum(2), "sum of .* adds over its tokens"),
     "broadcast": (lambda x: x * x[:, :, :1], "mul of .* whose gradient is a sum over its tokens"),
+    "variance": (lambda x: x.var(-1), "var of .* whose forward calls aten.var"),
     "cumsum": (lambda x: x.cumsum(-1), "cumsum of .* aten.cumsum"),
     "an index": (lambda x: x[:, :, torch.tensor([0, 0])], "whose backward calls aten.index_put"),
     "einsum": (lambda x: torch.einsum("bhtd,bhsd->bhts", x, x), "einsum of .* products between"),

@@ -50,10 +50,7 @@ UNTAGGED = _set(
 )
 """Functions of each element that have no `torch.Tag.pointwise`."""
 ROWS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(
-        ("sum", "mean", "var", "std", "var_mean", "std_mean"),
-        lambda given, dim=None, *_, **__: dim,
-    ),
+    **dict.fromkeys(("sum", "mean"), lambda given, dim=None, *_, **__: dim),
     "linalg_vector_norm": lambda given, _=2, dim=None, *__, **___: dim,
     "_softmax": lambda given, dim, *_: dim,
     "_log_softmax": lambda given, dim, *_: dim,
@@ -69,7 +66,8 @@ ROWS: dict[str, Callable[..., Any]] = {
         None if any(rest[-1][1:]) else range(-len(shape), 0)
     ),
 }
-"""Operators that add along dims: their arguments -> these dims; None for all."""
+"""Operators that add along dims: their arguments -> these dims; None for all. `var` and `std` are
+missing: they add the only row of a tensor in another order."""
 PRODUCTS = _set(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot mm mv vdot"
 )
