@@ -277,6 +277,13 @@ CASES = [
         everywhere(DENSE / 2 + HELD_BY_EXPERTS / 4),
         model=MixedModel,
     ),
+    Case(
+        "expert=2,pipeline=2,numerics=bitwise",
+        4,
+        everywhere(A * M // 2 + experts(2, M // 2) / 2 + DENSE / 2 * (M // 2 + 1) * ring(2)),
+        everywhere(DENSE / 2 + HELD_BY_EXPERTS / 4),
+        model=MixedModel,
+    ),
     # the weights' backward of the last stage gathers it once more
     Case(
         "shard=2,pipeline=2,schedule=zero-bubble",

@@ -77,7 +77,10 @@ CASES = [
     *(("replicate=2", name) for name in COMPRESSED),
     *(
         (plan, "sequences")
-        for plan in ("context=2", "context=2,exchange=keys", "shard=2,context=2")
+        for plan in (
+            *("context=2", "context=2,exchange=keys", "shard=2,context=2"),
+            *("pipeline=2,numerics=bitwise", "pipeline=2,context=2,numerics=bitwise"),
+        )
     ),
     *(("replicate=2,shard=2", name) for name in ("running statistics", "wide")),
     *(

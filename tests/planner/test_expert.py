@@ -100,6 +100,15 @@ def test_a_stage_sends_rows_to_the_experts_of_its_own_ranks() -> None:
     assert head <= summed <= head + 1024, "2 (N - 1) / N of the other parameters"
 
 
+def test_the_stages_of_a_bitwise_pipeline_send_what_one_stage_sends() -> None:
+    staged = replace(GIVEN, stages=["words", "blocks.*", "head"])
+    plan = "expert=2,pipeline=2,numerics=bitwise"
+    several = [traced(plan, staged, rank=rank).sent_bytes() for rank in (0, 2)]
+    one = traced("expert=2,numerics=bitwise", staged).sent_bytes()
+    for kind in ("all_to_all on expert", "all_gather on expert"):
+        assert sum(sent[kind] for sent in several) == one[kind], kind
+
+
 def test_a_rank_whose_experts_are_chosen_more_often_receives_more_rows() -> None:
     """Here twice as many as the mean. With 2 ranks that is every row."""
     for ranks in (2, 4):

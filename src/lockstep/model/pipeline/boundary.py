@@ -115,7 +115,7 @@ class Boundary(NamedTuple):
         """Return the boundary of `value`, the output of `part`. Raises `RecipeError` if a member of
         it is not a tensor."""
         if isinstance(value, Chunks):
-            return cls._of_chunks([cls.of(each, part) for each in value.each], part)
+            return cls.joined(Chunks(tuple(cls.of(each, part) for each in value.each)), part)
         tensors = value if isinstance(value, tuple) else (value,)
         if not tensors:
             raise RecipeError(
@@ -147,7 +147,11 @@ class Boundary(NamedTuple):
         )
 
     @classmethod
-    def _of_chunks(cls, chunks: Sequence[Boundary], part: str) -> Boundary:
+    def joined(cls, boundary: Boundary | Chunks, part: str) -> Boundary:
+        """Return the boundary of all chunks. `boundary`: of each of them, or of whole sequences."""
+        if isinstance(boundary, Boundary):
+            return boundary
+        chunks: Sequence[Boundary] = boundary.each
         for each in chunks:
             if each.signature != chunks[0].signature:
                 raise RecipeError(

@@ -25,9 +25,11 @@ from lockstep.launch.termination import Termination
 from lockstep.logging.recorder import Recorder
 from lockstep.model.chunked_logits import ChunkedLogits, head_name
 from lockstep.model.context import exchange
+from lockstep.model.context.active import active
+from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.expert.find import stacked_experts
 from lockstep.model.initialization.initial_model import InitialModel
-from lockstep.model.pipeline.boundary import Boundary
+from lockstep.model.pipeline.boundary import Boundary, Chunks
 from lockstep.model.pipeline.stages import STAGES_PER_RANK, Stages, sequential_parts
 from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
@@ -100,7 +102,7 @@ class StageSplit:
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
     """Split the whole model as the pipeline does, and find the tensors that stages pass on. Raises
     `RecipeError`."""
-    found: dict[str, list[Boundary]] = {}
+    found: dict[str, list[Boundary | Chunks]] = {}
     splits: list[Stages] = []
     ranks = int(plan.pipeline or 1)
 
@@ -118,7 +120,10 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
     whole = replace(plan, **sizes, offload=False)
     trace_step(one_microbatch, whole, replace(options, rank=0, world_size=context), watch)
     (split,) = splits
-    passed_on = (found[split.last_part(stage)] for stage in range(len(split.ranges) - 1))
+    passed_on = (
+        [Boundary.joined(each, part) for each in found[part]]
+        for part in map(split.last_part, range(len(split.ranges) - 1))
+    )
     return StageSplit(
         list(zip(*passed_on, strict=False)),
         [tuple(len(split.ranges[stage]) for stage in split.on_rank(rank)) for rank in range(ranks)],
@@ -164,9 +169,19 @@ def _has_head(model: torch.nn.Module, recipe: Recipe) -> bool:
 
 
 def _note_boundary(
-    found: dict[str, list[Boundary]], part: str, module: torch.nn.Module, inputs: Any, output: Any
+    found: dict[str, list[Boundary | Chunks]],
+    part: str,
+    module: torch.nn.Module,
+    inputs: Any,
+    output: Any,
 ) -> None:
-    found.setdefault(part, []).append(Boundary.of(output, part))
+    """Note what a part passes on: for each forward, or for each chunk of one."""
+    several, sequence = found.setdefault(part, []), active()
+    boundary: Boundary | Chunks = Boundary.of(output, part)
+    if sequence is not None and isinstance(axis := sequence.layout.world, ChunkAxis):
+        before = several.pop().each if axis.rank != axis.own_share.start else ()  # type: ignore[union-attr]  # the chunks before it are in the list
+        boundary = Chunks((*before, boundary))
+    several.append(boundary)
 
 
 def trace_step(
