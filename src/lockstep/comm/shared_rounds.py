@@ -66,7 +66,7 @@ class Rounds:
         ]
         self._views: dict[torch.dtype, BufferViews] = {}
         self.labels: list[str] = [""]
-        """What ranks do in labelled calls: "gathers block 'a'". The number in this list is
+        """Labels of calls, such as "gathers block 'a'". Their numbers in this list are
         compared."""
 
     @property

@@ -135,7 +135,7 @@ class FsdpReducer:
             parameters, max_microbatches, mesh.world.device, len(self._orders.numbers())
         )
         self._orders_differ: tuple[Tensor, torch.Event] | None = None
-        """Whether orders differed in the previous step, while it is copied to the host."""
+        """True if orders differed in the previous step, while it is copied to the host."""
         self._checked: set[nn.Module] = set()
         self._used = _UsedParameters(model, self._parameters, mesh, leaves)
         self._part_sums = [
