@@ -751,6 +751,21 @@ def test_a_hook_that_runs_first():
     assert (seen, x.grad.tolist()) == ([[1, 1]], [10, 10])
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_the_function_of_a_node():
+    node = Doubled.apply(torch.ones(2, requires_grad=True)).grad_fn
+    assert torch_private.function_of(node) is Doubled
+
+
 def is_private(name):
     return name.startswith("_") and not name.startswith("__") and not name.startswith(IN_PLACE)
 

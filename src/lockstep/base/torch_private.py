@@ -759,3 +759,9 @@ def divisor(node: Any) -> float | None:
         if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu"
         else None
     )
+
+
+def function_of(node: Any) -> type[Any]:
+    """Return the `autograd.Function` whose backward a node is."""
+    function: type[Any] = type(node)._forward_cls
+    return function

@@ -75,7 +75,7 @@ PRODUCTS = _set(
 
 def kind_of_operator(operator: Any, args: Any, kwargs: Any, out: Any) -> Kind:
     """Return the kind of a call of an operator. `out`: its result."""
-    _, _, name = operator.overloadpacket._qualified_op_name.partition("::")
+    name, _, overload = operator.name().partition("::")[2].partition(".")
     name = name.rstrip("_")
     tensors = list(tensors_of(args, kwargs))
     if operator.namespace != "aten" or torch.Tag.nondeterministic_seeded in operator.tags:
@@ -88,7 +88,7 @@ def kind_of_operator(operator: Any, args: Any, kwargs: Any, out: Any) -> Kind:
         return "moves"
     if name in ROWS:
         return _kind_of_sum(tensors[0], ROWS[name](*args, **kwargs))
-    if name in ROUNDED_ONCE and _is_rounded_once(name, operator, args, kwargs, tensors):
+    if name in ROUNDED_ONCE and _is_rounded_once(name, overload, args, kwargs, tensors):
         return "exact"
     if torch.Tag.pointwise in operator.tags or name in UNTAGGED:
         return "by place"
@@ -106,12 +106,12 @@ def _kind_of_sum(given: Tensor, dims: Any) -> Kind:
     return "by rows" if given.is_contiguous() else "adds tokens"
 
 
-def _is_rounded_once(name: str, operator: Any, args: Any, kwargs: Any, tensors: Any) -> bool:
+def _is_rounded_once(name: str, overload: str, args: Any, kwargs: Any, tensors: Any) -> bool:
     if any(each.is_complex() for each in tensors):
         return False
     if name in ("add", "sub", "rsub"):
         return bool((args[2] if len(args) > 2 else kwargs.get("alpha", 1)) == 1)
-    if name == "pow" and (operator._overloadname != "Tensor_Scalar" or args[1] not in EXPONENTS):
+    if name == "pow" and (overload != "Tensor_Scalar" or args[1] not in EXPONENTS):
         return False
     if name == "rsqrt" or (name == "pow" and args[1] == -0.5):
         return tensors[0].dtype in (torch.float32, torch.float64)

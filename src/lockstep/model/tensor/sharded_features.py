@@ -42,6 +42,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import (
     checkpoints_saved_tensors,
+    function_of,
     own_parameters,
     saved_tensor_hooks,
     tree_leaves,
@@ -382,7 +383,7 @@ def check_backward(tensor: Tensor) -> None:
     """Raise `RecipeError` if a sharded tensor was returned by a user's autograd.Function."""
     node: Any = tensor.grad_fn
     if isinstance(node, BackwardCFunction) and is_sharded(tensor):
-        function = type(node)._forward_cls  # type: ignore[attr-defined]
+        function = function_of(node)
         if not function.__module__.startswith(OWN_FUNCTIONS):
             raise unseen(f"the backward of {function.__name__}")
 
