@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from training.subjects import each_of, learned
 
 import lockstep as ls
-from lockstep.base.errors import CheckpointError, DataError
+from lockstep.base.errors import CheckpointError, DataError, RecipeError
 from lockstep.testing.pool import WorkerPool
 
 ALONE = "replicate=1,numerics=bitwise,slices=8"
@@ -381,3 +381,23 @@ def test_what_depends_on_the_number_of_ranks_is_refused_on_one_too(
         for error, (_, words) in zip(said, REFUSED, strict=True):
             assert words in error
     assert [error for error in ranks[0] if error not in one] == [ranks[0][-1]]
+
+
+def with_noise(run_dir: str, noise: Callable[[Tensor], Tensor]) -> None:
+    def model() -> nn.Module:
+        return Between(lambda _, x: x * noise(x))
+
+    changes = {"model": model, "tensor": BETWEEN, "evaluation": None}
+    train(run_dir, "tensor=2,numerics=bitwise,slices=2", **changes)
+
+
+def noise_of_a_part(run_dir: str) -> None:
+    """Each rank would draw the same numbers for its part. Dropout draws one mask, in evaluation
+    too."""
+    with pytest.raises(RecipeError, match="computes something else"):
+        with_noise(f"{run_dir}/0", lambda x: torch.rand(x.shape))
+    with_noise(f"{run_dir}/1", lambda x: F.dropout(x, 0.1))
+
+
+def test_random_numbers_of_a_part_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, noise_of_a_part, str(tmp_path))

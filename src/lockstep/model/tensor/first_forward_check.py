@@ -45,14 +45,18 @@ class FirstForwardCheck:
         layers: Sequence[str],
         on_sequence: Sequence[str],
         unsharded_now: set[str],
+        *,
+        draws_alike: bool = False,
     ) -> None:
         """`on_sequence`: other layers, whose output is a shard of the sequence. `unsharded_now`:
-        filled with the layers that currently run with full weights."""
+        filled with the layers that currently run with full weights. `draws_alike`: sharded layers
+        must draw the random numbers of full ones."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = set(layers)
         self._unsharded_now = unsharded_now
         self._checked_kinds: set[Any] = set()
+        self._draws_alike = draws_alike
         self._comparing = False
 
     def compare(
@@ -99,17 +103,18 @@ class FirstForwardCheck:
                     _evaluating(module),
                     _same_numbers(given) as drawn,
                 ):
-                    sharded = _tensors(forward(*given[0], **given[1]))
+                    with _same_numbers(given):
+                        sharded = _tensors(forward(*given[0], **given[1]))
+                        drew = drawn()
                     if any(map(is_sharded, sharded)):
                         return
-                    drew = drawn()
                     given = tree_map(gather_full, given)
                     others = [name for name in self._on_sequence if name.startswith(prefix)]
                     with self._whole([*inside, *others]):
                         whole = _tensors(forward(*given[0], **given[1]))
-                # a module that draws random numbers in evaluation mode draws different ones for a
-                # part
-                if not drew:
+                # without slices, a module that draws random numbers in evaluation mode draws
+                # different ones for a part
+                if self._draws_alike or not drew:
                     self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
