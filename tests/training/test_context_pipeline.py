@@ -221,9 +221,18 @@ def test_what_cannot_be_cut_in_a_stage_is_refused_on_all_ranks(
             assert words in said, changes
 
 
+class Sharing(Generator):
+    """Two blocks share a weight, which is used after the attention: threads of chunks change turns
+    while one of the blocks uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].out.weight = self.blocks[0].out.weight
+
+
 ALONE = "replicate=1"
 BITWISE: list[dict[str, Any]] = [
-    SHIFTING | {"global_batch": 10, "steps": None, "epochs": 1},
+    SHIFTING | {"model": Sharing, "global_batch": 10, "steps": None, "epochs": 1},
     DOCUMENTS | {"model": lambda: Generator().float(), "precision": "bf16"},
 ]
 """Five microbatches in float64, and two in the last batch, with evaluations; documents in bf16.
