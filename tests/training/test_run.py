@@ -80,6 +80,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(
         "world_size",
         "launcher",
         "checkpoints",
+        "place_in_script",
         "started",
         "environment",
     ]
