@@ -32,6 +32,12 @@ def test_a_machine_without_an_accelerator_has_none() -> None:
     assert not accelerator.is_initialized()
 
 
+def test_autocast_is_seen_by_its_dtype() -> None:
+    assert accelerator.autocast_dtypes() == (None, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert accelerator.autocast_dtypes() == (torch.bfloat16, None)
+
+
 def test_the_cpu_has_no_streams_and_no_memory_of_its_own() -> None:
     assert not accelerator.is_accelerator(CPU)
     assert not accelerator.is_accelerator(torch.zeros(1))

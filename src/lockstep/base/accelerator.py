@@ -55,6 +55,16 @@ def kind() -> str | None:
     return found.type if found is not None and count() else None
 
 
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes to which autocast casts on the CPU and on the accelerator; None where it is
+    off."""
+    built_for = torch.accelerator.current_accelerator()
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda" if built_for is None else built_for.type)
+    )
+
+
 def count() -> int:
     """Return the number of accelerators. Forks of this process can still use them afterwards."""
     # torch.accelerator's own count would make forks unusable

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import (
     FakeTensor,
@@ -244,11 +245,7 @@ class _OperatorRecorder(TorchDispatchMode):
 
 def _state() -> tuple[Any, ...]:
     """Return the modes that, beside its arguments, decide what a call computes."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-    )
+    return torch.is_grad_enabled(), *accelerator.autocast_dtypes()
 
 
 def _pattern(item: Any, sizes: dict[int, int]) -> Any:
