@@ -83,6 +83,25 @@ class Generator(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Idle(Generator):
+    """Has a layer in its last stage that is not used, and one that is not used in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = Evaluated().double()
+
+
+class Evaluated(Attention):
+    """Is left out in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else super().forward(x)  # type: ignore[no-any-return]
+
+
 class Wrong(nn.Module):
     def __init__(self, wrong: str) -> None:
         super().__init__()
@@ -234,9 +253,10 @@ ALONE = "replicate=1"
 BITWISE: list[dict[str, Any]] = [
     SHIFTING | {"model": Sharing, "global_batch": 10, "steps": None, "epochs": 1},
     DOCUMENTS | {"model": lambda: Generator().float(), "precision": "bf16"},
+    SHIFTING | {"model": Idle, "global_batch": 6, "steps": 1},
 ]
-"""Five microbatches in float64, and two in the last batch, with evaluations; documents in bf16.
-Both have tied weights, dropout and clipping."""
+"""Five microbatches in float64, and two in the last batch, with evaluations; documents in bf16;
+three microbatches, which do not use all parameters. All have tied weights, dropout and clipping."""
 BITWISE_PLANS = {
     2: ("pipeline=2", "pipeline=2,schedule=zero-bubble,checkpointing=full"),
     4: ("pipeline=2,context=2",),

@@ -371,6 +371,12 @@ def test_layers_that_all_ranks_leave_out(pool: WorkerPool) -> None:
     assert all(found < 1e-14 for found in pool.run(2, gradients_without_a_layer))
 
 
+def test_the_number_of_experts_of_a_token_is_no_number_of_experts() -> None:
+    layers = Layers()
+    layers[0].experts.num_experts_per_tok = 2
+    check_experts(layers, find_experts(layers, None), 2)
+
+
 def test_experts_that_cannot_be_divided() -> None:
     other = Layers()
     other[1].experts.up = other[0].experts.up

@@ -21,6 +21,7 @@ from lockstep.base.torch_private import keeps_graph
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import BUCKET_NUMBERS
 from lockstep.model.context.chunk_axis import ChunkAxis
+from lockstep.model.pipeline.unused import given_or_unused
 from lockstep.recipe.recipe import Loss, Sum
 from lockstep.tree import LeavesInAnyOrder, cover, fold
 
@@ -101,8 +102,8 @@ def _with_backward(
     It has two nodes of autograd's graph, and the one that gives parameters their gradients has one
     output: torch's zero-bubble schedules add up the gradients of all outputs of that node.
     """
-    held = _Held(backward, in_two=inputs.in_two)
     given = (*inputs.received, *inputs.parameters)
+    held = _Held(backward, given, in_two=inputs.in_two)
     start = _Inputs.apply(held, inputs.axis.device, *given)  # type: ignore[no-untyped-call]
     return _Outputs.apply(held, learns, start, *values)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -110,8 +111,9 @@ def _with_backward(
 class _Held:
     """The backward of chunks, between its two nodes."""
 
-    def __init__(self, backward: Backward, *, in_two: bool) -> None:
+    def __init__(self, backward: Backward, inputs: Sequence[Tensor], *, in_two: bool) -> None:
         self._backward = backward
+        self._inputs = inputs
         self._in_two = in_two
         self.gradients: Sequence[Tensor] = ()
         """Those of the outputs."""
@@ -124,7 +126,7 @@ class _Held:
         found = self._backward(self.gradients)
         self.gradients = ()
         if self._in_two:
-            self._later = found
+            self._later = list(map(given_or_unused, found, self._inputs))
         return found
 
 

@@ -65,7 +65,7 @@ def _other_number(experts: Experts) -> str | None:
         value: f"{name}={value}"
         for module in experts.module.modules()
         for name, value in vars(module).items()
-        if type(value) is int and "num_experts" in name
+        if type(value) is int and name.endswith("num_experts")
     }
     return None if experts.count in numbers else next(iter(numbers.values()), None)
 

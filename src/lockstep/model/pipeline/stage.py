@@ -32,6 +32,7 @@ from lockstep.model.pipeline.boundary import (
 )
 from lockstep.model.pipeline.stages import Stages
 from lockstep.model.random_streams import ModuleRandomStreams
+from lockstep.model.pipeline.unused import clear_unused
 from lockstep.model.shard import unreduced, weights_backward
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recomputed import RECEIVED, SENT
@@ -119,6 +120,7 @@ class VariableShapeStage(PipelineStage):
         split = nullcontext() if self.is_first else weights_backward(self.submod)
         with self.around(bwd_chunk_id), split:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+            clear_unused(self.submod.parameters())
         self._note_gradient(bwd_chunk_id)
         if self.is_last and self.has_backward:
             self.losses[bwd_chunk_id] = self.losses[bwd_chunk_id].detach()
