@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from training.subjects import Trained, each_of, learned, off
+from training.subjects import Trained, adamw, each_of, learned, off
 from training.test_context_axis import (
     TOKENS,
     WIDTH,
@@ -84,7 +84,7 @@ class Generator(nn.Module):
 
 
 class Idle(Generator):
-    """Has a layer in its last stage that is not used, and one that is not used in training."""
+    """Has layers in its last stage that are not used, or not in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,10 +253,10 @@ ALONE = "replicate=1"
 BITWISE: list[dict[str, Any]] = [
     SHIFTING | {"model": Sharing, "global_batch": 10, "steps": None, "epochs": 1},
     DOCUMENTS | {"model": lambda: Generator().float(), "precision": "bf16"},
-    SHIFTING | {"model": Idle, "global_batch": 6, "steps": 1},
+    SHIFTING | {"model": Idle, "optimizer": adamw, "global_batch": 6, "steps": 1},
 ]
 """Five microbatches in float64, and two in the last batch, with evaluations; documents in bf16;
-three microbatches, which do not use all parameters. All have tied weights, dropout and clipping."""
+three microbatches, whose idle parameters do not decay. All have tied weights, dropout and clipping."""
 BITWISE_PLANS = {
     2: ("pipeline=2", "pipeline=2,schedule=zero-bubble,checkpointing=full"),
     4: ("pipeline=2,context=2",),

@@ -31,8 +31,8 @@ from lockstep.model.pipeline.boundary import (
     received_inputs,
 )
 from lockstep.model.pipeline.stages import Stages
-from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.pipeline.unused import clear_unused
+from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.shard import unreduced, weights_backward
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.recomputed import RECEIVED, SENT

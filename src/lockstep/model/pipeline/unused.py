@@ -5,31 +5,25 @@ none. One node stands for the chunks of a stage, so all parameters of the stage 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-
-@functools.cache
-def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
+_UNUSED = "lockstep_is_unused"
+"""The attribute of zeros that stand for no gradient."""
 
 
-def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     """Return the gradient; if there is none: zeros that `clear_unused` knows."""
     if gradient is not None:
         return gradient
-    return _zero(parameter.dtype, parameter.device).expand_as(parameter)
+    zeros = parameter.new_zeros(()).expand_as(parameter)
+    setattr(zeros, _UNUSED, True)
+    return zeros
 
 
 def clear_unused(parameters: Iterable[Tensor]) -> None:
     """Clear the gradients of parameters that have none but these zeros."""
     for each in parameters:
-        gradient = each.grad
-        if gradient is None:
-            continue
-        zero = _zero(gradient.dtype, gradient.device)
-        if gradient.untyped_storage().data_ptr() == zero.untyped_storage().data_ptr():
+        if hasattr(each.grad, _UNUSED):
             each.grad = None
