@@ -256,7 +256,8 @@ BITWISE: list[dict[str, Any]] = [
     SHIFTING | {"model": Idle, "optimizer": adamw, "global_batch": 6, "steps": 1},
 ]
 """Five microbatches in float64, and two in the last batch, with evaluations; documents in bf16;
-three microbatches, whose idle parameters do not decay. All have tied weights, dropout and clipping."""
+three microbatches, whose idle parameters do not decay. All have tied weights, dropout and
+clipping."""
 BITWISE_PLANS = {
     2: ("pipeline=2", "pipeline=2,schedule=zero-bubble,checkpointing=full"),
     4: ("pipeline=2,context=2",),
