@@ -91,7 +91,7 @@ def _ascending_dim(labels: Tensor) -> int | None:
     found = []
     for dim, size in enumerate(labels.shape):
         if size > 1 and labels.numel():
-            rows = labels.movedim(dim, 0).flatten(1)
+            rows = labels.movedim(dim, 0).reshape(size, -1)
             least, most = rows.amin(1), rows.amax(1)
             if bool((least[1:] >= most[:-1]).all()) and bool(most[-1] > least[0]):
                 found.append(dim)
