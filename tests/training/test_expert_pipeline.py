@@ -347,3 +347,40 @@ def test_what_a_stage_cannot_divide_is_refused_on_all_ranks(
     for rank in pool.run(4, refuse, str(tmp_path), "pipeline=2,expert=2"):
         for said, (changes, words) in zip(rank, REFUSED, strict=True):
             assert words in said, (changes, said)
+
+
+class SharedExperts(Generator):
+    """Its first and last block have one module of experts."""
+
+    def __init__(self) -> None:
+        super().__init__(Block, Dense, Block)
+        first, _, last = self.blocks
+        last.experts = first.experts
+
+
+def shared_by_parts(folder: str, plans: Sequence[str]) -> list[Any]:
+    found: list[Any] = []
+    for plan, stages in [(each, stages) for each in plans for stages in (STAGES, None)]:
+        try:
+            result = ls.train(
+                recipe(**BITS["rows"] | {"model": SharedExperts, "stages": stages, "epochs": 1}),
+                plan=f"{plan},numerics=bitwise",
+                run_dir=f"{folder}/{len(found)}-{plan}",
+            )
+            found.append(result.fingerprint)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_divided_experts_that_parts_share_are_refused_in_bitwise_numerics(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """What the error recommends has the bits of one process: no parts, or replicate."""
+    (alone,) = pool.run(1, shared_by_parts, str(tmp_path), ["replicate=1"])
+    for refused, without_parts, *replicas in pool.run(
+        2, shared_by_parts, str(tmp_path), ["expert=2", "replicate=2"]
+    ):
+        assert "several parts of the model have blocks.0.experts" in refused
+        assert without_parts == alone[1]
+        assert replicas == alone

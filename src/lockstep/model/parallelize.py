@@ -25,6 +25,7 @@ from lockstep.model.device_split import (
 )
 from lockstep.model.expert.divide import (
     check_experts,
+    check_parts,
     compute_by_rows,
     divide_experts,
     use_eager,
@@ -123,6 +124,8 @@ def parallelize(
     if separates:
         check_separable(model, parts)
         shared = shared_parameters(model, parts, [0] * len(parts), each_part=True)
+        if mesh.axis("expert").size > 1:
+            check_parts([each.name for each in shared], found_experts)
     roots = [""]
     if mesh.stages.size > 1:
         # importing torch's schedules takes long

@@ -4,7 +4,7 @@ experts of other ranks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,6 +57,19 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
             f"expert={ranks}, and {shared[0]} shares a parameter with another module, which would"
             " need all experts; give it parameters of its own, or leave expert out"
         )
+
+
+def check_parts(shared: Iterable[str], experts: Mapping[str, Experts]) -> None:
+    """Raise `PlanError` if parts of the model share these divided experts, in bitwise numerics.
+    `shared`: names of the parameters that several parts have."""
+    for name, each in experts.items():
+        if any(is_within(parameter, name) for parameter in shared):
+            raise PlanError(
+                f"numerics=bitwise with expert, and several parts of the model have {name}, which"
+                f" has {each.count} experts; a parameter that parts share has one gradient in each"
+                " part, and divided experts have one for the rows of each rank; give each part"
+                " experts of its own, leave Recipe.stages out, or use replicate instead of expert"
+            )
 
 
 def _other_number(experts: Experts) -> str | None:
