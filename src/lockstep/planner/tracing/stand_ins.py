@@ -51,6 +51,8 @@ from lockstep.training import loss
 from lockstep.training.balance import ExpertBalance
 from lockstep.training.loss import LossKind
 from lockstep.training.microbatches import Batching, Microbatches, Spans
+from lockstep.training.reducers import exchange_order
+from lockstep.training.reducers.exchange_order import BITS
 from lockstep.training.step import Step
 from lockstep.training.train_module import TrainModule
 
@@ -170,6 +172,8 @@ def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Ite
     # The originals compare the outputs of divided experts and of whole ones, and read the numbers
     # of rows that the ranks send each other.
     yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _routed(skew)}
+    # The sums over all ranks of the originals' numbers are 0, and one rank's alone are not.
+    yield exchange_order, {"numbers_of": lambda _, **given: [0.0] * BITS * given["groups"]}
     # The original raises the error of another rank.
     yield PipelineFailure, {"raise_known": _raise_own}
     # The original asks the rank with the model's output for the kind of loss.
