@@ -104,7 +104,7 @@ def test_a_script_that_needs_values_is_told_where_and_is_traced_with_them(
     assert trace.collectives() or plan == "replicate=1"
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "pipeline=2"])
 def test_with_values_the_same_is_exchanged(plan: str) -> None:
     fake, real = plain(plan), traced(plan, is_fake=False)
     assert [(each.kind, each.bytes) for each in fake.collectives()] == [
