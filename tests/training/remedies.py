@@ -1936,7 +1936,10 @@ PLACES = (
 SHARDED = (
     "training/test_sharded_models.py::test_what_the_errors_recommend_is_what_one_process_trains"
 )
-BRANCHES = "training/test_sharded_models.py::test_the_remedies_for_a_branch_that_gets_the_data_train_the_model_of_one_process"
+BRANCHES = (
+    "training/test_sharded_models.py"
+    "::test_the_remedies_for_a_branch_that_gets_the_data_train_the_model_of_one_process"
+)
 BACKWARDS = "training/test_sharded_models.py::test_other_backwards_are_right_or_refused_alike"
 GRADIENT_HOOKS = "training/test_gradient_hooks.py::test_the_remedies_are_the_same_under_every_plan"
 OPTIMIZER_STATE = "training/test_optimizer_state.py::test_what_cannot_be_saved_is_refused_in_the_first_step_and_the_remedy_works"

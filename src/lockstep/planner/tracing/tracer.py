@@ -179,7 +179,8 @@ def _note_boundary(
     several, sequence = found.setdefault(part, []), active()
     boundary: Boundary | Chunks = Boundary.of(output, part)
     if sequence is not None and isinstance(axis := sequence.layout.world, ChunkAxis):
-        before = several.pop().each if axis.rank != axis.own_share.start else ()  # type: ignore[union-attr]  # the chunks before it are in the list
+        # the chunks before it are in the list
+        before = several.pop().each if axis.rank != axis.own_share.start else ()  # type: ignore[union-attr]
         boundary = Chunks((*before, boundary))
     several.append(boundary)
 
