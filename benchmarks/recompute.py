@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,27 +101,32 @@ def cost(
     return statistics.median(clock.with_check[2:]), statistics.median(clock.without[6:])
 
 
+def tiny(model: Callable[[], nn.Sequential], *, samples: int, steps: int, stages: int) -> ls.Recipe:
+    """Return the recipe of a model with 8 inputs and one output, whose modules are its parts."""
+    rows = torch.randn(samples, 9, generator=torch.Generator().manual_seed(0))
+    replicas = int(os.environ["WORLD_SIZE"]) // stages
+    return ls.Recipe(
+        model=model,
+        data=torch.utils.data.TensorDataset(rows),
+        inputs=lambda batch: batch[0][:, :8],
+        loss=lambda output, batch: nn.functional.mse_loss(output, batch[0][:, 8:]),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        global_batch=4 * max(2, stages) * replicas,
+        microbatch=4,
+        steps=steps,
+        stages=["*"],
+    )
+
+
 def clean(run_dir: str, steps: int, stages: int) -> str:
     """Train a tiny model with a check in each step. Runs on each rank."""
     torch.set_num_threads(1)
-    rows = torch.randn(4096, 9, generator=torch.Generator().manual_seed(0))
-    replicas = int(os.environ["WORLD_SIZE"]) // stages
     result = ls.train(
-        ls.Recipe(
-            model=lambda: nn.Sequential(
-                nn.Linear(8, 16),
-                nn.Dropout(0.1),
-                nn.Tanh(),
-                nn.Linear(16, 1),
-            ),
-            data=torch.utils.data.TensorDataset(rows),
-            inputs=lambda batch: batch[0][:, :8],
-            loss=lambda output, batch: nn.functional.mse_loss(output, batch[0][:, 8:]),
-            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-            global_batch=4 * max(2, stages) * replicas,
-            microbatch=4,
+        tiny(
+            lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 1)),
+            samples=4096,
             steps=steps,
-            stages=["0", "1", "2", "3"],
+            stages=stages,
         ),
         run_dir=run_dir,
         plan=plan_of(stages),
@@ -145,7 +151,6 @@ def planted(folder: str, number: int, stages: int) -> list[list[Any]]:
     """Train a tiny model `number` times, with a fault on each rank in turn. Return for each fault
     what was named. Runs on each rank."""
     torch.set_num_threads(1)
-    rows = torch.randn(256, 9, generator=torch.Generator().manual_seed(0))
     processes = int(os.environ["WORLD_SIZE"])
     found = []
     for place in range(number):
@@ -154,8 +159,8 @@ def planted(folder: str, number: int, stages: int) -> list[list[Any]]:
         rank = place // len(FAULTS) % processes
         with suppress(WrongResultError):
             ls.train(
-                ls.Recipe(
-                    model=lambda: nn.Sequential(
+                tiny(
+                    lambda: nn.Sequential(
                         faulty.Linear(8, 32),
                         nn.Tanh(),
                         faulty.Linear(32, 32),
@@ -164,14 +169,9 @@ def planted(folder: str, number: int, stages: int) -> list[list[Any]]:
                         nn.Tanh(),
                         faulty.Linear(32, 1),
                     ),
-                    data=torch.utils.data.TensorDataset(rows),
-                    inputs=lambda batch: batch[0][:, :8],
-                    loss=lambda output, batch: nn.functional.mse_loss(output, batch[0][:, 8:]),
-                    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-                    global_batch=4 * max(2, stages) * (processes // stages),
-                    microbatch=4,
+                    samples=256,
                     steps=3 * EVERY,
-                    stages=[str(part) for part in range(7)],
+                    stages=stages,
                 ),
                 run_dir=f"{folder}/{place}",
                 plan=plan_of(stages),
