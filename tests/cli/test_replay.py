@@ -101,6 +101,20 @@ def test_the_step_that_ended_a_run_with_nan_is_made_again_and_blamed(tmp_path: P
     assert f"--step {step + 1}, and the run has come to step {step}" in ended.stderr
 
 
+def test_the_step_that_led_to_the_end_is_blamed(tmp_path: Path) -> None:
+    script = SCRIPT.replace("(32, 4", "(128, 4").replace("clip_norm=1.0,", "")
+    (tmp_path / "train.py").write_text(script.replace("abs()", "square()").replace("=12", "=16"))
+    run = tmp_path / "run"
+    train = ("--plan", "numerics=bitwise", "--run-dir", run, tmp_path / "train.py", "17")
+    assert command("run", *train).returncode == 2
+    ended = command("blame", run)
+    assert ended.returncode == 0, ended.stderr
+    end, spike, cause = ended.stdout.splitlines()
+    assert end.endswith("the run ended here, because the loss or the gradient is not finite")
+    assert spike.startswith("step 8: gradient_norm ")
+    assert cause.startswith("cause: sample 17 of microbatch 0: ")
+
+
 def test_a_step_without_a_line_has_no_cause(run: Path) -> None:
     ended = command("blame", "--step", "999", run)
     assert ended.returncode == 2

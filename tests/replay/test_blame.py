@@ -17,6 +17,7 @@ from lockstep.replay.blame import (
     learning_rate_jump,
     outliers,
     spike_at,
+    spike_before_the_end,
     suspected,
     unusual_block,
 )
@@ -57,6 +58,15 @@ def test_the_first_value_that_is_not_finite_is_the_largest_spike() -> None:
     spike = largest_spike(rows(*USUAL, None, None))
     assert spike is not None
     assert (spike.step, spike.score) == (80, math.inf)
+
+
+def test_the_first_of_the_unusual_steps_at_the_end_is_found() -> None:
+    spike = spike_before_the_end(rows(*USUAL, 99.0, *USUAL, 2.5, 9.0, 1e9))
+    assert spike is not None
+    assert (spike.step, spike.value) == (160, 2.5)
+    assert spike_before_the_end(rows(*USUAL, 99.0, 1.0)) is None, "the last step is usual"
+    assert spike_before_the_end(rows(*USUAL, 1.6)) is None, "too little for a spike"
+    assert spike_before_the_end([]) is None
 
 
 @pytest.mark.parametrize("losses", [USUAL, [1.0, 5.0, 1.0], [3.0, 2.0, 1.5, 1.2, 1.0, 0.9]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lockstep.replay.blame import (
     largest_spike,
     samples_not_finite,
     spike_at,
+    spike_before_the_end,
     suspected,
 )
 from lockstep.replay.step import Replay
@@ -34,9 +36,7 @@ LATER_STEPS = 3
 
 
 @click.command("blame", cls=ScriptCommand)
-@count_option(
-    "--step", "step", None, "N", "The step to explain. Default: the largest spike of the run."
-)
+@count_option("--step", "step", None, "N", "The step to explain. Default: as above.")
 @replay_options
 def command(
     step: int | None,
@@ -50,8 +50,9 @@ def command(
 
     Takes the step in which a NaN ended the run, or the step whose loss or gradient norm is most
     unusual, or --step, and makes it again as lockstep replay does. If a microbatch is unusual, it
-    then looks at the gradient of each of its samples. If the run's gradients do not come back, it
-    tries steps after the next checkpoint.
+    then looks at the gradient of each of its samples. If none is unusual in the step that ended
+    the run, it takes the first of the unusual steps that led there. If the run's gradients do not
+    come back, it tries steps after the next checkpoint.
 
     \b
     Examples:
@@ -72,17 +73,20 @@ def command(
                 show(f"no step of {source} has an unusual loss or gradient norm")
             return 0
         step = spike.step
-    with work_folder("lockstep-blame-") as folder:
-        found = _explained(target, run, step, line, given, folder=folder)
+    found = _explained(target, run, step, line, given)
+    if step == ended and found.cause in ("all alike", "learning rate"):
+        spike = spike_before_the_end(rows_of(run))
+        found = found if spike is None else _explained(target, run, spike.step, line, given)
     if as_json:
         print(json.dumps({**found.as_json(), "spike": _spike_json(step, spike)}, indent=2))
         return 0
-    show(
-        f"step {step}: the run ended here, because the loss or the gradient is not finite"
-        if spike is None
-        else f"step {step}: {spike.metric} {spike.value:.6g}; the median of the steps before it is"
-        f" {spike.usual:.6g}"
-    )
+    if step == ended:
+        show(f"step {step}: the run ended here, because the loss or the gradient is not finite")
+    if spike is not None:
+        show(
+            f"step {spike.step}: {spike.metric} {spike.value:.6g}; the median of the steps before"
+            f" it is {spike.usual:.6g}"
+        )
     show(f"cause: {found.text}")
     return 0
 
@@ -92,7 +96,7 @@ def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
     if spike is None:
         return {"step": step, "metric": None, "value": None, "usual": None}
     values = {"metric": spike.metric, "value": str(spike.value), "usual": spike.usual}
-    return {"step": step, **values}
+    return {"step": spike.step, **values}
 
 
 def _spike(rows: list[dict[str, Any]], step: int | None, run: Path) -> Spike | None:
@@ -108,25 +112,26 @@ def _spike(rows: list[dict[str, Any]], step: int | None, run: Path) -> Spike | N
 
 
 def _explained(
-    target: Target,
-    run: Path,
-    step: int,
-    line: ScriptLine,
-    given: dict[str, Any],
-    *,
-    folder: Path,
+    target: Target, run: Path, step: int, line: ScriptLine, given: dict[str, Any]
 ) -> Blame:
     """Return the cause. Ends with the status of a replay that does not reach its step."""
-    rows = rows_of(run)
+    with work_folder("lockstep-blame-") as folder:
 
-    def again(name: str, at: int, **how: Any) -> Replay:
-        own = folder / name
-        own.mkdir()
-        status, found = replay(target, run, at, line, given, folder=own, **how)
-        if found is None:
-            raise SystemExit(status)
-        return found
+        def again(name: str, at: int, **how: Any) -> Replay:
+            own = folder / name
+            own.mkdir()
+            status, found = replay(target, run, at, line, given, folder=own, **how)
+            if found is None:
+                raise SystemExit(status)
+            return found
 
+        return _cause(target, rows_of(run), step, again)
+
+
+def _cause(
+    target: Target, rows: list[dict[str, Any]], step: int, again: Callable[..., Replay]
+) -> Blame:
+    """Return the cause. `again`: makes a step again, under a name."""
     as_it_was = again("as-it-was", step)
     by_sample = later = None
     if as_it_was.first_unlike is None and as_it_was.begin and suspected(as_it_was) is None:

@@ -69,14 +69,31 @@ def spike_at(rows: Sequence[Mapping[str, Any]], place: int) -> Spike | None:
 def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
     """Return the largest spike of a run, or the first of unusual steps that lead to it; None if no
     logged step is unusual. Values that are not finite are the largest."""
-    spikes = [spike_at(rows, place) for place in range(len(rows))]
-    scores = [-math.inf if spike is None else spike.score for spike in spikes]
+    spikes, scores = _spikes(rows)
     place = max(range(len(rows)), key=scores.__getitem__, default=0)
     if not rows or scores[place] < SPREAD:
         return None
+    return spikes[_first_of(scores, place)]
+
+
+def spike_before_the_end(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
+    """Return the first of the unusual steps with which a run ends; None: it ends with a usual one.
+    A loss or gradient that is not finite in the step after them is their result."""
+    spikes, scores = _spikes(rows)
+    first = _first_of(scores, len(rows))
+    return spikes[first] if max(scores[first:], default=0.0) >= SPREAD else None
+
+
+def _spikes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Spike | None], list[float]]:
+    spikes = [spike_at(rows, place) for place in range(len(rows))]
+    return spikes, [-math.inf if spike is None else spike.score for spike in spikes]
+
+
+def _first_of(scores: Sequence[float], place: int) -> int:
+    """Return the place of the first of the steps that lead to the one at `place`."""
     while place and scores[place - 1] >= LEADS:
         place -= 1
-    return spikes[place]
+    return place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
