@@ -113,12 +113,18 @@ def test_the_step_that_led_to_the_end_is_blamed(tmp_path: Path) -> None:
     assert end.endswith("the run ended here, because the loss or the gradient is not finite")
     assert spike.startswith("step 8: gradient_norm ")
     assert cause.startswith("cause: sample 17 of microbatch 0: ")
+    ended = command("blame", "--step", end.split(":")[0].removeprefix("step "), run)
+    assert ended.stdout.splitlines()[0] == end
+    assert "cause: no microbatch is finite" in ended.stdout
 
 
-def test_a_step_without_a_line_has_no_cause(run: Path) -> None:
+def test_a_step_without_a_line_or_steps_before_has_no_cause(run: Path) -> None:
     ended = command("blame", "--step", "999", run)
     assert ended.returncode == 2
     assert "--step 999, and" in ended.stderr
+    ended = command("blame", "--step", "3", run)
+    assert ended.returncode == 2
+    assert "--step 3 has fewer than 7 logged steps before it" in ended.stderr
 
 
 def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:

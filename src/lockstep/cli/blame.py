@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lockstep.cli.arguments import (
 from lockstep.cli.replay import ended_in, replay, replay_options, replayed_run, rows_of
 from lockstep.cli.target import Target
 from lockstep.replay.blame import (
+    LEAST_BEFORE,
     Blame,
     Spike,
     cause_of,
@@ -49,10 +49,9 @@ def command(
     """Find what made the loss or the gradient of a run jump, or NaN.
 
     Takes the step in which a NaN ended the run, or the step whose loss or gradient norm is most
-    unusual, or --step, and makes it again as lockstep replay does. If a microbatch is unusual, it
-    then looks at the gradient of each of its samples. If none is unusual in the step that ended
-    the run, it takes the first of the unusual steps that led there. If the run's gradients do not
-    come back, it tries steps after the next checkpoint.
+    unusual, or the first of the unusual steps that led there, or --step. Makes it again as lockstep
+    replay does. If a microbatch is unusual, it then looks at the gradient of each of its samples.
+    If the run's gradients do not come back, it tries steps after the next checkpoint.
 
     \b
     Examples:
@@ -63,29 +62,29 @@ def command(
     the process that failed first.
     """
     target, run, line = replayed_run(source, checkpoints, line, given)
-    ended, spike = ended_in(run), None
-    step = ended if step is None else step
-    if step is None or step != ended:
-        if (spike := _spike(rows_of(run), step, run)) is None:
-            if as_json:
-                print(json.dumps(None))
-            else:
-                show(f"no step of {source} has an unusual loss or gradient norm")
-            return 0
-        step = spike.step
-    found = _explained(target, run, step, line, given)
-    if step == ended and found.cause in ("all alike", "learning rate"):
-        spike = spike_before_the_end(rows_of(run))
-        found = found if spike is None else _explained(target, run, spike.step, line, given)
-    if as_json:
-        print(json.dumps({**found.as_json(), "spike": _spike_json(step, spike)}, indent=2))
+    rows, ended = rows_of(run), ended_in(run)
+    if step is None:
+        spike = largest_spike(rows) if ended is None else spike_before_the_end(rows)
+    else:
+        spike = None if step == ended else _spike(rows, step, run)
+    at = ended if spike is None else spike.step
+    if at is None:
+        if as_json:
+            print(json.dumps(None))
+        else:
+            show(f"no step of {source} has an unusual loss or gradient norm")
         return 0
-    if step == ended:
-        show(f"step {step}: the run ended here, because the loss or the gradient is not finite")
+    with work_folder("lockstep-blame-") as folder:
+        found = _explained(target, run, at, line, given, folder=folder)
+    if as_json:
+        print(json.dumps({**found.as_json(), "spike": _spike_json(at, spike)}, indent=2))
+        return 0
+    if ended is not None and step in (None, ended):
+        show(f"step {ended}: the run ended here, because the loss or the gradient is not finite")
     if spike is not None:
         show(
-            f"step {spike.step}: {spike.metric} {spike.value:.6g}; the median of the steps before"
-            f" it is {spike.usual:.6g}"
+            f"step {at}: {spike.metric} {spike.value:.6g}; the median of the steps before it is"
+            f" {spike.usual:.6g}"
         )
     show(f"cause: {found.text}")
     return 0
@@ -96,42 +95,46 @@ def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
     if spike is None:
         return {"step": step, "metric": None, "value": None, "usual": None}
     values = {"metric": spike.metric, "value": str(spike.value), "usual": spike.usual}
-    return {"step": spike.step, **values}
+    return {"step": step, **values}
 
 
-def _spike(rows: list[dict[str, Any]], step: int | None, run: Path) -> Spike | None:
-    if step is None:
-        return largest_spike(rows)
+def _spike(rows: list[dict[str, Any]], step: int, run: Path) -> Spike:
     place = next((place for place, row in enumerate(rows) if row["step"] == step), None)
     if place is None:
-        raise LaunchError(f"--step {step}, and {run / 'metrics.jsonl'} has no line of it")
+        raise LaunchError(
+            f"--step {step}, and {run / 'metrics.jsonl'} has no line of it; give a step that has"
+            f" one, or see its microbatches: lockstep replay --step {step} RUN_DIR"
+        )
     spike = spike_at(rows, place)
     if spike is None:
-        raise LaunchError(f"--step {step}: too few steps are logged before it to compare it with")
+        raise LaunchError(
+            f"--step {step} has fewer than {LEAST_BEFORE} logged steps before it, too few to"
+            " compare it with; give a later one, or see its microbatches: lockstep replay"
+            f" --step {step} RUN_DIR"
+        )
     return spike
 
 
 def _explained(
-    target: Target, run: Path, step: int, line: ScriptLine, given: dict[str, Any]
+    target: Target,
+    run: Path,
+    step: int,
+    line: ScriptLine,
+    given: dict[str, Any],
+    *,
+    folder: Path,
 ) -> Blame:
     """Return the cause. Ends with the status of a replay that does not reach its step."""
-    with work_folder("lockstep-blame-") as folder:
+    rows = rows_of(run)
 
-        def again(name: str, at: int, **how: Any) -> Replay:
-            own = folder / name
-            own.mkdir()
-            status, found = replay(target, run, at, line, given, folder=own, **how)
-            if found is None:
-                raise SystemExit(status)
-            return found
+    def again(name: str, at: int, **how: Any) -> Replay:
+        own = folder / name
+        own.mkdir()
+        status, found = replay(target, run, at, line, given, folder=own, **how)
+        if found is None:
+            raise SystemExit(status)
+        return found
 
-        return _cause(target, rows_of(run), step, again)
-
-
-def _cause(
-    target: Target, rows: list[dict[str, Any]], step: int, again: Callable[..., Replay]
-) -> Blame:
-    """Return the cause. `again`: makes a step again, under a name."""
     as_it_was = again("as-it-was", step)
     by_sample = later = None
     if as_it_was.first_unlike is None and as_it_was.begin and suspected(as_it_was) is None:
