@@ -12,12 +12,14 @@ STAMP := $(VENV)/.installed-for
 PEERS := build/peers
 ZOO := build/zoo
 CODE := src tests examples benchmarks website
+# Tests wait for processes and for time: with a worker for each of two cores, a third of both idles.
+TESTED := $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder
 
 # Processes share the bytecode of what they import. Without it, each of them compiles all modules of lockstep.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test compiled commands slow slurm verify matrix check sizes docs bench peers zoo dist clean
+.PHONY: help venv train test compiled commands both slow slurm verify matrix check sizes docs bench peers zoo dist clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,14 +47,17 @@ train: venv ## train a small GPT on the text of Python's standard library, on NP
 	@ls -1 $(RUN_DIR) | sed 's/^/  /'
 
 test: venv ## the tests, in a few minutes
-	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder
+	$(TESTED)
 
 # pytest compiles the tests for itself. With -n, each process would do so at the same time.
 compiled: venv
 	@$(BIN)/python -m pytest -q --collect-only -m ''
 
 commands: venv ## the tests of whole commands that take many seconds each
-	$(BIN)/python -m pytest -q --durations=10 -n 3 --dist loadfile --no-loadscope-reorder -m 'command and not slow' $$(grep -rl --include='test_*.py' 'mark\.command' tests)
+	$(TESTED) -m 'command and not slow' $$(grep -rl --include='test_*.py' 'mark\.command' tests)
+
+both: venv ## test and commands in one session: the cores compute what one waits for
+	$(TESTED) -m 'not slow'
 
 slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
 	$(BIN)/python -m pytest -q -m slow -o timeout=900 -o faulthandler_timeout=960

@@ -94,14 +94,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, then those of whole commands, then those with the most tests:
-    pytest's workers then end at about the same time."""
-    counts = Counter(item.path for item in items)
-    longest = {Path(__file__).parent / name for name in LONGEST}
+    """Begin with the longest files, then those with the most whole commands, then those with the
+    most tests: pytest's workers then end at about the same time."""
+    counts, commands = Counter[Path](), Counter[Path]()
+    for item in items:
+        is_command = (
+            item.path.parent.name == "cli" or item.get_closest_marker("command") is not None
+        )
+        (commands if is_command else counts)[item.path] += 1
+    longest = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(
         key=lambda item: (
-            item.path not in longest,
-            item.path.parent.name != "cli",
+            longest.get(item.path, len(longest)),
+            -commands[item.path],
             -counts[item.path],
         )
     )

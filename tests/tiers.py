@@ -12,21 +12,36 @@ import pytest
 MOST = 3
 """Processes of a case that runs with every change."""
 LONGEST = (
-    "training/test_remedies.py",
-    "training/test_context_axis.py",
-    "training/test_resume.py",
-    "test_platforms.py",
+    "cli/test_search.py",
     "device/test_training.py",
-    "device/test_out_of_memory.py",
-    "planner/test_tracer.py",
-    "checkpoint/test_damage.py",
+    "training/test_remedies.py",
+    "cli/test_slurm.py",
+    "examples/test_cookbook.py",
+    "cli/test_search_database.py",
+    "cli/test_search_killed.py",
+    "cli/test_machines_in_place.py",
+    "training/test_balance.py",
+    "training/test_context_axis.py",
+    "test_platforms.py",
+    "training/test_lora.py",
     "test_docs.py",
-    "training/test_documents.py",
+    "planner/test_tracer.py",
+    "device/test_hangs.py",
+    "training/test_same_bits.py",
+    "device/test_out_of_memory.py",
+    "training/test_stream.py",
     "training/test_optimizer_state.py",
+    "search/test_study.py",
+    "search/test_sampling.py",
+    "training/test_resume.py",
     "training/test_sharded_models.py",
+    "training/test_documents.py",
+    "planner/test_context.py",
     "planner/test_predict.py",
+    "planner/test_tracing.py",
+    "checkpoint/test_damage.py",
 )
-"""Files of tests that take 10 to 40 s of CPU time each: pytest begins with them."""
+"""Files of tests that take 10 s or more each, the longest first: pytest begins with them."""
 
 
 def tiered(

@@ -23,7 +23,7 @@ from lockstep.base.errors import LossError, RecipeError
 from lockstep.comm.mesh import full_tensor
 from lockstep.testing.pool import WorkerPool
 
-SAMPLES, BATCH, LONGEST = 32, 8, 9
+SAMPLES, BATCH, LONGEST = 16, 8, 9
 COEFFICIENT, Z = 0.3, 0.05
 
 
@@ -62,7 +62,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "global_batch": BATCH,
         "microbatch": 2,
-        "steps": 5,
+        "steps": 3,
         "balance": balance(),
         **changes,
     }
@@ -355,10 +355,10 @@ def test_loads_are_counts_of_the_global_batch_and_move_the_biases(
             assert torch.equal(state[name], last[name])
             steps = (last[name] / 0.01).round()
             torch.testing.assert_close(last[name], 0.01 * steps)
-            assert 1 <= int(steps.abs().max()) <= 5
+            assert 1 <= int(steps.abs().max()) <= 3
     rows, of_three = rows_of(folder, "experts.jsonl"), rows_of(tmp_path / "three", "experts.jsonl")
     assert [row["loads"] for row in rows] == [row["loads"] for row in of_three]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows] == [1, 2, 3]
     text, counted = (each[samples_at(0, BATCH, of=SAMPLES)] for each in texts().tensors)
     model = Mixture()
     model.load_state_dict(first)
@@ -437,7 +437,7 @@ def test_a_resumed_run_knows_the_loads_of_the_step_before(pool: WorkerPool, tmp_
     for _, gradients, state, _ in pool.run(
         2, train_previous, str(tmp_path / "killed"), "replicate=2"
     ):
-        assert len(gradients) == 4  # saved after the first step
+        assert len(gradients) == 2  # saved after the first step
         assert (
             off(
                 (straight[0], gradients, state, str(tmp_path / "killed")),

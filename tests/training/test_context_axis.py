@@ -134,7 +134,7 @@ def recipe(**changes: Any) -> ls.Recipe:
         "clip_norm": 0.5,
         "global_batch": 6,
         "microbatch": 2,
-        "steps": 4,
+        "steps": 3,
         "sequence": CHUNKS,
         "tensor": COLUMNS | {"blocks.*.out": "rowwise"},
         "evaluation": ls.Evaluation(data=texts(5, seed=9), every=2, metrics=metrics),

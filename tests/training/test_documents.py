@@ -191,8 +191,13 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_packed_documents_train_the_model_of_documents_one_by_one(
     pool: WorkerPool, tmp_path: Path, alone: Any, size: int
 ) -> None:
-    bins = ("pack", "others") if size < 3 else ("pack",)
-    cases = [(plan, name, each) for plan in PLANS[size] for name in MODELS for each in bins]
+    """Each plan trains each model; each of both is in both kinds of bins."""
+    bins = ("pack", "others") if size < 3 else ("pack", "pack")
+    cases = [
+        (plan, name, bins[(row + place) % 2])
+        for row, plan in enumerate(PLANS[size])
+        for place, name in enumerate(MODELS)
+    ]
     for rank in pool.run(size, each_of, packed, str(tmp_path), cases, timeout_seconds=110):
         for (plan, name, each_bins), found in zip(cases, rank, strict=True):
             assert not isinstance(found, str), (plan, name, each_bins, found)

@@ -25,7 +25,7 @@ from lockstep.launch.termination import Preempted
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim.modes import OptimizerModes
 
-STEPS, STOPPED_AT = 6, 3
+STEPS, STOPPED_AT = 4, 2
 
 
 class Projector:
