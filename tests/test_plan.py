@@ -206,9 +206,15 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         (
             "replicate",
             (
-                "'replicate' in plan 'replicate'; a plan is made of name=value pairs, such as"
-                " replicate=2,numerics=bitwise"
+                "'replicate' in plan 'replicate'; a plan is made of name=value pairs with commas"
+                " between them, such as replicate=2,numerics=bitwise"
             ),
+        ),
+        ("replicate=2;shard=2", "'replicate=2;shard=2' in plan 'replicate=2;shard=2'; a plan is"),
+        (
+            "schedule=1F1B",
+            "schedule=1F1B; the known values are gpipe, 1f1b, interleaved, zero-bubble; did you"
+            " mean 1f1b?",
         ),
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),

@@ -514,10 +514,10 @@ class Plan:
         known = [field.name for field in fields(cls)]
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = (part.strip() for part in item.partition("="))
-            if not equals or not value:
+            if not equals or not value or "=" in value:
                 raise PlanError(
-                    f"{item!r} in plan {text!r}; a plan is made of name=value pairs, such as"
-                    " replicate=2,numerics=bitwise"
+                    f"{item!r} in plan {text!r}; a plan is made of name=value pairs with commas"
+                    " between them, such as replicate=2,numerics=bitwise"
                 )
             if name in values:
                 raise PlanError(f"{name!r} is given twice in plan {text!r}; give it once")

@@ -187,6 +187,11 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
+def test_a_count_after_the_device() -> None:
+    with pytest.raises(PlanError, match="the count comes first; write `64 x H100`"):
+        parse_target("H100 x 64")
+
+
 def test_a_count_without_an_x() -> None:
     with pytest.raises(
         PlanError, match="between a count and its device is an x; write `8 x A100-80GB`"

@@ -67,13 +67,14 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return the end of an error about a name that is not known: the known name that is most like
-    it. Empty if none is.
+    it, in upper or lower case. Empty if none is.
 
     >>> did_you_mean("tesnor", ["tensor", "shard"])
     '; did you mean tensor?'
     """
-    found = difflib.get_close_matches(given, known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(given.lower(), names, n=1)
+    return f"; did you mean {names[found[0]]}?" if found else ""
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:

@@ -128,6 +128,11 @@ def parse_target(text: str) -> Cluster:
             f"target {text!r}: {counted[2]!r} is not a known device; write a count, an x and a"
             f" device, such as `{counted[1]} x H100`; devices: {', '.join(known_devices())}"
         )
+    counted = re.fullmatch(r"(.*\S)\s*x\s*(\d+)", name)
+    if counted and is_known_device(counted[1]):
+        raise PlanError(
+            f"target {text!r}: the count comes first; write `{counted[2]} x {counted[1]}`"
+        )
     device = load_device(name)
     inside, between = load_link(device.inside), load_link(link or device.between)
     return Cluster(device, count, min(count, device.devices_per_node), inside, between)
