@@ -36,8 +36,6 @@ class Rank:
 
 @dataclass(slots=True)
 class Records:
-    """The records of a run."""
-
     ranks: list[Rank] = field(default_factory=list)
     """The processes that took a step or belong to the process group, in the order of ranks."""
     fetches: list[Row] = field(default_factory=list)

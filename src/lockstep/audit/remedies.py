@@ -15,8 +15,6 @@ _NOTHING_LOST = "a resumed run goes on exactly where it was interrupted"
 
 
 class Cause(Enum):
-    """The faults that an audit can name."""
-
     def __init__(self, title: str, law: str, remedy: str) -> None:
         """`law`: the rule that the fault breaks. `remedy`: a few lines to change."""
         self.title, self.law, self.remedy = title, law, remedy

@@ -13,8 +13,6 @@ from lockstep.scripts.request import ScriptRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditRequest(ScriptRequest):
-    """The request for records from a process."""
-
     answered_by: ClassVar[str] = "lockstep.audit.probes.begin"
     folder: Path
     """The existing folder for the records."""

@@ -50,8 +50,6 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditOptions:
-    """The options of an audit."""
-
     line: ScriptLine
     processes: int = 2
     steps: int = 20
@@ -73,15 +71,12 @@ class AuditOptions:
         return os.getcwd() if self.line.is_module else os.path.dirname(os.path.abspath(script))
 
     def with_arguments(self, *arguments: str) -> AuditOptions:
-        """Return the same options, with further arguments for the script."""
         added = (*self.line.arguments, *arguments)
         return replace(self, line=replace(self.line, arguments=added))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangStacks:
-    """The stacks of the processes of a script that hangs."""
-
     seconds: float
     """Seconds without progress."""
     stacks: Mapping[int, str]
@@ -138,7 +133,6 @@ def launcher_of(options: AuditOptions) -> tuple[bool, str]:
 
 
 def command_line(options: AuditOptions, folder: Path, *, torchrun: bool) -> list[str]:
-    """Return the command that runs the script."""
     if not torchrun:
         return [sys.executable, *options.line.words]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.processes)]

@@ -64,7 +64,6 @@ class ScriptSource:
         return min(calls, key=lambda call: call.line, default=None)
 
     def uses_lockstep(self) -> bool:
-        """True if the script imports lockstep."""
         return any(origin.partition(".")[0] == "lockstep" for origin in self._names.values())
 
     def _calls(self) -> Iterator[tuple[ast.Call, str]]:

@@ -200,7 +200,6 @@ def runs_data_parallel(device: torch.device) -> bool:
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return torch's communication backend for tensors on `device`."""
     import torch.distributed as dist
 
     return dist.get_default_backend_for_device(device)
@@ -276,7 +275,6 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """True if the device has instructions for bf16."""
     module = _module(device.type)
     if device.type == "cuda":
         return bool(module.is_bf16_supported(including_emulation=False))
@@ -320,7 +318,6 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
-    """Return the default generators of the CPU and of the accelerators among `devices`."""
     return [torch.default_generator, *(generator(each) for each in devices if is_accelerator(each))]
 
 
@@ -349,7 +346,6 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return a new event of the device's streams."""
     return torch.Event(device, enable_timing=timed)
 
 
@@ -377,7 +373,6 @@ def is_reached(event: torch.Event, timeout_seconds: float = 0.0) -> bool:
 
 
 def profiled(device: torch.device) -> list[ProfilerActivity]:
-    """Return the activities to profile on a rank with this device."""
     return list(supported_activities()) if is_accelerator(device) else [ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
 
 

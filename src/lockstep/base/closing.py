@@ -6,8 +6,6 @@ from typing import Self
 
 
 class Closing:
-    """Calls `close` at the end of a `with`."""
-
     def close(self) -> None:
         raise NotImplementedError
 

@@ -93,7 +93,6 @@ def free_tasks(root: Path = ROOT) -> int | None:
 
 
 def number_in(path: Path) -> float | None:
-    """Return the number in a file; None if there is none."""
     try:
         return float(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -116,7 +116,6 @@ class WorkerError(LockstepError):
 
 
 def with_notes(error: BaseException) -> str:
-    """Return the text of an error and of its notes, which are lines of their own."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 

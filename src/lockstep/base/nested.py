@@ -16,7 +16,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a structure, in their order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

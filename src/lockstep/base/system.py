@@ -33,7 +33,6 @@ PASSED_ON = signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGQUIT")
 
 
 def refuse_on_windows(what: str) -> None:
-    """Raise `LaunchError` on Windows."""
     if sys.platform == "win32":
         raise LaunchError(
             f"{what} on Windows; it starts and ends processes by POSIX signals and process groups,"
@@ -43,7 +42,6 @@ def refuse_on_windows(what: str) -> None:
 
 
 def require_linux(what: str) -> None:
-    """Raise `LaunchError` unless on Linux."""
     if sys.platform != "linux":
         raise LaunchError(
             f"{what} on {sys.platform}; it reads Linux's /proc and limits; use Linux, or leave"
@@ -75,7 +73,6 @@ def check_surroundings() -> None:
 
 
 def remedy_of(error: OSError) -> str | None:
-    """Return the remedy for an error of the system; None if it is not known."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "no more files may be open; raise the limit: ulimit -n 4096"
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):

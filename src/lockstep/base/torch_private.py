@@ -181,7 +181,6 @@ def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Callable[[Tensor], Any]]
 
 
 def gradient_hook_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of gradient hooks (of both kinds) of each tensor."""
     return [
         len(each._backward_hooks or ()) + len(each._post_accumulate_grad_hooks or ())
         for each in tensors
@@ -215,7 +214,6 @@ def assert_async(condition: Tensor, text: str) -> None:
 
 
 def schema(operation: Any) -> Any:
-    """Return the `FunctionSchema` of an operation of a dispatch mode."""
     return operation._schema
 
 
@@ -329,7 +327,6 @@ def _signed(number: int | None) -> int | None:
 
 
 def output_shape(node: Any, place: int) -> torch.Size:
-    """Return the shape of an output of the operation behind `node`."""
     return torch.Size(node._input_metadata[place].shape)
 
 
@@ -362,7 +359,6 @@ def set_allocator_settings(settings: str) -> bool:
 
 
 def default_mps_generator() -> torch.Generator:
-    """Return MPS's default generator."""
     generator: torch.Generator = torch.mps._get_default_mps_generator()
     return generator
 
@@ -406,7 +402,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """True if `torch.compile` has compiled the module's forward."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
@@ -414,7 +409,6 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """True if a hook is registered for this optimizer's `step`."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -448,14 +442,12 @@ def shut_down_workers(loader: Any, batches: Any) -> None:
 
 
 def default_store() -> Any:
-    """Return the store of the default process group."""
     import torch.distributed as dist
 
     return dist.distributed_c10d._get_default_store()
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with this `group_name`."""
     import torch.distributed as dist
 
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -518,7 +510,6 @@ def process_group_count() -> int:
 
 
 def number_process_groups_from(count: int) -> None:
-    """Number the next process groups from `count` on."""
     import torch.distributed as dist
 
     dist.distributed_c10d._world.group_count = count
@@ -609,7 +600,6 @@ def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]
 
 
 def fsdp_parameter_group(module: Any) -> Any:
-    """Return FSDP2's group of a module's parameters, if it has one."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
@@ -717,7 +707,6 @@ def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
 
 
 def schedule_losses(schedule: Any) -> list[Tensor]:
-    """Return the list in which a schedule keeps its losses."""
     losses: list[Tensor] = schedule._internal_losses
     return losses
 

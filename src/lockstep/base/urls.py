@@ -26,7 +26,6 @@ _SHOWN = frozenset(
 
 
 def has_password(url: str) -> bool:
-    """True if a URL may contain a password."""
     before, query = _split(url)
     names = [name for name, _ in query]
     return _without_login(before) != before or any(map(_PASSWORDS.search, names))

@@ -125,7 +125,6 @@ class ImageMemory:
 
     @property
     def newest(self) -> int:
-        """Step of the newest image."""
         return max(slot.step for slot in self.slots)
 
     def oldest_but(self, step: int) -> Slot:

@@ -78,7 +78,6 @@ class BlockHashes:
     """Hash of each `BLOCK_BYTES` in hexadecimal; the last block may be shorter."""
 
     def span(self, block: int) -> tuple[int, int]:
-        """Return the bytes [start, stop) of a block."""
         return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size_bytes)
 
     def covering(self, start: int, stop: int) -> range:
@@ -87,7 +86,6 @@ class BlockHashes:
 
 
 def hash_bytes(parts: Iterable[bytes | memoryview]) -> str:
-    """Hash consecutive parts of bytes."""
     hasher = blake3()
     for part in parts:
         hasher.update(part)

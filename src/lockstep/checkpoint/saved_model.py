@@ -195,7 +195,6 @@ CONFIGURATION = "huggingface"
 
 
 def save_configuration(model: Any, folder: Path) -> None:
-    """Write a model's configuration, if it has one."""
     for name in ("config", "generation_config"):
         save = getattr(getattr(model, name, None), "save_pretrained", None)
         if callable(save):

@@ -296,7 +296,6 @@ class _FileContent:
         self._copies = list(zip(started, ended, strict=True))
 
     def is_copied(self, timeout_seconds: float) -> bool:
-        """True if all bytes are copied within the timeout."""
         return all(accelerator.is_reached(ended, timeout_seconds) for _, ended in self._copies)
 
     def device_seconds(self) -> float:

@@ -107,8 +107,6 @@ class Storage(Protocol):
 
 
 class FolderStorage:
-    """A `Storage` in a folder of a file system."""
-
     wait_seconds = 0.02
     readers = 2
     """Number of threads: one waits for the disk while the other hashes."""

@@ -101,7 +101,6 @@ class FileLayout:
     def __init__(
         self, shards: Sequence[TensorShard], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """`metadata`: notes in the header."""
         ordered = sorted(shards, key=_position)
         entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         starts: dict[TensorShard, int] = {}

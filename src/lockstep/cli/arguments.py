@@ -218,7 +218,6 @@ class ScriptCommand(click.Command):
         self._imports = "lockstep" if uses_lockstep else None
 
     def options(self) -> dict[str, click.Option]:
-        """Return the options of the command by their names."""
         options = (each for each in self.params if isinstance(each, click.Option))
         return {name: option for option in options for name in option.opts}
 

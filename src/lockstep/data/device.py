@@ -41,7 +41,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in pinned memory."""
     return map_parts(
         batch,
         lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,

@@ -25,16 +25,12 @@ _UNREAD = "not read"  # instead of a digest
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """A request for digests instead of a microbatch."""
-
     again: bool = True
     """True: make samples, and a batch by `collate`, a second time, to find those that change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Digests of samples that one process fetched."""
-
     samples: list[tuple[str, dict[str, str]]]
     """Name -> digests of a sample's parts by path: `[0].label`."""
     changing: str | None

@@ -32,8 +32,6 @@ ALIGNMENT_BYTES = 64
 
 
 class SampleRequest(NamedTuple):
-    """A request for a microbatch."""
-
     step: int
     microbatch: int
     is_dummy: bool

@@ -88,7 +88,6 @@ def packed_rows(lengths: Sequence[int], length: int) -> list[list[Piece]]:
 
 
 def row_of(documents: Sequence[Document], length: int) -> dict[str, Tensor]:
-    """Make a row of `length` tokens."""
     row = {
         "input_ids": np.zeros(length, np.int64),
         "labels": np.full(length, IGNORED_LABEL, np.int64),

@@ -16,8 +16,6 @@ class ShardPosition(NamedTuple):
 
 
 class MixturePosition(NamedTuple):
-    """The position in a shard of a mixture."""
-
     seen: int
     """Number of the mixture's samples read."""
     streams: dict[str, Position]
@@ -25,8 +23,6 @@ class MixturePosition(NamedTuple):
 
 
 class PackedPosition(NamedTuple):
-    """The position in a shard of packed documents."""
-
     documents: Position
     """The position of the first of the documents that are packed together."""
     rows: int

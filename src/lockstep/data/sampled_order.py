@@ -125,8 +125,6 @@ class SampledOrder(SampleOrder):
 
 
 class _Epoch(NamedTuple):
-    """The batches of one epoch."""
-
     indices: Indices
     """The indices of all microbatches, concatenated."""
     batches: list[list[tuple[int, int]]]

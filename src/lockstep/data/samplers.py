@@ -136,7 +136,6 @@ def by_length(lengths: Sequence[int], *, tokens: int, microbatches: int = 1) -> 
 
 
 def _buckets(lengths: NDArray[Any]) -> list[NDArray[np.int64]]:
-    """Group the samples by similar length."""
     order = np.argsort(lengths, kind="stable")
     buckets, start = [], 0
     while start < len(order):

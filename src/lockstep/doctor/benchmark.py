@@ -41,7 +41,6 @@ _PARTITIONING = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-al
 
 
 def bus_bandwidth(collective: str, size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth in bytes per second."""
     factor = 1.0
     if collective == "all-reduce":
         factor = 2 * (ranks - 1) / ranks

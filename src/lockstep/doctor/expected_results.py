@@ -180,7 +180,6 @@ def _is_contributor(
 
 
 def _pseudo_random(seeds: Integers, positions: Integers, below: int) -> Integers:
-    """Return a pseudo-random number in 0..below-1 for each seed and position."""
     mixed = seeds[:, None].astype(np.uint64) * np.uint64(GOLDEN) + positions.astype(
         np.uint64
     ) * np.uint64(MIX_FIRST)

@@ -201,7 +201,6 @@ def _clock_offset(folder: Path) -> float:
 
 
 def file_system_checks(info: FileSystemInfo) -> Iterator[CheckResult]:
-    """Yield the check results for a file system. Pure."""
     other = (
         "keep run directories on another file system (a local disk, NFS, Lustre), and checkpoints"
         " on object stores by their URL"

@@ -476,7 +476,6 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def variable_differences(
     machines: Sequence[str], environments: Sequence[Mapping[str, str]]
 ) -> list[CheckResult]:
-    """Return a result for each relevant variable that differs between machines."""
     checks = []
     for name in sorted({name for environ in environments for name in environ}):
         values = [environ.get(name, "(unset)") for environ in environments]

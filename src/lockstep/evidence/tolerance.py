@@ -142,7 +142,6 @@ class MeasuredRounding:
 
     @property
     def is_measured(self) -> bool:
-        """True if there are perturbed runs."""
         return any(group.perturbed for group in self._groups)
 
     def spread(self, step: int, kind: str) -> tuple[float, float]:
@@ -235,7 +234,6 @@ class MeasuredRounding:
 
 
 def _typical(distances: dict[str, float], summaries: Summaries) -> float:
-    """The median of the relative distances."""
     found = [
         distances[name] / summary.norm
         for name, summary in summaries.items()

@@ -18,8 +18,6 @@ from lockstep.evidence.tensors import Summaries, TensorSummary, Vector, added, d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchTrace:
-    """One microbatch in the trace of one rank."""
-
     rank: int
     step: int
     index: int
@@ -74,8 +72,6 @@ class LayerTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """One step in the trace of one rank."""
-
     loss: float
     weight: float | None
     norm: float | None

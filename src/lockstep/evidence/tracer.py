@@ -214,7 +214,6 @@ class Tracer:
         return self._is_last(step)
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the script's numbers of a step."""
         if self._rank == 0:
             self._rows.write("logged", module=0, step=step, values=dict(values))
 

@@ -307,7 +307,6 @@ class Checkpointer:
                 yield state_of(modules, {**stateful, "run": ended}, host=ended.modules)
 
     def has_saved(self, step: int) -> bool:
-        """True if there is a complete checkpoint of this step."""
         with suppress(OSError):
             return any(name.step == step for name in self.folder.names())
         return False

@@ -62,7 +62,6 @@ class TakenFallbacks:
         ) from None
 
     def write(self, path: Path) -> None:
-        """Write the file. Raises `OSError`."""
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
@@ -204,7 +203,6 @@ def _changed(plan: Plan, name: str, value: Any, device: str) -> Plan | None:
 
 
 def _can_offload(run: Run) -> bool:
-    """False if an optimizer refuses offload."""
     plan = run.context.plan
     if plan.offload or not plan.divides("parameters"):
         return False

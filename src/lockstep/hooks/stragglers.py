@@ -204,7 +204,6 @@ class MicrobatchPace:
         self.restart()
 
     def restart(self) -> None:
-        """Reset the totals to 0."""
         self._before = 0.0
 
     def add(self, seconds: float, microbatches: int) -> None:
@@ -260,8 +259,6 @@ class Straggler(NamedTuple):
 
 
 class StragglerFinder:
-    """Finds stragglers, window by window."""
-
     def __init__(self, peers: Sequence[int]) -> None:
         """`peers`: a number for each rank; ranks with the same number do the same work."""
         self._peers = peers

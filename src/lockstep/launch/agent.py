@@ -63,8 +63,6 @@ Count = Literal["done", "known"]
 
 
 class StartStore:
-    """The store of one start of the workers."""
-
     def __init__(self, store: Any) -> None:
         self._store = store
         self._counted = set[Count]()
@@ -141,7 +139,6 @@ def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[in
 
 
 def rendezvous_error(error: Exception, machines: Machines) -> str:
-    """Return text with the reason why a rendezvous failed."""
     if isinstance(error, RendezvousClosedError):
         return (
             f"the run at {machines.endpoint} was ended by another machine, whose own output"

@@ -94,7 +94,6 @@ class FailureRecord:
     another process."""
 
     def write(self, path: Path) -> None:
-        """Write the record atomically."""
         write_atomically(path, json.dumps(asdict(self)))
 
     @classmethod
@@ -115,8 +114,6 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailure:
-    """A failure as observed by the launcher."""
-
     rank: int
     time: float
     """Seconds since the epoch: from the record, or the time at which the launcher noticed the end
@@ -204,7 +201,6 @@ class Ending:
 
     @property
     def status(self) -> int:
-        """Exit status of the launcher."""
         if self.was_preempted:
             return INTERRUPTED_STATUS if self.signal == signal.SIGINT else PREEMPTED_STATUS
         if self.signal is not None:

@@ -33,7 +33,6 @@ class Machines:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint as HOST:PORT."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property

@@ -350,7 +350,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return json.loads(store.get(f"{_RUN_ID}.{what}"))
 
     def _raise_if_lost(self) -> None:
-        """Raise `_MachineLostError` if one of the machines in the rendezvous is lost."""
         if not set(self._met) <= self._participants().keys():
             raise _MachineLostError
 

@@ -265,8 +265,6 @@ def expand_counts(text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """The state of a job."""
-
     state: str
     reason: str
     nodes: str

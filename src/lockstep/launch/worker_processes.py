@@ -196,8 +196,6 @@ class LaunchedWorker:
 
 
 class WorkerProcesses:
-    """The workers of one start on this machine."""
-
     def __init__(
         self,
         folder: Path,
@@ -277,7 +275,6 @@ class WorkerProcesses:
         self.connections.drop(ranks)
 
     def renumber(self, ranks: Sequence[int]) -> None:
-        """Give the workers these ranks, in order."""
         new = dict(zip(sorted(self._workers), ranks, strict=True))
         self._workers = {new[rank]: worker for rank, worker in self._workers.items()}
         for rank, worker in self._workers.items():
@@ -301,7 +298,6 @@ class WorkerProcesses:
 
     @property
     def lost(self) -> Sequence[int]:
-        """The ranks whose processes have ended."""
         return [rank for rank, worker in self._workers.items() if not worker.is_running]
 
     @property
@@ -314,7 +310,6 @@ class WorkerProcesses:
         return [each.failure for each in self._workers.values() if each.failure is not None]
 
     def ending(self) -> Ending:
-        """The `Ending` of the workers, as far as it is known."""
         ended = {rank: each for rank, each in sorted(self._workers.items()) if not each.failure}
         return Ending(
             failures=self._failures,
@@ -338,7 +333,6 @@ class WorkerProcesses:
         return next((path.read_text(encoding="utf-8") for path in requests if path.exists()), None)
 
     def has_user_error(self) -> bool:
-        """True if a worker has failed because of a mistake of the user."""
         return any(each.record is not None and each.record.user_error for each in self._failures)
 
     def have_failed(self) -> bool:

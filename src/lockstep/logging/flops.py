@@ -47,7 +47,6 @@ def peak(device_name: str, precision: Precision) -> float | None:
 
 
 def peak_of(device: torch.device, precision: Precision) -> float | None:
-    """Return the peak FLOP/s of `device`; None if unknown."""
     name = accelerator.name(device)
     return None if name is None else peak(name, precision)
 
@@ -83,7 +82,6 @@ class Flops:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """True if torch.compile compiles any module of the model."""
     return any(
         is_compiled_in_place(module) or has_compiled_forward(module) for module in model.modules()
     )

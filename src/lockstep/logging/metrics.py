@@ -56,7 +56,6 @@ class MetricsLog(Closing):
         self._events.resume(step, self._clock())
 
     def flush(self) -> None:
-        """Write all rows to the files."""
         waiting, self._waiting = self._waiting, []
         try:
             # formatted here, many at once: this takes half as long as inside each step

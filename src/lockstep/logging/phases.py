@@ -47,7 +47,6 @@ class StreamTimes:
             self._add_first()
 
     def totals(self) -> defaultdict[str, float]:
-        """Return each phase's seconds, once the GPU has reached the current phase."""
         if self._events:
             self._events[-1][1].synchronize()
             while len(self._events) > 1:
@@ -123,7 +122,6 @@ class Phases:
 
     @property
     def totals(self) -> defaultdict[str, float]:
-        """Seconds of each phase."""
         by_phase = list(self._by_phase.items())
         return defaultdict(float, {name: taken.total for name, taken in by_phase})
 

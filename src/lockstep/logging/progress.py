@@ -245,8 +245,6 @@ class _PlainLines:
 
 
 class _Bar:
-    """The text of a live line."""
-
     def __init__(self, width: int, encoding: str | None) -> None:
         self._done, self._left = "━─" if _encodable("━─", encoding) == "━─" else "=-"
         self._encoding = encoding

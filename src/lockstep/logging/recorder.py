@@ -351,7 +351,6 @@ class Throughput:
         return rates
 
     def seconds(self) -> float:
-        """Seconds since the start."""
         return time.perf_counter() - self.started
 
     def exclude(self, seconds: float) -> None:

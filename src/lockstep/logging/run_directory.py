@@ -301,7 +301,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
-    """True if `path` is still the file that is open as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -119,8 +119,6 @@ class DownsampledPoint:
 
 @dataclass(frozen=True, slots=True)
 class RenderedFigure:
-    """A figure as HTML."""
-
     html: Html
     data: dict[str, Any]
     """Values that page.js shows in the tooltip."""
@@ -167,7 +165,6 @@ def render_chart(chart: Chart, *, index: int, last_step: int, columns: int) -> R
 
 
 def render_charts(charts: Sequence[Chart], *, last_step: int, columns: int) -> list[RenderedFigure]:
-    """Render the charts of a page, in its order."""
     return [
         render_chart(each, index=index, last_step=last_step, columns=columns)
         for index, each in enumerate(charts)

@@ -38,7 +38,6 @@ class Row(list[Content]):
 
 
 def joined(*contents: Content) -> Html:
-    """Return contents as HTML."""
     parts = []
     for content in contents:
         if isinstance(content, Html):
@@ -131,7 +130,6 @@ def swatch(colour: str) -> Html:
 
 
 def tiles(values: Iterable[tuple[str, Content]]) -> Html:
-    """Return named values in large letters."""
     items = [element("div", element("dt", name), element("dd", value)) for name, value in values]
     return element("dl", items, kind="tiles")
 

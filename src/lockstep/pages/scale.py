@@ -82,7 +82,6 @@ def nice_step(span: float, most: int) -> float:
 
 
 def step_scale(last: int) -> Scale:
-    """Return the axis of steps, from 0 to `last`."""
     last = max(last, 1)
     ticks = range(0, last + 1, max(1, round(nice_step(last, 6))))
     return Scale(0.0, float(last), False, tuple(map(float, ticks)), tuple(map(format_count, ticks)))

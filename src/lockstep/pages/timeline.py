@@ -15,8 +15,6 @@ _APART = 0.06
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeMark:
-    """A mark at a moment, or a span of time."""
-
     kind: str
     """Class of the mark in page.css."""
     at: float

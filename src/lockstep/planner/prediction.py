@@ -22,8 +22,6 @@ OUTCOMES, ENDED = "outcomes.jsonl", "ended.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest(ScriptRequest):
-    """The plans to predict for the recipe."""
-
     answered_by: ClassVar[str] = "lockstep.planner.worker"
     calls: str = "train"
     target: str
@@ -126,7 +124,6 @@ class Prediction:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Prediction:
-        """Make a `Prediction` from the result of `as_json`."""
         derived = ("fits", "limit", "needed_bytes")
         given = {name: value for name, value in told.items() if name not in derived}
         memory = [Peak(**each) for each in told["memory"]]
@@ -157,7 +154,6 @@ class Outcome:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Outcome:
-        """Make an `Outcome` from the result of `as_json`."""
         prediction = told["prediction"] and Prediction.from_json(told["prediction"])
         return cls(**{**told, "prediction": prediction})
 

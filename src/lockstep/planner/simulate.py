@@ -41,8 +41,6 @@ class HostCosts:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of a machine that the simulation uses."""
-
     operation: Callable[[Operation], float]
     """Seconds of a kernel."""
     collective: Callable[[Collective], float]

@@ -42,8 +42,6 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective or message on one rank."""
-
     kind: CollectiveKind
     ranks: int
     """Number of ranks in its group."""
@@ -228,8 +226,6 @@ def with_more_microbatches(trace: TracedStep, traced: int, count: int) -> Traced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The peak memory of a rank in a step."""
-
     rank: int
     bytes: int
     by_cause: Mapping[str, int]

@@ -86,8 +86,6 @@ def _fork(path: Path, compute: Callable[[], float | Outcome]) -> int:
 
 
 class _Evaluation:
-    """Predicts plans for one recipe."""
-
     def __init__(self, recipe: Recipe, request: PlanRequest) -> None:
         self._recipe, self._request, self._folder = recipe, request, Path(request.folder)
         self._machine = Machine.of(parse_target(request.target), request.memory_bytes)
@@ -182,7 +180,6 @@ class _Evaluation:
 
 
 def _outcome(plan: str, path: Path, status: int) -> Outcome:
-    """Return the outcome that a fork has written."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
@@ -197,7 +194,6 @@ def _outcome(plan: str, path: Path, status: int) -> Outcome:
 
 
 def available_bytes() -> int:
-    """Return the free memory of this machine in bytes."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

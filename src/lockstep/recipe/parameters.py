@@ -119,7 +119,6 @@ class Parameter:
 
     @property
     def is_int(self) -> bool:
-        """True if its default is a whole number."""
         return isinstance(self.default, int) and not isinstance(self.default, bool)
 
     @property
@@ -199,7 +198,6 @@ class Parameter:
         return value
 
     def describe(self) -> dict[str, Any]:
-        """Return the declaration as JSON."""
         return {
             name: list(value) if isinstance(value := getattr(self, name), tuple) else value
             for name in self.__slots__
@@ -207,7 +205,6 @@ class Parameter:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Parameter:
-        """Make a `Parameter` from the result of `describe`."""
         return cls(**{**described, "choices": tuple(described["choices"])})
 
     def _error(self, text: str) -> RecipeError:
@@ -269,8 +266,6 @@ def param(
 
 
 class Declared:
-    """The parameters that this process has declared."""
-
     def __init__(self) -> None:
         self.parameters: dict[str, Parameter] = {}
         self.values: dict[str, Value] = {}
@@ -278,7 +273,6 @@ class Declared:
         """True once a recipe was made."""
 
     def add(self, parameter: Parameter, environ: Mapping[str, str]) -> Value:
-        """Declare a parameter and return its value. Raises `RecipeError`."""
         name, before = parameter.name, self.parameters.get(parameter.name)
         if before is not None and before != parameter:
             changed = [
@@ -315,7 +309,6 @@ class Declared:
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the declarations as JSON."""
         return [parameter.describe() for parameter in self.parameters.values()]
 
 

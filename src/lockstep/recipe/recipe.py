@@ -464,7 +464,6 @@ class Recipe:
 
     @property
     def objective(self) -> Callable[[Any, Any], Any] | Gathered:
-        """`loss`, or `batch_loss`."""
         objective = self.loss or self.batch_loss
         assert objective is not None, "checked"
         return objective

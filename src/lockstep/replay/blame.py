@@ -98,8 +98,6 @@ def _first_of(scores: Sequence[float], place: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blame:
-    """The cause of a spike."""
-
     step: int
     cause: Cause
     text: str
@@ -189,7 +187,6 @@ def cause_of(
 
 
 def _unusual(replay: Replay, rows: Sequence[Mapping[str, Any]], by_sample: Replay | None) -> Blame:
-    """Return the cause of an unusual gradient."""
     step, block, suspect = replay.step, unusual_block(replay), suspected(replay)
     if suspect is not None:
         names, share = _unusual_samples(suspect, by_sample)
@@ -216,7 +213,6 @@ def _unusual(replay: Replay, rows: Sequence[Mapping[str, Any]], by_sample: Repla
 def _not_finite(
     replay: Replay, rows: Sequence[Mapping[str, Any]], by_sample: Replay | None
 ) -> Blame:
-    """Return the cause of a loss or gradient that is not finite."""
     step, bad, suspect = replay.step, replay.first_not_finite, suspected(replay)
     place = bad[0][1] if bad else None
     block = None if place is None else place.layer or None

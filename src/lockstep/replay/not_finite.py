@@ -35,7 +35,6 @@ class NotFinite:
         return {**asdict(self), "samples": list(self.samples), "text": self.text()}
 
     def text(self) -> str:
-        """Return the place as words."""
         if self.stage == "batch":
             return "the batch"
         if self.stage == "input":

@@ -17,7 +17,6 @@ STEP = "step.json"
 
 
 def microbatch_file(rank: int) -> str:
-    """The file of the microbatches of one rank."""
     return f"microbatches-{rank}.json"
 
 
@@ -61,7 +60,6 @@ class ReplayedMicrobatch:
 
     @property
     def norm(self) -> float | None:
-        """The norm of its part in the gradient."""
         return None if self.squares is None else math.sqrt(math.fsum(self.squares.values()))
 
     @property
@@ -123,8 +121,6 @@ def _relative(before: float, now: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A step that was made again."""
-
     step: int
     begin: int
     """The number of steps done in the checkpoint that it began at; 0: it began without one."""

@@ -45,7 +45,6 @@ class FiniteWatch:
         self._module_of.clear()
 
     def begin(self, samples: Sequence[int | str], batch: Any) -> None:
-        """Begin a microbatch of these samples."""
         self.seen, self._samples, self._in_forward = [], samples, True
         self._enclosing.clear()
         self._module_of.clear()
@@ -53,7 +52,6 @@ class FiniteWatch:
             self.seen.append(NotFinite(stage="batch", samples=rows))
 
     def before_backward(self, total: Tensor) -> None:
-        """See the loss, and watch the operations of its backward."""
         self._in_forward = False
         if not torch.isfinite(total).all():
             self.seen.append(NotFinite(stage="loss"))

@@ -41,8 +41,6 @@ _MAIN_DETAILS = ("reason", "error", "change", "text", "checkpoint", "plan")
 
 @dataclass(frozen=True, slots=True)
 class EventGroup:
-    """Consecutive events of the same kind."""
-
     events: Sequence[RunEvent]
 
     @property

@@ -333,7 +333,6 @@ def seconds_of(event: RunEvent, name: str) -> float:
 
 
 def run_events(rows: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
-    """Return the rows of `events.jsonl`, sorted by time."""
     known = ("time", "event", "step")
     events = []
     for row in rows:

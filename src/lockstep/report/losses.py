@@ -66,7 +66,6 @@ class WorkerLoss:
 
     @property
     def is_known(self) -> bool:
-        """True if each part of the time is known."""
         return self.wait_seconds is not None and self.repeated_seconds is not None
 
     @property
@@ -251,7 +250,6 @@ def how_it_went_on(loss: WorkerLoss) -> str:
 
 
 def loss_times(loss: WorkerLoss) -> str:
-    """Return the time that the loss took, and its parts."""
     steps = "steps" if loss.repeated_steps is None else _count(loss.repeated_steps, "step")
     again = f"{steps} again {_seconds(loss.repeated_seconds)}"
     if loss.repeated_steps == 0:

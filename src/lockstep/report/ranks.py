@@ -84,7 +84,6 @@ class Axes:
     def cells(
         self, values: Sequence[array[float]], combine: Callable[[Sequence[float]], float]
     ) -> list[list[float]]:
-        """Return the value of each cell, by row and column."""
         by_number = (_by_rank([values[place] for place in places]) for places in self.columns)
         first, last = self.rows[0] if self.rows else (0, 0)
         per_row = last - first + 1
@@ -179,7 +178,6 @@ def mean_times(times: RankTimes) -> list[dict[str, float]]:
 
 
 def mean_over_ranks(times: RankTimes, phase: str) -> Series:
-    """Return the mean over the ranks at each logging step."""
     found = Series()
     for step, row in zip(times.steps, times.phases[phase], strict=True):
         values = [value for value in row if value == value]

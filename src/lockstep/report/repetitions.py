@@ -111,7 +111,6 @@ def group_table(found: Sequence[Group]) -> Html | None:
 
 
 def group_json(found: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return the groups as JSON."""
     return [
         {
             "runs": [run.name for run in each.runs],
@@ -125,7 +124,6 @@ def group_json(found: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def group_lines(found: Sequence[Group]) -> list[str]:
-    """Return a line of plain text for each group, for a terminal."""
     lines = []
     for each in found:
         pairs = each.statistics().items()

@@ -38,7 +38,6 @@ _WORDS: dict[RunState, str] = {"unfinished": "interrupted", "preempted": "stoppe
 
 
 def state_word(run: RunHistory) -> Html:
-    """Return the run's state, as a coloured word."""
     return element("span", _WORDS.get(run.state, run.state), kind=f"state {run.state}")
 
 
@@ -107,7 +106,6 @@ def key_figures(run: RunHistory) -> list[tuple[str, Content]]:
 
 
 def overview(runs: Sequence[RunHistory]) -> Html:
-    """Return a table with a row for each run."""
     figures = [dict(key_figures(run)) for run in runs]
     names = list(dict.fromkeys(name for each in figures for name in each))
     rows = []
@@ -189,7 +187,6 @@ def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str
 
 
 def difference_table(runs: Sequence[RunHistory]) -> Html:
-    """Return the table of differences between runs."""
     found = run_differences(runs)
     rows: list[Sequence[Content]] = []
     for about, differences in groupby(found, key=lambda each: each[0]):

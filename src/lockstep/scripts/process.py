@@ -34,8 +34,6 @@ OUTPUT = "output.txt"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptEnd:
-    """The end of a script's processes."""
-
     status: int
     """Exit status as in a shell: 128 + N after signal N."""
     seconds: float

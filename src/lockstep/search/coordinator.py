@@ -49,8 +49,6 @@ class RunningTrial:
 
 
 class Search:
-    """A search on this machine."""
-
     def __init__(
         self,
         request: SearchRequest,

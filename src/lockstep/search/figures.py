@@ -361,8 +361,6 @@ def _axis_head(
 
 @dataclass(frozen=True, slots=True)
 class ParameterAxis:
-    """An axis of parallel coordinates."""
-
     name: str
     ticks: tuple[tuple[float, str], ...]
     """Position (from 0 to 1) and label of each tick."""
@@ -421,7 +419,6 @@ def place_on(scale: Scale, value: float) -> float:
 
 
 def beyond(scale: Scale, values: Sequence[float]) -> int:
-    """Return the number of values outside of the axis."""
     return sum(not scale.low <= value <= scale.high for value in values)
 
 
@@ -456,7 +453,6 @@ def _axis(name: str, parameter: Parameter | None, values: Sequence[Value]) -> Pa
 
 
 def _ticks_of(scale: Scale) -> tuple[tuple[float, str], ...]:
-    """Return the position and the label of each tick."""
     return tuple(zip(map(scale.position, scale.ticks), scale.labels, strict=True))
 
 

@@ -50,8 +50,6 @@ killed."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """A request to the server for a launch."""
-
     number: int
     folder: str
     """The existing run directory. The launch writes its output and its ending there."""
@@ -70,8 +68,6 @@ class LaunchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnding:
-    """The end of a launch, as observed by its launcher."""
-
     status: int
     report: str
     """The launcher's report. Empty if nothing failed."""
@@ -281,8 +277,6 @@ def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
 
 
 class ForkedWorker:
-    """A worker that is a fork of this process."""
-
     def __init__(self, script: Sequence[str], environment: Mapping[str, str]) -> None:
         self._returncode: int | None = None
         with signals_blocked():

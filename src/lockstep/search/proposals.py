@@ -81,7 +81,6 @@ class Proposals:
 
     @property
     def wanted(self) -> int:
-        """Number of trials of the whole search."""
         self._look()
         is_grid = self._request.sampler == "grid" and bool(self._parameters)
         grid = len(grid_of(self.searched)) if is_grid else None
@@ -98,7 +97,6 @@ class Proposals:
 
     @property
     def population(self) -> Population:
-        """The generations of population-based training."""
         facts = {name: self._storage.fact(name) for name in ("steps", "every")}
         return Population.of(trials=self.wanted, members=self._request.population, **facts)
 
@@ -140,7 +138,6 @@ class PerTrialSampler(BaseSampler):
     the search and the number of the trial."""
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, given: Given) -> None:
-        """`make`: (seed) -> sampler."""
         self._make, self._seed, self._given = make, seed, given
 
     def _sampler(self, trial: FrozenTrial, name: str = "") -> BaseSampler:

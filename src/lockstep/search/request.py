@@ -27,8 +27,6 @@ PRUNED = "pruned: "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchRequest:
-    """A search over the parameters of a script."""
-
     line: ScriptLine
     metric: str
     direction: Direction

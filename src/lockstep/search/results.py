@@ -63,7 +63,6 @@ class SearchResults:
 
     @property
     def best(self) -> TrialResult | None:
-        """The best complete trial; None if there is none."""
         return next(iter(self.ranked), None)
 
     @property
@@ -148,7 +147,6 @@ class SearchResults:
         }  # fmt: skip
 
     def as_csv(self) -> str:
-        """Return CSV with one line per trial."""
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.parameters))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

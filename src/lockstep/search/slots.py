@@ -11,8 +11,6 @@ from lockstep.base.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSlot:
-    """The part of the machine that a trial uses."""
-
     threads: int
     """Number of intra-op threads of each process."""
     gpus: Sequence[str] = ()

@@ -280,7 +280,6 @@ class TrialStorage:
         return self.study.user_attrs.get(name)
 
     def results(self) -> SearchResults:
-        """Return the current state of all trials."""
         return results_of(self.study)
 
     def _lock(self, number: int) -> bool:

@@ -86,7 +86,6 @@ def seconds_left(results: SearchResults, *, parallel: int, now: float) -> float 
 
 
 def train_command(results: SearchResults, trial: TrialResult) -> str:
-    """Return the command that trains with a trial's parameters."""
     defaults = {
         parameter.name: parameter.default
         for parameter in results.parameters

@@ -83,8 +83,6 @@ def _channel(request: TrialRequest, environ: Mapping[str, str]) -> Channel | Non
 
 
 class TrialHook(Hook):
-    """Reports the metric of each evaluation to the search."""
-
     def __init__(self, request: TrialRequest, channel: Channel | None, *, number: int) -> None:
         """`channel`: the channel of rank 0. `number`: number of the training in the script, from
         1."""

@@ -60,13 +60,11 @@ class Job(TraceRequest):
     steps: int
 
     def request(self, folder: Path) -> TraceRequest:
-        """Return the request for a trace in this folder."""
         named = {each.name: getattr(self, each.name) for each in fields(TraceRequest)}
         return TraceRequest(**{**named, "folder": folder})
 
     @property
     def text(self) -> str:
-        """Text that describes the run."""
         plan = str(self.plan).removesuffix(",numerics=fast")
         if self.processes == 1:
             plan = plan.replace("replicate=1", "one process", 1)

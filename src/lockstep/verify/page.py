@@ -26,7 +26,6 @@ _MOST_POINTS = 400
 
 
 def verify_page(report: Report) -> str:
-    """Return the HTML document."""
     title = f"lockstep verify {report.script}"
     last = max(1, report.steps - 1)
     charts = [chart for verdict in report.verdicts for chart in divergence_charts(report, verdict)]

@@ -20,8 +20,6 @@ from lockstep.verify.jobs import Job
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult(ScriptEnd):
-    """A run that has ended."""
-
     job: Job
     traces: list[Trace]
     """The traces, one for each train module; empty if the run failed or never trained."""

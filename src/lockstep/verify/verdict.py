@@ -79,8 +79,6 @@ class CompressionEffect:
 
 @dataclass(kw_only=True, slots=True)
 class Verdict:
-    """The verdict on one plan."""
-
     plan: str
     processes: int
     bitwise: bool
@@ -149,8 +147,6 @@ class Verdict:
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """The result of `lockstep verify`."""
-
     script: str
     steps: int
     verdicts: list[Verdict] = field(default_factory=list)

@@ -102,8 +102,6 @@ _WEIGHTED_LOSS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """The plans and checks of a verification."""
-
     plans: Sequence[tuple[Plan, int]]
     """Plans, each with its number of processes."""
     steps: int

@@ -137,7 +137,6 @@ def _first_backward(rank: Rank, step: Row) -> Row | None:
 
 
 def _batch_before(rank: Rank, backward: Row) -> Row | None:
-    """The last batch that the loader gave before the backward."""
     for row in reversed(rank.rows[: backward["place"]]):
         if row["kind"] == "batch" and row["loader"] == backward["loader"]:
             return row

@@ -88,7 +88,6 @@ class Probes:
 
 
 def after_import(module: ModuleType, request: AuditRequest) -> None:
-    """Install the probes of a module that has just been imported."""
     if module.__name__ == "torch":
         _installed.append(Probes(request))
         _installed[0].install()

@@ -183,7 +183,6 @@ class RecordWriter:
 
 
 def frames() -> Iterator[FrameType]:
-    """Yields the frames of the caller and of its callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

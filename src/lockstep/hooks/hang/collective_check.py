@@ -46,7 +46,6 @@ class CollectiveCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     at a time."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        """`store`: torch's default store."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._store: Any = dist.PrefixStore(f"lockstep/check/{next(_numbers)}", store.clone())  # type: ignore[attr-defined]
         self._rank = rank

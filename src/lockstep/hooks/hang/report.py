@@ -27,8 +27,6 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """The diagnosis of a run that hangs."""
-
     kind: Kind
     # at fault: missing ranks; ranks whose call differs from most ranks' call; or all ranks
     ranks: tuple[int, ...]

@@ -97,7 +97,6 @@ class StackSnapshot:
 
     @property
     def is_late(self) -> bool:
-        """True if the phase exceeds its timeout."""
         return self.seconds >= self.limit_seconds
 
     @property
@@ -240,7 +239,6 @@ class StackWriter:
             faulthandler.register(STACK_SIGNAL, file=self.descriptor, all_threads=False)
 
     def of_children(self) -> dict[int, Stack]:
-        """Return the stack of each forked child of this process."""
         if self.descriptor is None:
             return {}
         found = {process: read_stack(process, self.descriptor) for process in _children()}

@@ -51,8 +51,6 @@ PHASES_THREAD = 0  # the thread number of the phases in a trace
 
 
 class Profiler(ControlHook):
-    """Traces a range of steps."""
-
     def __init__(self, steps: range) -> None:
         self._steps = steps
         self._profiler: profile | None = None

@@ -41,8 +41,6 @@ def steps_of(text: str) -> range:
 
 @dataclass(frozen=True, slots=True)
 class TimeParts:
-    """The parts of one rank's time, in seconds."""
-
     whole: float
     compute: float  # operators and kernels, alone or at the same time as an exchange
     exposed: float  # exchanges without computation at the same time
@@ -222,8 +220,6 @@ _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
-    """A tensor at a known address."""
-
     cause: str
     """Cause, one of `CAUSES`; "" if only name, shape and dtype are known."""
     address: int
@@ -262,8 +258,6 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTimeline:
-    """A rank's memory in the profiled steps."""
-
     seconds: list[float]
     """Times since the window began, in seconds."""
     bytes_by_cause: dict[str, list[int]]

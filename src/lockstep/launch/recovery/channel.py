@@ -43,8 +43,6 @@ _FIRST, _LAST = 1, 2
 
 
 class Channel:
-    """One end of the connection."""
-
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._sending = threading.Lock()

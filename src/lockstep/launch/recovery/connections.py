@@ -70,7 +70,6 @@ class Connections:
             yield theirs.fileno()
 
     def use(self, rank: int, channel: Channel) -> None:
-        """Use an existing channel for the worker of this rank."""
         self.drop([rank])
         self.by_rank[rank] = Connection(channel)
 

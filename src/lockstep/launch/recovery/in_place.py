@@ -103,7 +103,6 @@ class InPlace:
         return len(self._newcomers.connections.waiting()) == len(self._newcomers.ranks)
 
     def drop_newcomers(self) -> None:
-        """End the newcomers, if there are any."""
         if self._newcomers is not None:
             self._newcomers.drop(self._newcomers.ranks)
             self._newcomers = None

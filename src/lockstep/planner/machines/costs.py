@@ -187,8 +187,6 @@ def _moving_seconds(collective: Collective, cluster: Cluster, near: int, nodes: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Devices to plan for, with their costs."""
-
     cluster: Cluster
     costs: Costs
     capacity_bytes: int | None

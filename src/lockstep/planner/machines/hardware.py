@@ -153,12 +153,10 @@ def _names(folder: str) -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """Return the device of this name or TOML file."""
     return _built(Device, _sheet("devices", "device", name), name)
 
 
 def load_link(name: str) -> Link:
-    """Return the link of this name or TOML file."""
     return _built(Link, _sheet("links", "link", name), name)
 
 

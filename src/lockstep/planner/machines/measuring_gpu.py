@@ -88,7 +88,6 @@ def timed_collectives(ranks: int) -> list[dict[str, Any]]:
 
 
 def measure_accelerator(timer: Timer | None = None) -> GpuReadings:
-    """Measure the first accelerator."""
     device = accelerator.device(0)
     seconds = timer or partial(call_seconds, device=device)
     short = torch.bfloat16 if accelerator.computes_bf16(device) else torch.float16
@@ -296,7 +295,6 @@ def link_of(name: str, timed: Mapping[int, Sequence[Mapping[str, Any]]]) -> Link
 
 
 def as_toml(sheet: Device | Link) -> str:
-    """Return a data sheet as TOML text."""
     values = {each.name: getattr(sheet, each.name) for each in fields(sheet)}
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
     lines = [f"{name} = {_toml(value)}" for name, value in values.items() if name not in tables]

@@ -110,7 +110,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.items.append(item)
 
     def trace(self, rank: int) -> TracedStep:
-        """Return the recorded trace, for `rank`."""
         return TracedStep(rank, self.items, self.allocations, self.causes)
 
     # Operations

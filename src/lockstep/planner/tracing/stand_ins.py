@@ -113,7 +113,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tolist(tensor: torch.Tensor) -> Any:
-    """Return the result of `tolist`, from one value."""
     if 0 in tensor.shape:
         return []
     value: Any = tensor.reshape(-1)[0].item()

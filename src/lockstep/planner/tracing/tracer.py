@@ -90,8 +90,6 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """The stages of a pipeline."""
-
     boundaries: Sequence[Sequence[Boundary]]
     """For each forward of the run, the tensors that each stage, except the last, passes on. Before
     the first step, a model of sequences is tried with other lengths."""
@@ -344,7 +342,6 @@ class StepTraceHook(ControlHook):
         return computed
 
     def see_batch(self, microbatch: Any, batch: Any) -> Any:
-        """Record that a microbatch begins."""
         if self.fake is not None:
             batch = map_tensors(batch, self._without_values)
         if self._records:

@@ -41,7 +41,6 @@ class _Tokens:
 
     @property
     def count(self) -> int:
-        """Return the number of tokens in a sequence."""
         return int(self.wrong["output"].shape[1])
 
     def places(self, name: str) -> list[int]:
