@@ -25,11 +25,11 @@ from torch.nn import functional
 
 from lockstep.base.container import usable_cpus
 from lockstep.base.temporary_folder import locked_folder
+from lockstep.base.torch_private import TorchDispatchMode
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.launch.spawn import spawn
 from lockstep.planner.trace import Operation, Phase
 from lockstep.planner.tracing.kernels import kernel
-from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 from lockstep.run import train
 from lockstep.training.hook import Hook
 from lockstep.training.run import Run

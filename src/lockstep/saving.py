@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from lockstep.base.errors import CheckpointError, PlanError
 from lockstep.base.field_docs import with_field_docs
 from lockstep.base.units import parse_duration
 
+T = TypeVar("T")
 Resume = Literal["auto", "never", "must"]
 """`auto`: resume an unfinished run in the run directory, or start one. `never`: refuse if there is
 one. `must`: refuse if there is none."""
@@ -90,6 +91,14 @@ class Saving:
         if math.isnan(value):
             return False
         return before is None or (value < before if self.mode == "min" else value > before)
+
+    def best_of(self, values: Mapping[T, float]) -> T | None:
+        """Return the first key whose value no other one improves; None if all are NaN."""
+        best: T | None = None
+        for key, value in values.items():
+            if self.improves(value, None if best is None else values[best]):
+                best = key
+        return best
 
     @property
     def each_epoch(self) -> bool:

@@ -14,10 +14,9 @@ from planner.subjects import CHANGES, recipe
 from torch import Tensor
 
 import lockstep as ls
-from lockstep.base.torch_private import tree_leaves
+from lockstep.base.torch_private import TorchDispatchMode, tree_leaves
 from lockstep.comm.world import World
 from lockstep.planner.trace import CollectiveKind
-from lockstep.planner.tracing.torch_fakes import TorchDispatchMode
 
 LEFT_OUT = ("gather_values", "value_of", "any", "gather_ragged", "leave")
 """Methods of `World` whose exchanges a trace does not have: JSON, flags, and rows of

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
 from lockstep.base.errors import DataError, RecipeError
-from lockstep.base.torch_private import process_group_count
+from lockstep.base.torch_private import FakeTensor, FakeTensorMode, process_group_count
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
@@ -39,7 +39,6 @@ from lockstep.planner.trace import Compute, memory_peak
 from lockstep.planner.tracing.fake_world import fake_world
 from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.stand_ins import ValueNeeded, Values
-from lockstep.planner.tracing.torch_fakes import FakeTensor, FakeTensorMode
 from lockstep.training import loss as losses
 from lockstep.training.optim import gradient_norm
 

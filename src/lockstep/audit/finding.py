@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from lockstep.audit.remedies import Cause as Cause
+from lockstep.base.words import counted
 from lockstep.evidence.rows import Row
 
 _NUMBER = re.compile(r"\d[\d.]*(?:e[+-]?\d+)?")
@@ -149,12 +150,12 @@ class Audit:
     @property
     def extent(self) -> str:
         """Text with the numbers of processes and steps that were checked."""
-        return f"{_count(self.processes, 'process', 'es')}, {_count(self.steps, 'step')}"
+        return f"{counted(self.processes, 'process')}, {counted(self.steps, 'step')}"
 
     @property
     def verdict(self) -> str:
         """The result in a few words."""
-        found = _count(len(self.findings), "finding") if self.findings else "nothing found"
+        found = counted(len(self.findings), "finding") if self.findings else "nothing found"
         return f"{found}; the script failed" if self.error else found
 
     def as_json(self) -> dict[str, Any]:
@@ -171,7 +172,3 @@ class Audit:
             "exit_status": self.status,
             "seconds": self.seconds,
         }
-
-
-def _count(number: int, word: str, ending: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else ending}"

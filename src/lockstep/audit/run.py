@@ -24,6 +24,7 @@ from lockstep.audit.runner import AuditOptions, HangStacks, launcher_of, run_aud
 from lockstep.audit.source import ScriptSource
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.system import shell_words
+from lockstep.base.words import counted
 
 RESUMED_STEPS = 8
 """Number of steps that are compared after a resume."""
@@ -266,10 +267,7 @@ def _compared(
 
     def run(name: str, processes: int, perturb: int = 0) -> Records:
         if echo is not None:
-            say(
-                f"lockstep audit: the script runs on {processes}"
-                f" process{'es' if processes > 1 else ''} ({name})"
-            )
+            say(f"lockstep audit: the script runs on {counted(processes, 'process')} ({name})")
         (folder / name).mkdir()
         changed = replace(options, processes=processes, perturb=perturb)
         changed = changed.with_arguments(*compare.arguments(processes))

@@ -23,6 +23,7 @@ from torch.distributed import is_nccl_available
 from torch.profiler import ProfilerActivity, supported_activities
 
 from lockstep.base.torch_private import default_mps_generator
+from lockstep.base.words import counted
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 """Devices without streams and pinned memory."""
@@ -144,8 +145,7 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
     if not files or count() or (named is not None and named in _ALL_HIDDEN):
         return ""
     gpus = (
-        f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''}"
-        f" (/dev/{files[0]}{', ...' if len(files) > 1 else ''})"
+        f"{counted(len(files), 'NVIDIA GPU')} (/dev/{files[0]}{', ...' if len(files) > 1 else ''})"
     )
     if torch.version.cuda is None:
         return (

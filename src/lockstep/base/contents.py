@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,7 +26,9 @@ MOST_OBJECTS = 100_000
 MOST_LEVELS = 60
 """Largest depth of nested objects that are read."""
 _CACHED = type(functools.cache(len))
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_LOCKSTEP = str(Path(__file__).parents[1]) + os.sep
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -359,10 +362,14 @@ def is_users(module: str | None) -> bool:
         return True
     # getattr may import further modules
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
-    if file is None or str(module).partition(".")[0] == "lockstep":
-        return False
-    is_installed = "site-packages" in file or "dist-packages" in file
-    return not is_installed and not file.startswith(_STANDARD_LIBRARY)
+    return file is not None and is_users_file(file)
+
+
+def is_users_file(file: str) -> bool:
+    """True unless the file belongs to Python, to an installed package, or to lockstep."""
+    return not file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(
+        folder in file for folder in _PACKAGES
+    )
 
 
 def name_of(kind: type) -> bytes:

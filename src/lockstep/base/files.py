@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 import sys
@@ -157,6 +158,21 @@ def parse_object(text: str) -> dict[str, Any]:
         if not level:
             return found
     raise ValueError("its values are nested too deep")
+
+
+def finite(value: Any, not_finite: dict[str, str] | None = None, path: str = "") -> Any:
+    """Return JSON with None for NaN and infinity, whose texts are added to `not_finite` by their
+    paths."""
+    if isinstance(value, Mapping):
+        prefix = f"{path}." if path else ""
+        return {key: finite(item, not_finite, f"{prefix}{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item, not_finite, f"{path}[{place}]") for place, item in enumerate(value)]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if not_finite is not None:
+        not_finite[path] = str(value)
+    return None
 
 
 def check_kinds(found: Mapping[str, Any], kinds: Mapping[str, Any], path: str = "") -> None:

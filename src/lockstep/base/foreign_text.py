@@ -41,8 +41,8 @@ def show(text: str) -> None:
     print(printable(text))
 
 
-def console(width: int | None) -> Console:
-    """Return a console on stdout that interprets no markup. `width=None`: the width of the
+def console(width: int) -> Console:
+    """Return a console on stdout that interprets no markup. `width`: its columns, unless it is a
     terminal."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -60,5 +60,9 @@ def console(width: int | None) -> Console:
                 )
 
     return PrintableConsole(
-        file=sys.stdout, width=width, highlight=False, markup=False, emoji=False
+        file=sys.stdout,
+        width=None if sys.stdout.isatty() else width,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )

@@ -188,7 +188,7 @@ def show(audit: Audit) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = foreign_text.console(None if sys.stdout.isatty() else _WIDTH)
+    console = foreign_text.console(_WIDTH)
 
     def wrapped(text: str, indent: str = "") -> str:
         following = f"{indent}   "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -152,8 +151,7 @@ def _show(diagnosis: Diagnosis) -> None:
     from rich.text import Text
 
     results = diagnosis.results
-    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = foreign_text.console(None if is_wide else _WIDTH)
+    console = foreign_text.console(int(os.environ.get("COLUMNS", _WIDTH)))
     console.width = min(console.width, _WIDTH)
     console.print(_checks(diagnosis.checks))
     if results.get("timed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.base.foreign_text import one_line
 from lockstep.base.units import size
 from lockstep.base.urls import without_password
+from lockstep.base.words import counted
 from lockstep.checkpoint.manifest import (
     DamagedError,
     UnknownFormatError,
@@ -187,7 +187,7 @@ def _show(
     from rich.table import Table
     from rich.text import Text
 
-    console = foreign_text.console(None if sys.stdout.isatty() else 140)
+    console = foreign_text.console(140)
 
     def tell(text: str, style: str = "") -> None:
         console.print(Text(text, style=style))
@@ -235,7 +235,7 @@ def _show(
 def _row(found: InspectedCheckpoint) -> dict[str, str]:
     plan, score = "", ""
     if found.plan is not None:
-        plan = f"{found.plan.replace(',', ', ')} on {_processes(found.processes)}"
+        plan = f"{found.plan.replace(',', ', ')} on {counted(found.processes or 0, 'process')}"
     if found.score is not None:
         best = ", best" if found.is_best else ""
         score = f"{found.score['metric']} {found.score['value']:.5g}{best}"
@@ -254,8 +254,9 @@ def _row(found: InspectedCheckpoint) -> dict[str, str]:
 def _event_line(row: dict[str, Any]) -> str:
     name, checkpoint = row["event"], row.get("checkpoint")
     failed, reason = f" {checkpoint}: {row.get('reason')}", f": {row.get('reason')}"
+    processes = counted(row.get("world_size") or 0, "process")
     more = {
-        "run-started": f" under {row.get('plan')} on {_processes(row.get('world_size'))}",
+        "run-started": f" under {row.get('plan')} on {processes}",
         "resumed": f" from {checkpoint}",
         "weights-loaded": f": {row.get('path')}",
         "rescued": f" as {checkpoint}",
@@ -266,7 +267,3 @@ def _event_line(row: dict[str, Any]) -> str:
         "run-failed": f": {row.get('error', '')}",
     }
     return f"step {row.get('step')}: {_EVENT_WORDS[name]}{more.get(name, '')}"
-
-
-def _processes(count: int | None) -> str:
-    return f"{count} process{'' if count == 1 else 'es'}"

@@ -40,17 +40,6 @@ if TYPE_CHECKING:
 
 TOP = 5
 """Number of plans to show."""
-_BYTES = {
-    "kB": 10**3,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
 
 
 class Quantity(click.FloatRange):
@@ -232,12 +221,13 @@ def _predicted(
 
 def memory_bytes(text: str) -> int:
     """Return the bytes of a size such as `80GB` or `79.5GiB`. Raises `PlanError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B)", text.strip())
-    if match is None or match[2] not in _BYTES or not float(match[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT])(i?)B", text.strip())
+    if match is None or not float(match[1]):
         raise PlanError(
             f"--memory {text!r}; it takes a positive size with its unit: 80GB, 79.5GiB, 500MB"
         )
-    return int(float(match[1]) * _BYTES[match[2]])
+    unit = 1024 if match[3] else 1000
+    return int(float(match[1]) * unit ** (1 + "KMGT".index(match[2].upper())))
 
 
 def _run(
@@ -313,7 +303,7 @@ def _show(forecasts: Sequence[Forecast]) -> None:
 
     from lockstep.planner.forecast import HEAD, LEFT, SIDE_BY_SIDE, side_by_side
 
-    console = foreign_text.console(None if sys.stdout.isatty() else 140)
+    console = foreign_text.console(140)
 
     def show(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table = Table(title=title, title_justify="left")

@@ -14,6 +14,7 @@ import click
 from lockstep.base.errors import CheckpointError, LaunchError, RunDirectoryError, say
 from lockstep.base.files import NUMBER, check_kinds, parse_object
 from lockstep.base.foreign_text import console, show
+from lockstep.base.words import counted
 from lockstep.cli.arguments import (
     ScriptCommand,
     count_option,
@@ -250,10 +251,8 @@ def replay(
         where = (
             f"after step {max(steps)}" if steps else "at step 0, because no checkpoint is earlier"
         )
-        several = "es" if processes > 1 else ""
-        say(
-            f"lockstep replay: begins {where}, ends after step {step}, {processes} process{several}"
-        )
+        on = counted(processes, "process")
+        say(f"lockstep replay: begins {where}, ends after step {step}, {on}")
     request = ReplayRequest(
         folder=folder,
         step=step,
@@ -364,7 +363,7 @@ def _show(found: Replay) -> None:
     largest = max(found.squares, key=found.squares.__getitem__, default="")
     models = [""] if has_models else []
     whole.add_row(*models, "all", _text(found.loss), "", _text(found.norm), largest, "")
-    console(None if sys.stdout.isatty() else 120).print(whole)
+    console(120).print(whole)
     if len(found.microbatches) > MOST_ROWS:
         show(f"{len(found.microbatches) - MOST_ROWS} more microbatches: --json has all")
     for each, place in found.first_not_finite:

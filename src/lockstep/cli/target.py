@@ -89,13 +89,11 @@ def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> Checkpoin
     if not given:
         return None
     latest = given[max(given)]
-    saving, best = Saving(best=latest["metric"], mode=latest["mode"]), None
-    for name in sorted(
-        name for name, score in given.items() if score["metric"] == latest["metric"]
-    ):
-        if saving.improves(given[name]["value"], None if best is None else given[best]["value"]):
-            best = name
-    return best
+    metric = latest["metric"]
+    values = {
+        name: score["value"] for name, score in sorted(given.items()) if score["metric"] == metric
+    }
+    return Saving(best=metric, mode=latest["mode"]).best_of(values)
 
 
 def _at_url(url: str) -> Target:

@@ -147,7 +147,7 @@ def show(report: Report) -> None:
 
     from lockstep.verify.verdict import COLUMNS, ROUNDING
 
-    console = foreign_text.console(None if sys.stdout.isatty() else 120)
+    console = foreign_text.console(120)
     table = Table(
         title=f"{report.script}: {report.steps} steps against one process", title_justify="left"
     )
@@ -159,7 +159,7 @@ def show(report: Report) -> None:
             no_wrap=name == "plan",
         )
     for verdict in report.verdicts:
-        table.add_row(*verdict.row(report.tolerance), style=None if verdict.passed else "red")
+        table.add_row(*verdict.row(), style=None if verdict.passed else "red")
     console.print(table)
     console.print(Text(report.summary(), style="green" if report.passed else "red"))
     for verdict in report.verdicts:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.base.units import size
+from lockstep.pages.scale import format_number
+
 Verdict = Literal["ok", "skipped", "slow", "failed"]
 Section = Literal[
     "machine", "environment", "run directory", "rendezvous", "collectives", "point-to-point"
@@ -69,16 +72,8 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration such as 61 µs, 4.2 ms or 1.3 s."""
-    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if (value := seconds * factor) < 1000:
-            return f"{value:{'.3g' if value < 100 else '.0f'}} {unit}"
-    return f"{seconds:.3g} s"
+    return format_number(seconds, "seconds")
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Return a bandwidth such as 1.31 GB/s."""
-    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_second >= 0.9995 * factor:  # this would round up to 1.00 of this unit
-            return f"{bytes_per_second / factor:.3g} {unit}"
-    return f"{bytes_per_second / 1e3:.3g} kB/s"
+    return f"{size(bytes_per_second)}/s"

@@ -4,7 +4,6 @@ files in a temporary folder."""
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from lockstep.base.container import VOLUME, ends_with_container, mount_of
 from lockstep.base.errors import RunDirectoryError
+from lockstep.base.files import sync, try_lock
 from lockstep.doctor.check_result import CheckResult, check_result, format_bytes, format_duration
 from lockstep.doctor.machine_checks import MAX_CLOCK_OFFSET_SECONDS
 
@@ -161,11 +161,7 @@ def _measure_sync(folder: Path) -> tuple[float | None, str]:
                 file.flush()
                 began = time.perf_counter()
                 os.fsync(file.fileno())
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(folder)
             seconds.append(time.perf_counter() - began)
         except OSError as error:
             return None, error.strerror or str(error)
@@ -177,9 +173,9 @@ def _lock_fault(folder: Path) -> str:
     path.touch()
     first, second = (os.open(path, os.O_RDWR) for _ in range(2))
     try:
-        fcntl.flock(first, fcntl.LOCK_EX)
+        try_lock(first)
         try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try_lock(second)
         except BlockingIOError:
             return ""
         return "a second lock was granted while the first was held"

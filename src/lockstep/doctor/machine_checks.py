@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.base.container import LARGER_SHARED_MEMORY, ONE_CONTAINER, whole_cpus
+from lockstep.base.words import counted
 from lockstep.doctor.check_result import (
     CheckResult,
     Verdict,
@@ -91,12 +92,6 @@ def machine_checks(
     ]
 
 
-def _counted(count: int, noun: str) -> str:
-    """Return text such as "1 core" or "2 cores"."""
-    plural = "" if count == 1 else "es" if noun.endswith("ss") else "s"
-    return f"{count} {noun}{plural}"
-
-
 def _container(info: MachineInfo) -> list[CheckResult]:
     if info.container is None:
         return []
@@ -110,7 +105,7 @@ def _container(info: MachineInfo) -> list[CheckResult]:
 
 def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[CheckResult]:
     if not info.gpus and not info.gpu_names:
-        return [_check("devices", "ok", f"no GPU; {_counted(info.cores, 'CPU core')}")]
+        return [_check("devices", "ok", f"no GPU; {counted(info.cores, 'CPU core')}")]
     if not info.gpus:
         hidden, count = environ.get("CUDA_VISIBLE_DEVICES"), len(info.gpu_names)
         found = f"the driver has {count} GPUs ({info.gpu_names[0]}) and torch sees none"
@@ -120,7 +115,7 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
             remedy = "unset CUDA_VISIBLE_DEVICES, unless you want CPUs"
         return [_check("devices", "failed", found, remedy)]
     names = sorted(set(info.gpu_names))
-    found = f"{_counted(info.gpus, 'GPU')}: {', '.join(names) or 'the driver gives no name'}"
+    found = f"{counted(info.gpus, 'GPU')}: {', '.join(names) or 'the driver gives no name'}"
     remedy = "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES"
     checks = [_check("devices", "slow" if len(names) > 1 else "ok", found, remedy)]
     if nproc > info.gpus and environ.get("LOCKSTEP_SHARE_DEVICES") != "1":
@@ -129,8 +124,8 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
         checks.append(_check("processes", "failed", found, remedy))
     if info.topology:
         kinds = sorted(Counter(info.topology.values()).items())
-        counted = ", ".join(f"{kind} × {count}" for kind, count in kinds)
-        checks.append(_check("GPU links", "ok", f"{counted} (nvidia-smi topo -m)"))
+        links = ", ".join(f"{kind} × {count}" for kind, count in kinds)
+        checks.append(_check("GPU links", "ok", f"{links} (nvidia-smi topo -m)"))
     elif info.gpus > 1:
         remedy = "install nvidia-smi to see how the GPUs are linked"
         checks.append(_check("GPU links", "skipped", "nvidia-smi shows no topology", remedy))
@@ -147,7 +142,7 @@ def _shared_memory(info: MachineInfo, nproc: int) -> CheckResult:
     return _check(
         "/dev/shm",
         "ok" if free >= needed else "failed",
-        f"{found} {_counted(nproc, 'process')}",
+        f"{found} {counted(nproc, 'process')}",
         f"{LARGER_SHARED_MEMORY}: {remedy}",
     )
 
@@ -159,8 +154,8 @@ def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> Check
         found = f"OMP_NUM_THREADS is {given!r}, which is not a number of threads"
         return _check("threads", "failed", found, "unset it: lockstep chooses the number")
     threads = int(given) if given is not None else best
-    found = f"{_counted(nproc, 'process')} × {_counted(threads, 'thread')}"
-    found += f" on {_counted(usable, 'core')}"
+    found = f"{counted(nproc, 'process')} × {counted(threads, 'thread')}"
+    found += f" on {counted(usable, 'core')}"
     more_cores = "or more cores"
     if info.cpu_quota is not None and info.cpu_quota < info.cores:
         found += f" (of {info.cores}, by the control group's CPU quota of {info.cpu_quota:.3g})"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from lockstep.base.words import counted, listed
 from lockstep.doctor.check_result import CheckResult, Section, check_result, machine_names
 from lockstep.doctor.expected_results import COLLECTIVES, OPERATIONS
 from lockstep.doctor.machine_checks import (
@@ -102,7 +103,7 @@ def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResul
     blocking = []
     if silent:
         verb = "does" if len(silent) == 1 else "do"
-        blocking.append(f"{_format_ranks(silent)} {verb} not answer")
+        blocking.append(f"{listed('rank', silent)} {verb} not answer")
     running = [status for status in statuses if status.error is None]
     blocking += [f"rank {each.rank} is at {each.location}" for each in running if each.location]
     blocking += [
@@ -131,10 +132,6 @@ def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResul
         )
     section: Section = "collectives" if last.index > RENDEZVOUS_PROBES else "rendezvous"
     return CheckResult(section, check, "failed", found, remedy)
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _collectives(results: Mapping[str, Any]) -> Iterator[CheckResult]:
@@ -179,7 +176,7 @@ def _one_collective(
     unsupported = _unsupported_cases(rows)
     types = {row["type"] for row in rows if (row["type"], row["operation"]) not in unsupported}
     operations = [each for each in OPERATIONS if any(row["operation"] == each for row in rows)]
-    found = f"correct in {len(types)} type{'' if len(types) == 1 else 's'}"
+    found = f"correct in {counted(len(types), 'type')}"
     return _check(collective, "ok", "; ".join(filter(None, (found, " ".join(operations)))))
 
 

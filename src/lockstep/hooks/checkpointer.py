@@ -62,11 +62,7 @@ class Scores:
 
     def best_checkpoint(self) -> CheckpointName | None:
         """Return the earliest checkpoint with the best value."""
-        best: CheckpointName | None = None
-        for name, value in self.by_name.items():
-            if self.saving.improves(value, None if best is None else self.by_name[best]):
-                best = name
-        return best
+        return self.saving.best_of(self.by_name)
 
     def best(self, run: Run, folder: Storage) -> Best | None:
         """Return the best evaluation so far, including the latest step's. `folder`: the folder of

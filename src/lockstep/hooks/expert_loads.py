@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import json
-import time
-from typing import TextIO
-
-from lockstep.logging.metrics import drop_rows_after
+from lockstep.logging.metrics import StepRows
+from lockstep.logging.run_files import EXPERTS
 from lockstep.model.expert.balance import relative_load
 from lockstep.training.balance import ExpertBalance
 from lockstep.training.hook import ControlHook
@@ -23,7 +20,7 @@ class ExpertLoads(ControlHook):
     collective: every rank has those of the global batch."""
 
     def __init__(self) -> None:
-        self._file: TextIO | None = None
+        self._rows: StepRows | None = None
         self._dead: set[tuple[str, int]] = set()
 
     def before_steps(self, run: Run) -> None:
@@ -32,9 +29,9 @@ class ExpertLoads(ControlHook):
             return
         pairs = {layer.name: layer.router for layer in balance.layers}
         run.event("experts-watched", routers=pairs)
-        path = run.dir / "experts.jsonl"
-        if run.rank == 0 and self._file is None and path.exists():
-            drop_rows_after(run.step, path)
+        self._rows = self._rows or StepRows(run.dir / EXPERTS)
+        if run.rank == 0:
+            self._rows.resume(run.step)
 
     def between_steps(self, run: Run) -> None:
         balance = run.training.modules[0].balance
@@ -47,17 +44,14 @@ class ExpertLoads(ControlHook):
         }
         for name, row in rows.items():
             run.training.measured[f"{PREFIX}{name}"] = max(row)
-        if run.rank == 0:
-            path = run.dir / "experts.jsonl"
-            self._file = self._file or path.open("a", encoding="utf-8", buffering=1)
+        if run.rank == 0 and self._rows is not None:
             rounded = {name: [round(each, 4) for each in row] for name, row in rows.items()}
-            line = {"step": run.step, "time": time.time(), "loads": rounded}
-            self._file.write(json.dumps(line) + "\n")
+            self._rows.write(run.step, loads=rounded)
         self._report_dead(run, balance)
 
     def on_end(self, run: Run) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._rows is not None:
+            self._rows.close()
 
     def _report_dead(self, run: Run, balance: ExpertBalance) -> None:
         """Record an event for experts that have died since the last one."""

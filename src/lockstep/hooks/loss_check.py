@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LossError, PlanError, RecipeError
-from lockstep.base.nested import map_tensors
+from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.base.torch_private import (
     MODULE_ATTRIBUTES,
     RECURRENT_CACHES,
@@ -291,13 +291,7 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
 def _common_rows(batch: Any) -> int:
     """Return the number of rows that all tensors have; 0 if they differ, or if there are no
     tensors."""
-    rows: set[int] = set()
-
-    def look(tensor: Tensor) -> Tensor:
-        rows.add(len(tensor) if tensor.dim() else 0)
-        return tensor
-
-    map_tensors(batch, look)
+    rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors_in(batch)}
     return rows.pop() if len(rows) == 1 else 0
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import WrongResultError, first_few
+from lockstep.base.words import counted
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.recomputed import RECEIVED, Computed, Recomputed, Reported, verdict
 from lockstep.training.checksum import mixed
@@ -139,7 +140,7 @@ def _without_machines(wrong: Collection[str], hosts: Sequence[str]) -> str:
     machines = f"--nnodes {len(others)}" if len(others) > 1 else "no --nnodes and no --rdzv"
     return (
         f", or without {' and '.join(sorted(wrong))}: give the same command on {first_few(others)}"
-        f" alone, with {machines}, and a plan of {ranks} process{'es' * (ranks > 1)}"
+        f" alone, with {machines}, and a plan of {counted(ranks, 'process')}"
     )
 
 

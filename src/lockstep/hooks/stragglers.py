@@ -7,7 +7,6 @@ requested from its loader. From these, all ranks compute the same new assignment
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import statistics
@@ -16,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +24,9 @@ from numpy.typing import NDArray
 from lockstep.base import accelerator
 from lockstep.base.system import peak_memory_bytes
 from lockstep.comm.torch_collectives import count_torch_waits
-from lockstep.logging.metrics import drop_rows_after
+from lockstep.logging.metrics import StepRows
 from lockstep.logging.phases import StreamTimes
+from lockstep.logging.run_files import RANKS
 from lockstep.training.hook import ControlHook
 from lockstep.training.microbatches import Microbatches
 from lockstep.training.run import Run
@@ -65,7 +65,6 @@ class Stragglers(ControlHook):
 
     def __init__(self) -> None:
         self._memory_bytes = 0.0
-        self._file: TextIO | None = None
         self._finder: StragglerFinder | None = None
         self._stack = ExitStack()
         self._microbatches = self._steps = 0
@@ -84,11 +83,11 @@ class Stragglers(ControlHook):
         self._finder = StragglerFinder(stages)
         self._interval = self._remaining = -(-context.world.size // _RANKS_AT_ONCE)
         """Number of logging steps between two exchanges, and until the next exchange."""
-        self._path = context.run_dir / "ranks.jsonl"
+        self._rows = self._stack.enter_context(StepRows(context.run_dir / RANKS))
 
     def before_steps(self, run: Run) -> None:
-        if run.context.world.rank == 0 and self._file is None and self._path.exists():
-            drop_rows_after(run.step, self._path)
+        if run.context.world.rank == 0:
+            self._rows.resume(run.step)
         self._restart()
 
     def between_steps(self, run: Run) -> None:
@@ -106,8 +105,6 @@ class Stragglers(ControlHook):
 
     def on_end(self, run: Run) -> None:
         self._stack.close()
-        if self._file is not None:
-            self._file.close()
 
     def _restart(self) -> None:
         self._since = time.perf_counter()
@@ -128,10 +125,8 @@ class Stragglers(ControlHook):
         everyone = world.gather_rows(torch.tensor([mine], dtype=torch.float64), [1] * world.size)
         columns = dict(zip(_COLUMNS, everyone.numpy().T, strict=True))
         if world.rank == 0:
-            self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
             ranks = {name: (columns[name] / steps).round(6).tolist() for name in _COLUMNS[:5]}
-            row = {"step": run.step, "time": time.time(), "ranks": ranks, "hosts": self.hosts}
-            self._file.write(json.dumps(row) + "\n")
+            self._rows.write(run.step, ranks=ranks, hosts=self.hosts)
         self._report(run, columns, steps, seconds)
         if run.context.plan.assignment == "measured":
             speeds, requested = columns["one_microbatch"].tolist(), columns["requested"].max()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import crc32c
 
@@ -79,6 +79,27 @@ class MetricsLog(Closing):
         self._rows.close()
         with suppress(OSError):  # `flush` has already raised the error
             self._events.close()
+
+
+class StepRows(Closing):
+    """A file of JSON lines, one a logging step. Rank 0 makes the file at the first of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def resume(self, step: int) -> None:
+        """Remove the rows of an earlier start after `step`."""
+        if self._file is None and self._path.exists():
+            drop_rows_after(step, self._path)
+
+    def write(self, step: int, **values: Any) -> None:
+        self._file = self._file or self._path.open("a", encoding="utf-8", buffering=1)
+        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def drop_rows_after(step: int, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import socket
@@ -25,6 +24,7 @@ from lockstep.base.closing import Closing
 from lockstep.base.container import process_id_space, usable_cpus
 from lockstep.base.errors import RecipeError, RunDirectoryError
 from lockstep.base.files import (
+    finite,
     open_below,
     parse_object,
     read_object,
@@ -33,23 +33,14 @@ from lockstep.base.files import (
     write_atomically,
 )
 from lockstep.base.version import __version__
+from lockstep.logging.run_files import EVENTS, EXPERTS, METRICS, RANKS, RESULT, RUN
 
-_RUN_FILE = "run.json"
-_RESULT_FILE = "result.json"
-_RUN_FILES = (
-    _RUN_FILE,
-    "metrics.jsonl",
-    "ranks.jsonl",
-    "experts.jsonl",
-    "events.jsonl",
-    _RESULT_FILE,
-    "model.safetensors",
-)
+_RUN_FILES = (RUN, METRICS, RANKS, EXPERTS, EVENTS, RESULT, "model.safetensors")
 _FOLDERS = ("checkpoints", "profile", "huggingface")
-_OTHER_FILES = ("out-of-memory.json", "output.txt", "followed-by.txt")
+_FOLLOWED = "followed-by.txt"
+_OTHER_FILES = ("out-of-memory.json", "output.txt", _FOLLOWED)
 _PREFIXES = ("events.out.tfevents.", "hang-")
 _LOCK = "lock"
-_FOLLOWED = "followed-by.txt"
 """Name of the file that names the directory of the script's next training."""
 Holder = dict[str, Any]
 """JSON about the process that holds the lock, and the time since when."""
@@ -73,7 +64,7 @@ class RunDirectory(Closing):
         self._extends = extends
         self.is_resumed = is_resumed
         """True if the directory already contained the run."""
-        self.has_ended = is_resumed and not extends and (path / _RESULT_FILE).exists()
+        self.has_ended = is_resumed and not extends and (path / RESULT).exists()
         """True if that run has ended, and is repeated from its last checkpoint."""
 
     @classmethod
@@ -115,9 +106,9 @@ class RunDirectory(Closing):
             ) from error
         outputs = (path / "checkpoints", path / "model.safetensors")
         resume |= reopen and not any(map(Path.exists, outputs))
-        is_resumed = resume and (path / _RUN_FILE).exists()
-        extends = is_resumed and extend and (path / _RESULT_FILE).exists()
-        refused: Sequence[str] = (_RESULT_FILE,) if is_resumed else _RUN_FILES
+        is_resumed = resume and (path / RUN).exists()
+        extends = is_resumed and extend and (path / RESULT).exists()
+        refused: Sequence[str] = (RESULT,) if is_resumed else _RUN_FILES
         if is_resumed and (reopen or extends):
             refused = ()
         for name in refused:
@@ -125,7 +116,7 @@ class RunDirectory(Closing):
             if (path / name).exists() and (path / name).stat().st_size:
                 lock.release()
                 ended, remedy = "", "choose another directory"
-                if name == _RESULT_FILE:
+                if name == RESULT:
                     ended = " that has ended"
                     remedy = f"go on with more steps (--allow-change steps), {remedy}"
                 raise RunDirectoryError(
@@ -137,10 +128,10 @@ class RunDirectory(Closing):
     def recorded(self) -> dict[str, Any]:
         """Return `run.json`. Raises `RunDirectoryError` if it is damaged."""
         try:
-            return read_object(self.path, _RUN_FILE)
+            return read_object(self.path, RUN)
         except (OSError, ValueError) as error:
             raise RunDirectoryError(
-                f"{self.path / _RUN_FILE} cannot be read ({error}); choose another run directory"
+                f"{self.path / RUN} cannot be read ({error}); choose another run directory"
             ) from error
 
     def keep_result(self) -> None:
@@ -151,14 +142,14 @@ class RunDirectory(Closing):
         number = next(
             number for number in count(1) if not (self.path / f"result-{number}.json").exists()
         )
-        for file in (self.path / _RESULT_FILE, self.path / "model.safetensors"):
+        for file in (self.path / RESULT, self.path / "model.safetensors"):
             if file.exists():
                 file.rename(file.with_stem(f"{file.stem}-{number}"))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write JSON. NaN and infinity become null; their paths are listed in `not_finite`."""
         not_finite: dict[str, str] = {}
-        row = _finite(value, "", not_finite) | ({"not_finite": not_finite} if not_finite else {})
+        row = finite(value, not_finite) | ({"not_finite": not_finite} if not_finite else {})
         text = json.dumps(row, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         # surrogateescape writes back the bytes that the locale could not decode
         write_atomically(self.path / name, text.encode(errors="surrogateescape"))
@@ -219,7 +210,7 @@ def _check_kinds(path: Path) -> None:
 def note_followed(path: Path, by: Path) -> None:
     """Record in an ended run's directory that its script now trains in another directory."""
     with suppress(OSError):  # it may be gone
-        if (path / _RESULT_FILE).exists():
+        if (path / RESULT).exists():
             write_atomically(path / _FOLLOWED, f"{by}\n".encode(errors="surrogateescape"))
 
 
@@ -398,15 +389,3 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _finite(value: Any, path: str, not_finite: dict[str, str]) -> Any:
-    if isinstance(value, Mapping):
-        prefix = f"{path}." if path else ""
-        return {key: _finite(item, f"{prefix}{key}", not_finite) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item, f"{path}[{index}]", not_finite) for index, item in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        not_finite[path] = str(value)
-        return None
-    return value

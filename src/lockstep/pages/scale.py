@@ -19,6 +19,7 @@ _DURATIONS = (
     *(_HOUR * hours for hours in (1, 2, 3, 6, 12)),
     *(_DAY * days for days in (1, 2, 7)),
 )
+_TICKS = 5
 _SKEWED = 20.0
 """An axis is logarithmic if all values are positive, and the largest is more than this many times
 the median."""
@@ -47,19 +48,18 @@ def scale_of(
     *,
     from_zero: bool = False,
     may_be_logarithmic: bool = True,
-    most: int = 5,
 ) -> Scale:
-    """Return an axis with about `most` ticks, logarithmic if a few values would hide the others."""
+    """Return an axis with about five ticks, logarithmic if a few values would hide the others."""
     ordered = sorted(values) or [0.0, 1.0]
     low, high, median = ordered[0], ordered[-1], ordered[len(ordered) // 2]
     if may_be_logarithmic and low > 0 and high > _SKEWED * median and not from_zero:
-        return _logarithmic(low, high, unit, most)
+        return _logarithmic(low, high, unit, _TICKS)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(high) / 10 or 1.0
         low, high = (low if from_zero and low == 0 else low - room), high + room
-    step = nice_step(high - low, most)
+    step = nice_step(high - low, _TICKS)
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     ticks = tuple(low + step * number for number in range(round((high - low) / step) + 1))
     largest = max(abs(low), abs(high))

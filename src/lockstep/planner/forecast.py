@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.base.files import finite
 from lockstep.base.units import size
 from lockstep.plan import Plan
 from lockstep.planner.machines.costs import Interval
@@ -221,9 +222,8 @@ class Forecast:
             for end, ratio in asdict(self.interval).items():
                 value = told[name]
                 told[f"{name}_{end}"] = None if value is None else value * ratio
-        for name, value in told.items():
-            told[name] = value if value is not None and math.isfinite(value) else None
-        return told
+        budget: dict[str, float | None] = finite(told)
+        return budget
 
     def _budget(self, best: Prediction) -> Iterator[str]:
         found = self.budget(best)

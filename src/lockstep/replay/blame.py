@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+from lockstep.base.words import listed
 from lockstep.replay.not_finite import first_words
 from lockstep.replay.step import Replay, ReplayedMicrobatch
 
@@ -277,7 +278,7 @@ def _samples(
 ) -> Blame:
     """`of`: the names of the microbatches, if they are several."""
     where = _words(of or [suspect.name])
-    text = f"sample{'s' if len(names) > 1 else ''} {_words(names)} of {where}: {seen}"
+    text = f"{listed('sample', names)} of {where}: {seen}"
     if isinstance(names[0], int):
         without = f"lockstep replay --step {step} --without-sample {names[0]}"
         text += f"; look at the data, or make the step without: {without}"

@@ -256,17 +256,7 @@ def load_history(rows: Iterable[Mapping[str, Any]]) -> LoadHistory:
     """Join the rows of `experts.jsonl`, in the same way as `metric_curves`."""
     found = LoadHistory()
     for row in rows:
-        while found.steps and found.steps[-1] >= row["step"]:
-            found.steps.pop()
-            for loads in found.layers.values():
-                loads.pop()
-        for name, loads in row["loads"].items():
-            known = found.layers.setdefault(name, [array("d")] * len(found.steps))
-            known.append(array("d", (math.nan if x is None else x for x in loads)))
-        found.steps.append(row["step"])
-        for known in found.layers.values():
-            if len(known) < len(found.steps):
-                known.append(array("d"))
+        _add_row(found.steps, found.layers, row["step"], row["loads"])
     return found
 
 
@@ -274,16 +264,28 @@ def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
     """Join the rows of `ranks.jsonl`, in the same way as `metric_curves`."""
     found = RankTimes()
     for row in rows:
-        while found.steps and found.steps[-1] >= row["step"]:
-            found.steps.pop()
-            for rows_of_phase in found.phases.values():
-                rows_of_phase.pop()
-        found.steps.append(row["step"])
-        for phase in PHASES:
-            values = row["ranks"].get(phase, ())
-            found.phases[phase].append(array("d", (math.nan if x is None else x for x in values)))
+        values = {phase: row["ranks"].get(phase, ()) for phase in PHASES}
+        _add_row(found.steps, found.phases, row["step"], values)
         found.hosts = list(map(str, row.get("hosts", found.hosts)))
     return found
+
+
+def _add_row(
+    steps: list[int],
+    series: dict[str, list[array[float]]],
+    step: int,
+    values: Mapping[str, Iterable[float | None]],
+) -> None:
+    """Add the values of a step to the series of each name. A resumed run repeats steps: their
+    earlier rows are discarded."""
+    while steps and steps[-1] >= step:
+        steps.pop()
+        for known in series.values():
+            known.pop()
+    for name in dict.fromkeys((*series, *values)):
+        known = series.setdefault(name, [array("d")] * len(steps))
+        known.append(array("d", (math.nan if x is None else x for x in values.get(name, ()))))
+    steps.append(step)
 
 
 def memory_profile(found: Mapping[str, Any]) -> MemoryProfile:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from lockstep.base.words import counted
 from lockstep.pages.markup import Html, bar, element, swatch
 from lockstep.pages.scale import format_count, format_duration
 from lockstep.report.history import RunEvent, RunHistory, seconds_of
@@ -100,15 +101,11 @@ def loss_summary(run: RunHistory) -> str:
         return ""
     in_place, others = ([each for each in found if each.in_place is kind] for kind in (True, False))
     parts = [f"{len(in_place)} recovered in place in {_durations(in_place)}"] if in_place else []
-    parts += [f"{_count(len(others), 'restart')} ({_durations(others)})"] if others else []
+    parts += [f"{counted(len(others), 'restart')} ({_durations(others)})"] if others else []
     again = sum(each.repeated_steps or 0 for each in found)
     more = "" if all(each.repeated_steps is not None for each in found) else " or more"
-    steps = f"{_count(again, 'step')}{more}" if again or more else "no step"
-    return f"{_count(len(found), 'loss', 'losses')}: {', '.join(parts)}, {steps} computed again"
-
-
-def _count(number: int, one: str, several: str = "") -> str:
-    return f"{format_count(number)} {one if number == 1 else several or one + 's'}"
+    steps = f"{counted(again, 'step')}{more}" if again or more else "no step"
+    return f"{counted(len(found), 'loss')}: {', '.join(parts)}, {steps} computed again"
 
 
 def _durations(found: Sequence[WorkerLoss]) -> str:
@@ -250,7 +247,7 @@ def how_it_went_on(loss: WorkerLoss) -> str:
 
 
 def loss_times(loss: WorkerLoss) -> str:
-    steps = "steps" if loss.repeated_steps is None else _count(loss.repeated_steps, "step")
+    steps = "steps" if loss.repeated_steps is None else counted(loss.repeated_steps, "step")
     again = f"{steps} again {_seconds(loss.repeated_seconds)}"
     if loss.repeated_steps == 0:
         again = "no step again"

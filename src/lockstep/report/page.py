@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from lockstep.pages.chart import Chart, Curve, EventMark, RenderedFigure, Series, render_charts
@@ -45,6 +45,16 @@ _SPEED = {
 _TITLES = {"loss": "loss", "lr": "learning rate", "gradient_norm": "gradient norm", **_SPEED}
 _FIRST = ("loss", "lr", "gradient_norm")
 _EVALUATION = "evaluation/"
+_ABOUT_RANKS = (
+    "A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a "
+    "rank whose data or compute takes longer, makes the others wait: their communication takes "
+    "longer, and the step is as long for all."
+)
+_ABOUT_LOADS = (
+    "A load is the number of tokens that chose an expert, divided by the mean of its layer: 1 "
+    "is balanced, 0 is an expert that nothing trains. A cell is the mean of its logging steps; "
+    "each heatmap has its own colour scale."
+)
 
 
 def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
@@ -81,8 +91,18 @@ def report_page(runs: Sequence[RunHistory], *, made: float) -> str:
         section("learning", "Training", _grid(figures[:first]) or empty),
         section("speed", "Throughput", _grid(figures[first:second])),
         section("memory", "Memory of the profiled steps", _memory(runs, figures[second:])),
-        section("ranks", "Ranks", _ranks(timed, heatmaps, several=several)),
-        section("experts", "Experts", _experts(routed, of_experts, several=several)),
+        section(
+            "ranks",
+            "Ranks",
+            _heatmaps(
+                _ABOUT_RANKS,
+                timed,
+                [[each] for each in heatmaps],
+                several=several,
+                below=lambda run: rank_bars(run.ranks),
+            ),
+        ),
+        section("experts", "Experts", _heatmaps(_ABOUT_LOADS, routed, of_experts, several=several)),
         section("losses", "Losses and recoveries", _losses(runs)),
         section("events", "Events", event_timeline(runs), _event_tables(runs)),
         section(
@@ -223,47 +243,26 @@ def _grid(figures: Sequence[RenderedFigure]) -> Html | None:
     return element("div", [each.html for each in figures], kind="grid") if figures else None
 
 
-def _ranks(
-    timed: Sequence[tuple[RunHistory, int]], heatmaps: Sequence[RenderedFigure], *, several: bool
+def _heatmaps(
+    explanation: str,
+    runs: Sequence[tuple[RunHistory, int]],
+    figures: Sequence[Sequence[RenderedFigure]],
+    *,
+    several: bool,
+    below: Callable[[RunHistory], Html | None] = lambda run: None,
 ) -> Html | None:
-    if not timed:
+    """Return the heat maps of each run, with what stands `below` them; None without runs."""
+    if not runs:
         return None
-    explanation = remark(
-        "A cell is the mean of its steps; each heatmap has its own colour scale. A straggler, a "
-        "rank whose data or compute takes longer, makes the others wait: their communication takes "
-        "longer, and the step is as long for all."
-    )
     return joined(
-        explanation,
+        remark(explanation),
         (
             [
                 element("h3", tables.run_key(run, index)) if several else None,
-                _grid([figure]),
-                rank_bars(run.ranks),
+                _grid(each),
+                below(run),
             ]
-            for (run, index), figure in zip(timed, heatmaps, strict=True)
-        ),
-    )
-
-
-def _experts(
-    routed: Sequence[tuple[RunHistory, int]],
-    heatmaps: Sequence[Sequence[RenderedFigure]],
-    *,
-    several: bool,
-) -> Html | None:
-    if not routed:
-        return None
-    explanation = remark(
-        "A load is the number of tokens that chose an expert, divided by the mean of its layer: 1 "
-        "is balanced, 0 is an expert that nothing trains. A cell is the mean of its logging steps; "
-        "each heatmap has its own colour scale."
-    )
-    return joined(
-        explanation,
-        (
-            [element("h3", tables.run_key(run, index)) if several else None, _grid(figures)]
-            for (run, index), figures in zip(routed, heatmaps, strict=True)
+            for (run, index), each in zip(runs, figures, strict=True)
         ),
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any
 
+from lockstep.base.files import finite
 from lockstep.pages.chart import COLOURS, statistics_of
 from lockstep.pages.markup import (
     Column,
@@ -271,7 +271,7 @@ def breakable(text: str) -> Html:
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return the report as JSON. NaN and infinity become null."""
-    found: dict[str, Any] = {
+    found = {
         "runs": [
             {
                 "name": run.name,
@@ -306,15 +306,8 @@ def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
             for about, name, values in run_differences(runs)
         ],
     }
-    return {name: _finite(value) for name, value in found.items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    report: dict[str, Any] = finite(found)
+    return report
 
 
 def _hosts(run: RunHistory) -> list[str | None]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from lockstep.base.files import finite
 from lockstep.recipe.parameters import Parameter, Value
 
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
@@ -71,7 +71,7 @@ class SearchResults:
         done = [
             trial
             for trial in self.trials
-            if trial.state == "complete" and _finite(trial.value) is not None
+            if trial.state == "complete" and finite(trial.value) is not None
         ]
         return sorted(done, key=lambda trial: (self.sign * (trial.value or 0.0), trial.number))
 
@@ -173,14 +173,10 @@ class SearchResults:
 
 def _as_json(trial: TrialResult) -> dict[str, Any]:
     return {
-        "number": trial.number, "state": trial.state, "value": _finite(trial.value),
+        "number": trial.number, "state": trial.state, "value": finite(trial.value),
         "parameters": dict(trial.parameters),
         "steps": trial.steps, "seconds": trial.seconds, "started": trial.started,
         "ended": trial.ended, "reason": trial.reason,
         "run_dir": trial.run_dir, "parent": trial.parent,
-        "values": {str(step): _finite(value) for step, value in sorted(trial.values.items())},
+        "values": {str(step): finite(value) for step, value in sorted(trial.values.items())},
     }  # fmt: skip
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -101,11 +101,10 @@ def compare_traces(
     rounding: MeasuredRounding,
     *,
     bitwise: bool,
-    tolerance: float = TOLERANCE,
 ) -> Comparison:
-    """Compare `plan` with `reference`: bit by bit if `bitwise`, else within `tolerance`, in
+    """Compare `plan` with `reference`: bit by bit if `bitwise`, else within `TOLERANCE`, in
     multiples of rounding."""
-    comparator = _Comparator(reference, plan, rounding, bitwise, tolerance)
+    comparator = _Comparator(reference, plan, rounding, bitwise)
     found = comparator.run(*comparator.all_checks())
     if found.passed:
         comparator.compare_logged()
@@ -156,10 +155,9 @@ class _Comparator:
         plan: Trace,
         rounding: MeasuredRounding,
         bitwise: bool = False,
-        tolerance: float = TOLERANCE,
     ) -> None:
         self._reference, self._plan, self._rounding = reference, plan, rounding
-        self._bitwise, self._tolerance = bitwise, tolerance
+        self._bitwise = bitwise
         steps = min(reference.steps, plan.steps)
         self.comparison = Comparison(plan=plan.plan, steps=steps, bitwise=bitwise)
 
@@ -208,7 +206,7 @@ class _Comparator:
         largest = self.comparison.largest
         if largest is None or found.times_rounding > largest.times_rounding:
             self.comparison.largest = found
-        if self._bitwise or not found.times_rounding <= self._tolerance:
+        if self._bitwise or not found.times_rounding <= TOLERANCE:
             yield found
 
     def compare_logged(self) -> None:
@@ -365,7 +363,7 @@ class _Comparator:
                         name=name,
                         rank=rank,
                         # scaled so that, as for other checks, more than the tolerance fails
-                        times_rounding=self._tolerance * away / allowed if allowed else math.inf,
+                        times_rounding=TOLERANCE * away / allowed if allowed else math.inf,
                         relative=away / (total.norm or 1.0),
                     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from lockstep.evidence.tolerance import TOLERANCE
 from lockstep.pages.chart import Chart, Curve, Series, render_charts
 from lockstep.pages.document import document
 from lockstep.pages.markup import (
@@ -36,7 +37,7 @@ def verify_page(report: Report) -> str:
         title,
         table(
             [Column(name, number=name == "processes") for name in COLUMNS],
-            (_row(report, verdict) for verdict in report.verdicts),
+            map(_row, report.verdicts),
         ),
         _microbatch_size(report),
         map(remark, report.notes),
@@ -50,7 +51,7 @@ def verify_page(report: Report) -> str:
             "their size. The lower edge is zero: the same bits. The band is the distance between "
             "runs on one process that differ by noise of one unit in the last place: it is what "
             "rounding alone does to this model. A curve in, near or below the band is right. A "
-            f"plan fails if some tensor is more than {report.tolerance:g} × rounding away; a plan "
+            f"plan fails if some tensor is more than {TOLERANCE:g} × rounding away; a plan "
             "with numerics=bitwise fails if any bit differs."
         ),
         header=[
@@ -61,8 +62,8 @@ def verify_page(report: Report) -> str:
     )
 
 
-def _row(report: Report, verdict: Verdict) -> Sequence[Content]:
-    plan, processes, outcome, *rest = verdict.row(report.tolerance)
+def _row(verdict: Verdict) -> Sequence[Content]:
+    plan, processes, outcome, *rest = verdict.row()
     return [plan, processes, graded(outcome, verdict.passed), *rest]
 
 

@@ -3,7 +3,7 @@ the run. It answers a `TraceRequest`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from lockstep.model.expert.find import ARGUMENTS, Experts, stacked_experts
 from lockstep.model.expert.routers import router_beside
 from lockstep.training.context import Overrides
 from lockstep.training.hook import ControlHook
+from lockstep.training.microbatches import StepLayout
 from lockstep.training.run import Run
 from lockstep.training.train_module import TrainModule
 from lockstep.verify.jobs import TraceRequest
@@ -181,7 +182,7 @@ class TraceHook(ControlHook):
                 summed = each.by_parameter(found[: len(parameters)])
                 gradients = _unscaled(each, summed.items())
             if output is not None:
-                index, _ = self._full_microbatch(microbatch)
+                index, _ = self._layout.full_microbatch(microbatch)
                 ((_, gradient),) = _unscaled(each, {"": found[-1]}.items())
                 output.write(self.tracer, module, index, gradient)
         self._note_microbatch(module, microbatch, gradients)
@@ -247,8 +248,12 @@ class TraceHook(ControlHook):
     def _slices(self) -> int:
         """The number of slices into which SyncBatchNorm splits each microbatch; 0 if it does
         not."""
+        return self._layout.assignment.slices
+
+    @property
+    def _layout(self) -> StepLayout:
         assert self.run.training.source is not None, "a step has begun"
-        return self.run.training.source.layout.assignment.slices
+        return self.run.training.source.layout
 
     def _note_microbatch(
         self, module: int, microbatch: int, gradients: NamedTensors | None
@@ -256,7 +261,7 @@ class TraceHook(ControlHook):
         mesh = self.run.context.mesh
         if mesh.tokens.rank and mesh.loss_parts.size == 1:
             return  # rank 0 of the axis has the same gradients
-        index, samples = self._full_microbatch(microbatch)
+        index, samples = self._layout.full_microbatch(microbatch)
         balance = self.run.training.modules[module].balance
         batch = {} if self._slices else self._batches[microbatch]
         self.tracer.microbatch(
@@ -272,12 +277,6 @@ class TraceHook(ControlHook):
         if self._layers:
             self.tracer.experts(module, index, self._layers)
             self._layers = {}
-
-    def _full_microbatch(self, microbatch: int) -> tuple[int, Sequence[int | str]]:
-        """Return the number and the samples of a microbatch, or of the one that it is a slice
-        of."""
-        assert self.run.training.source is not None, "a step has begun"
-        return self.run.training.source.layout.full_microbatch(microbatch)
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         number, module = next(

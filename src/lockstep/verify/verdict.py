@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.base.files import finite
 from lockstep.evidence.tolerance import TOLERANCE
 from lockstep.verify.compare import DESCRIPTIONS, Comparison, Difference
 
@@ -109,10 +110,10 @@ class Verdict:
         found = [each.largest for each in self.comparisons if each.largest is not None]
         return max(found, key=lambda difference: difference.times_rounding, default=None)
 
-    def row(self, tolerance: float) -> tuple[str, ...]:
+    def row(self) -> tuple[str, ...]:
         """Return the table cells in the order of `COLUMNS`."""
         verdict = "passes" if self.passed else "fails" if self.ran else "did not run"
-        allowed = "same bits" if self.bitwise else f"{tolerance:g} × rounding"
+        allowed = "same bits" if self.bitwise else f"{TOLERANCE:g} × rounding"
         found = self.largest if self.mismatch is None else self.mismatch.difference
         cells = (self.plan, str(self.processes), verdict, allowed)
         if found is None:
@@ -158,7 +159,6 @@ class Report:
     rounding_spread: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Smallest and largest relative distance between perturbed runs at each step, by kind of
     tensor, and for `loss`."""
-    tolerance: float = TOLERANCE
 
     @property
     def passed(self) -> bool:
@@ -182,7 +182,7 @@ class Report:
             "script": self.script,
             "passed": self.passed,
             "steps": self.steps,
-            "tolerance": self.tolerance,
+            "tolerance": TOLERANCE,
             "microbatch_size": {
                 "checked": self.microbatch_size_checked,
                 "mismatch": None if mismatch is None else mismatch.as_json(),
@@ -202,7 +202,5 @@ def _times_rounding(found: Difference) -> str:
 
 
 def _difference_json(difference: Difference) -> dict[str, Any]:
-    row = asdict(difference)
-    for name in ("times_rounding", "relative"):
-        row[name] = row[name] if math.isfinite(row[name]) else None
-    return row | {"name": difference.name or None, "microbatches": list(difference.microbatches)}
+    row: dict[str, Any] = finite(asdict(difference))
+    return row | {"name": difference.name or None}

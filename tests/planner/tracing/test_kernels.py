@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.base.torch_private import TorchDispatchMode
 from lockstep.planner.trace import Operation
 from lockstep.planner.tracing.kernels import kernel
-from lockstep.planner.tracing.torch_fakes import TorchDispatchMode, flop_registry
+from lockstep.planner.tracing.torch_fakes import flop_registry
 
 SAMPLES, INPUTS, OUTPUTS = 2, 6, 12
 PLAIN: list[dict[str, Any]] = [{}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"kernel_size": 1}]

@@ -84,7 +84,6 @@ class Events:
             "rank",
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            backend=dist.get_backend(),
         )
 
     def _collective(self, name: str, args: Any, kwargs: Any) -> None:
@@ -116,7 +115,6 @@ class Events:
             type=type(schedule).__name__,
             schedule=id(schedule),
             optimizer=self._optimizers.number(schedule.optimizer),
-            epoch=getattr(schedule, "last_epoch", None),
             horizon=horizon(schedule),
             by=next(name for name in callers if not name.startswith(__package__)),
         )
@@ -125,7 +123,7 @@ class Events:
         if self._recorder.line():
             self._write("seed", seed=int(seed), step=self._optimizers.steps)
 
-    def _save(self, saved: Any = None, to: Any = None, *_: Any, **kwargs: Any) -> None:
+    def _save(self, _: Any = None, to: Any = None, *__: Any, **kwargs: Any) -> None:
         to = kwargs.get("f", to)
         if not isinstance(to, str | os.PathLike):
             to = getattr(to, "name", None)
@@ -134,7 +132,6 @@ class Events:
             self._write(
                 "save",
                 path=str(path),
-                keys=[str(each) for each in saved][:50] if isinstance(saved, dict) else [],
                 step=self._optimizers.steps,
                 existed=path.exists(),
             )

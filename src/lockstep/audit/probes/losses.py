@@ -75,7 +75,6 @@ class Losses:
             if name not in CLASSIFICATION or not isinstance(weight, Tensor):
                 weight = None
             row["count"] = _count(name, target, weight, kwargs.get("ignore_index", -100))
-            row["targets"] = target.shape[0] if target.dim() else 1
             row["has_class_weights"] = weight is not None
         self._waiting.append(row)
         hook = partial(self._recorder.safely, lambda gradient: self._weigh(row, gradient))

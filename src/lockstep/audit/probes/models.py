@@ -92,7 +92,6 @@ class Models:
             "ddp",
             line=self._recorder.line(),
             broadcast_buffers=bool(wrapper.broadcast_buffers),
-            find_unused_parameters=bool(wrapper.find_unused_parameters),
         )
 
     def _forward(

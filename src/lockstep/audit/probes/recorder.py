@@ -47,7 +47,6 @@ class RecordWriter:
                 pid=os.getpid(),
                 parent=os.getppid(),
                 rank=os.environ.get("RANK"),
-                argv=sys.argv,
             )
         self._file.write(kind, **row)
 

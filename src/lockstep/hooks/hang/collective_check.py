@@ -25,6 +25,7 @@ from lockstep.base.torch_private import (
     schema,
     tree_leaves,
 )
+from lockstep.base.words import listed
 from lockstep.comm.active_calls import CollectiveCall, announce
 from lockstep.hooks.hang.snapshot import innermost_line, stack_of
 
@@ -112,8 +113,7 @@ def call_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
     for each in everyone:
         by_call.setdefault(each["call"], []).append(each)
     texts = [
-        f"rank{'s' * (len(several) > 1)} {', '.join(str(each['rank']) for each in several)} {call}"
-        f" at {several[0]['line']}"
+        f"{listed('rank', [each['rank'] for each in several])} {call} at {several[0]['line']}"
         for call, several in by_call.items()
     ]
     return "; ".join(texts) if len(texts) > 1 else ""

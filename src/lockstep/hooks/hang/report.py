@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
+from lockstep.base.words import listed
 from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.snapshot import Frame, StackSnapshot, innermost_line
 
@@ -64,7 +65,7 @@ def _missing(
     lines = [line for each in late for line in [_late_line(each), *_stack(each)]]
     lines += [f"rank {rank}: {reason}" for rank, reason in silent.items()]
     lines += _waiting([each for each in everyone if each.rank not in ranks])
-    head = f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
+    head = f"{listed('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
     if len(everyone) + len(silent) == 1:
         head = "this process is late"
     text = reasons[ranks[0]] if len(ranks) == 1 else "; ".join(texts)
@@ -75,7 +76,7 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
     groups = _by_call(everyone)
     ranks = tuple(each.rank for each in groups[-1])
     texts = [
-        f"{_ranks([each.rank for each in group])} in {_call(group[0])} at {group[0].line}"
+        f"{listed('rank', [each.rank for each in group])} in {_call(group[0])} at {group[0].line}"
         for group in groups
     ]
     lines = _waiting(everyone)
@@ -117,7 +118,7 @@ def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
     lines: list[str] = []
     for group in _by_call(snapshots):
         first, verb = group[0], "wait" if len(group) > 1 else "waits"
-        ranks = _ranks([each.rank for each in group])
+        ranks = listed("rank", [each.rank for each in group])
         since = f"since {first.seconds:.0f} s, after step {first.step}, {first.phase}"
         lines += [f"{ranks} {verb} in {_call(first)} {since}", *_stack(first)]
     return lines
@@ -156,10 +157,6 @@ def _stack(snapshot: StackSnapshot) -> list[str]:
     frames = [frame for frame in reversed(snapshot.stack) if frame.is_user_code]
     innermost = snapshot.stack[-1:] if snapshot.stack and snapshot.stack[-1] not in frames else ()
     return [f"    {frame}" for frame in [*innermost, *frames]]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def enclosing(frame: Frame) -> list[str]:

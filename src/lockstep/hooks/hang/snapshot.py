@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from lockstep.base.contents import is_users_file
 from lockstep.comm import torch_collectives
 from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
@@ -38,8 +38,6 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _JUMPS = ("JUMP", "POP_JUMP")
 SAMPLES = 5
 SAMPLE_SECONDS = 0.04
-_PYTHON = sysconfig.get_path("stdlib") + os.sep
-_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _TORCH_DISTRIBUTED = os.sep + os.path.join("torch", "distributed") + os.sep
 _LOCKSTEP = str(Path(__file__).parents[2]) + os.sep
 
@@ -55,10 +53,7 @@ class Frame:
 
     @property
     def is_user_code(self) -> bool:
-        """True unless the code belongs to Python, an installed package or lockstep."""
-        return not self.file.startswith(("<", _LOCKSTEP, _PYTHON)) and not any(
-            folder in self.file for folder in _PACKAGES
-        )
+        return is_users_file(self.file)
 
 
 Stack = tuple[Frame, ...]  # outermost frame first

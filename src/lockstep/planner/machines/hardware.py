@@ -143,11 +143,6 @@ def known_devices() -> list[str]:
     return _names("devices")
 
 
-def known_links() -> list[str]:
-    """Return the sorted names of the library's links."""
-    return _names("links")
-
-
 def _names(folder: str) -> list[str]:
     return sorted(each["name"] for each in _sheets(folder))
 

@@ -13,14 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.base.torch_private import disable_current_modes, forget_distributed_operations
+from lockstep.base.torch_private import (
+    FakeTensor,
+    disable_current_modes,
+    forget_distributed_operations,
+)
 from lockstep.comm import mesh
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.planner.trace import CollectiveKind
 from lockstep.planner.tracing.torch_fakes import (
     FakeStore,
-    FakeTensor,
     PythonProcessGroup,
     group_name,
     replaced,

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.base.torch_private import in_backward, resolve_process_group, tree_leaves
+from lockstep.base.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    in_backward,
+    resolve_process_group,
+    tree_leaves,
+)
 from lockstep.planner.trace import (
     DEFAULT_STREAM,
     DISPATCH,
@@ -32,12 +38,7 @@ from lockstep.planner.trace import (
     TracedStep,
 )
 from lockstep.planner.tracing.kernels import kernel
-from lockstep.planner.tracing.torch_fakes import (
-    FakeTensor,
-    TorchDispatchMode,
-    cpu_streams,
-    replaced,
-)
+from lockstep.planner.tracing.torch_fakes import cpu_streams, replaced
 
 FUNCTIONAL: Mapping[str, CollectiveKind] = {
     "all_reduce": "all_reduce",

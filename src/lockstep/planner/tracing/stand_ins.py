@@ -21,7 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.assignment import contiguous_range
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import disable_current_modes, tree_map
+from lockstep.base.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    TorchDispatchMode,
+    disable_current_modes,
+    tree_map,
+)
 from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
@@ -37,10 +44,6 @@ from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import (
     IS_PINNED,
     PIN_MEMORY,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    TorchDispatchMode,
     TorchFunctionMode,
     keeping_buckets,
     mesh_methods,

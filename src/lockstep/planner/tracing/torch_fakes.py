@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException as DataDependentOutputException,
-    DynamicOutputShapeException as DynamicOutputShapeException,
-    FakeTensor as FakeTensor,
-    FakeTensorMode as FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.flop_counter import flop_registry as flop_registry
+
+from lockstep.base.torch_private import FakeTensor
 
 PIN_MEMORY = torch.ops.aten._pin_memory.default
 IS_PINNED = torch.ops.aten.is_pinned.default

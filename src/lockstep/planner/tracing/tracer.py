@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.base.temporary_folder import locked_folder
+from lockstep.base.torch_private import FakeTensor, FakeTensorMode
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.world import World
 from lockstep.data.generators import PreservedGenerators
@@ -49,8 +50,6 @@ from lockstep.planner.tracing.stand_ins import (
     without_values,
 )
 from lockstep.planner.tracing.torch_fakes import (
-    FakeTensor,
-    FakeTensorMode,
     chunks_on_demand,
     foreach_on_the_cpu,
     group_name,

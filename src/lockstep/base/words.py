@@ -1,0 +1,16 @@
+"""Numbers and lists in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: "1 step", "1,200 steps", "2 processes"."""
+    plural = "" if number == 1 else "es" if noun.endswith("ss") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def listed(noun: str, names: Sequence[object]) -> str:
+    """Return things by their names: "rank 3", "ranks 1, 2"."""
+    return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(map(str, names))}"
