@@ -78,6 +78,11 @@ class WatchdogTimeouts:
         )
 
 
+LAUNCHER_VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "GROUP_RANK",
+)
+"""Variables by which a launcher tells a process its rank."""
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 """Environment variables with the number of processes that mpirun has started: for Open MPI, for
 MPICH and Intel MPI, for MVAPICH2."""

@@ -1,10 +1,11 @@
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.data.device import pin, to_device
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -45,6 +46,23 @@ def test_every_tensor_goes_to_the_device_and_containers_and_other_values_stay():
     assert [type(part) for part in moved.values()] == [list, tuple, Pair, Record, OrderedDict]
     assert moved["list"][1:] == ["text", 3]
     assert (moved["pair"].y, moved["record"].name) == (1, "a")
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """As a BatchEncoding of transformers: a mapping with a method `to`."""
+
+    def to(self, *args, **kwargs):
+        raise AssertionError("its tensors are moved one by one")
+
+
+def test_a_batch_encoding_is_a_container():
+    encoding = Encoding(x=torch.arange(3.0))
+    copied = map_tensors(encoding, torch.Tensor.clone)
+    copied["x"][0] = 7
+    assert type(copied) is Encoding
+    assert encoding["x"].tolist() == [0, 1, 2]
+    assert len(tensors_in(encoding)) == 1
+    assert to_device(encoding, torch.device("meta"))["x"].is_meta
 
 
 class Output(OrderedDict[str, torch.Tensor]):

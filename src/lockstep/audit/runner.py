@@ -17,6 +17,7 @@ from lockstep.audit.request import AuditRequest
 from lockstep.audit.source import ScriptSource
 from lockstep.base.processes import own_python, parents
 from lockstep.base.system import signals
+from lockstep.options import LAUNCHER_VARIABLES
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.process import OUTPUT, TAIL_LINES, ScriptEnd, run_script
 
@@ -25,15 +26,6 @@ STACKS_SECONDS = 2.0
 SITE = Path(__file__).parent / "site"
 """Directory whose `sitecustomize` installs the probes in each process."""
 LauncherChoice = Literal["auto", "torchrun", "python"]
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 _FAILED = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic/multiprocessing/", re.MULTILINE)
 """Head of the first line that torchrun itself prints about a failed worker."""
 _AGENT_TRACEBACK = re.compile(
@@ -147,7 +139,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+        if name not in LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
     path = os.pathsep.join([str(SITE), *filter(None, [environ.get("PYTHONPATH")])])
     # Unbuffered, as torchrun runs its workers: nothing is lost when a process ends itself.

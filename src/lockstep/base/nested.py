@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -34,7 +35,7 @@ def map_parts(
         return of_tensor(value)
     if isinstance(value, type):
         return value
-    if hasattr(value, "to"):
+    if hasattr(value, "to") and not isinstance(value, UserDict):  # a BatchEncoding has one
         return of_thing(value)
     if isinstance(value, Mapping):
         parts = {name: map_parts(part, of_tensor, of_thing) for name, part in value.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from lockstep.base.errors import LaunchError, say
-from lockstep.base.files import open_named
+from lockstep.base.files import finite, open_named
 from lockstep.base.temporary_folder import locked_folder
 from lockstep.options import LaunchOptions, RunOptions, flag, option_of, read_names, variable
 from lockstep.scripts.line import ScriptLine, misplaced
@@ -98,6 +99,13 @@ def script_arguments(*, required: bool = True) -> Decorator:
 json_option: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table."
 )
+
+
+def print_json(value: Any) -> None:
+    """Print JSON, in which NaN and infinity are null."""
+    print(json.dumps(finite(value), indent=2, allow_nan=False))
+
+
 mode_option: Decorator = click.option(
     "--mode",
     type=click.Choice(["min", "max"]),

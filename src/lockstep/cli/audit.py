@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from itertools import groupby
@@ -21,6 +20,7 @@ from lockstep.cli.arguments import (
     html_option,
     json_option,
     keep_option,
+    print_json,
     script_arguments,
     seconds_option,
     work_folder,
@@ -170,7 +170,7 @@ def command(
             say(f"lockstep audit: {line.script}, {steps}; its output follows")
         audit = run_audit(options, folder, compare=compared, echo=echo)
     if as_json:
-        print(json.dumps(audit.as_json(), indent=2, allow_nan=False))
+        print_json(audit.as_json())
     else:
         show(audit)
     if html is not None:

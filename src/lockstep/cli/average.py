@@ -26,7 +26,7 @@ from lockstep.checkpoint.averaging import (
 )
 from lockstep.checkpoint.manifest import DamagedError
 from lockstep.checkpoint.saved_model import MODEL, StateDictReader, read_safetensors
-from lockstep.cli.arguments import json_option, launch_option, mode_option, model_option
+from lockstep.cli.arguments import json_option, launch_option, mode_option, model_option, print_json
 from lockstep.cli.evaluate import Metrics, measure
 from lockstep.cli.export import check_out, final_model, saved_model, write_model
 from lockstep.cli.target import Target, reachable
@@ -340,7 +340,7 @@ def _write(
     if as_json:
         rows = list(map(_row, runs))
         told = {"path": str(path), "runs": rows, "metrics": metrics, "warnings": warnings}
-        print(json.dumps(told, indent=2))
+        print_json(told)
         return
     _print_table(runs, metrics)
     show(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from lockstep.base.foreign_text import show
 from lockstep.cli.arguments import (
     ScriptCommand,
     count_option,
+    print_json,
     work_folder,
 )
 from lockstep.cli.replay import ended_in, replay, replay_options, replayed_run, rows_of
@@ -70,14 +70,14 @@ def command(
     at = ended if spike is None else spike.step
     if at is None:
         if as_json:
-            print(json.dumps(None))
+            print_json(None)
         else:
             show(f"no step of {source} has an unusual loss or gradient norm")
         return 0
     with work_folder("lockstep-blame-") as folder:
         found = _explained(target, run, at, line, given, folder=folder)
     if as_json:
-        print(json.dumps({**found.as_json(), "spike": _spike_json(at, spike)}, indent=2))
+        print_json({**found.as_json(), "spike": _spike_json(at, spike)})
         return 0
     if ended is not None and step in (None, ended):
         show(f"step {ended}: the run ended here, because the loss or the gradient is not finite")

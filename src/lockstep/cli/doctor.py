@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from lockstep.base import foreign_text
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import require_linux
-from lockstep.cli.arguments import NewFile, json_option, launch_option, options_from
+from lockstep.cli.arguments import NewFile, json_option, launch_option, options_from, print_json
 from lockstep.launch.environment import count_processes
 from lockstep.launch.machines import Machines
 from lockstep.options import RunOptions
@@ -103,7 +102,7 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
         say(f"lockstep: {diagnosis.ending.report()}")
         return diagnosis.ending.status
     if as_json:
-        print(json.dumps(_as_json(diagnosis), indent=2, allow_nan=False))
+        print_json(_as_json(diagnosis))
     elif diagnosis.is_first_machine:
         _show(diagnosis)
     else:

@@ -19,6 +19,7 @@ from lockstep.cli.arguments import (
     ScriptCommand,
     launch_option,
     options_from,
+    print_json,
     script_arguments,
     work_folder,
 )
@@ -136,7 +137,7 @@ def _is_plain(path: Path) -> bool:
 
 def _print(measured: Sequence[Metrics], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(measured if len(measured) > 1 else measured[0], indent=2))
+        print_json(measured if len(measured) > 1 else measured[0])
         return
     for number, metrics in enumerate(measured, 1):
         if len(measured) > 1:

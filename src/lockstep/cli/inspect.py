@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.saved_model import MODEL, StoredCheckpoint, read_final_model
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, Storage
-from lockstep.cli.arguments import json_option
+from lockstep.cli.arguments import json_option, print_json
 from lockstep.cli.target import Target, best_of, fingerprint, reachable
 from lockstep.logging.run_files import EVENTS, read_rows
 
@@ -108,7 +107,7 @@ def command(as_json: bool, target: str) -> int:
             "events": events,
             "elsewhere": elsewhere,
         }
-        print(json.dumps(told, indent=2))
+        print_json(told)
     else:
         _show(target, everything, events, elsewhere)
     return 0 if all(each.state == "intact" for each in everything) else 1

@@ -24,6 +24,7 @@ from lockstep.cli.arguments import (
     PlansCommand,
     html_option,
     json_option,
+    print_json,
     script_arguments,
     work_folder,
     write_file,
@@ -151,7 +152,7 @@ def command(
         write_file("--html", html, plan_page(forecasts))
     if as_json:
         told = [each.as_json() for each in forecasts]
-        print(json.dumps(told[0] if len(targets) == 1 else told, indent=2, allow_nan=False))
+        print_json(told[0] if len(targets) == 1 else told)
     else:
         _show(forecasts)
     if is_interrupted:

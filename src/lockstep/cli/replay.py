@@ -21,6 +21,7 @@ from lockstep.cli.arguments import (
     json_option,
     launch_option,
     options_from,
+    print_json,
     script_arguments,
     together,
     work_folder,
@@ -132,7 +133,7 @@ def command(
     if found is None:
         return status
     if as_json:
-        print(json.dumps(found.as_json(), indent=2, allow_nan=False))
+        print_json(found.as_json())
     else:
         _show(found)
     return int(found.is_bitwise and found.first_difference is not None)

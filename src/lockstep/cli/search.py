@@ -3,7 +3,6 @@ hyper-parameters."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -26,6 +25,7 @@ from lockstep.cli.arguments import (
     launch_option,
     mode_option,
     options_from,
+    print_json,
     script_arguments,
     together,
     write_file,
@@ -313,7 +313,7 @@ def _print(
     if csv is not None:
         write_file("--csv", csv, results.as_csv())
     if as_json:
-        print(json.dumps(results.as_json(), indent=2, allow_nan=False))
+        print_json(results.as_json())
     else:
         show("\n".join(summary_lines(results)))
         at = [] if request.storage is None else ["--storage", request.storage]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from lockstep.cli.arguments import (
     keep_option,
     launch_option,
     options_from,
+    print_json,
     script_arguments,
     seconds_option,
     work_folder,
@@ -132,7 +132,7 @@ def command(
 
             write_file("--html", html, verify_page(report))
     if as_json:
-        print(json.dumps(report.as_json(), indent=2, allow_nan=False))
+        print_json(report.as_json())
     else:
         show(report)
     if USER_ERROR_STATUS in [each.exit_status for each in report.verdicts if not each.ran]:

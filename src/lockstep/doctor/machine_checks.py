@@ -19,6 +19,7 @@ from lockstep.doctor.check_result import (
     format_bytes,
     format_duration,
 )
+from lockstep.options import LAUNCHER_VARIABLES
 
 _check = partial(check_result, "machine")
 SHARED_MEMORY_BYTES = 128 << 20
@@ -403,14 +404,6 @@ _FAILING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
 """Costly variables that break training; the others slow it down."""
 _PINNING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 """Variables that bind the threads of every process to the same cores."""
-_LAUNCHER_VARIABLES = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-)
 _PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy")
 _RELEVANT_PREFIXES = (
     "NCCL_",
@@ -442,7 +435,7 @@ def environment_checks(environ: Mapping[str, str], *, nproc: int) -> list[CheckR
     if nproc > 1:
         why = f"all {nproc} processes of this machine bind their threads to the same cores"
         checks += [check(name, why, "unset it") for name in _PINNING if environ.get(name)]
-    if left := [name for name in _LAUNCHER_VARIABLES if name in environ]:
+    if left := [name for name in LAUNCHER_VARIABLES if name in environ]:
         found = (
             f"is {', '.join(environ[name] for name in left)}: left by a launcher: a script started"
             " with python would wait for other ranks, which do not exist"

@@ -140,7 +140,7 @@ class TraceHook(ControlHook):
     def see_batch(self, microbatch: Microbatch, batch: Any) -> Any:
         """Record the contents of a batch, and return it, in float64 if requested."""
         self._batches[microbatch.index] = sample_digests(batch)
-        return to_float64(batch) if self._request.float64 else batch
+        return map_tensors(batch, to_float64) if self._request.float64 else batch
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -384,17 +384,8 @@ def change_model(model: nn.Module, request: TraceRequest) -> None:
         add_noise(model, request.noise_seed)
 
 
-def to_float64(batch: Any) -> Any:
-    """Convert the floating-point tensors in nested lists, tuples and mappings to float64."""
-    if isinstance(batch, Tensor):
-        return batch.to(torch.float64) if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return type(batch)({name: to_float64(part) for name, part in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(to_float64, batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map(to_float64, batch))
-    return batch
+def to_float64(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 
 class ShortDtypeOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
