@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -374,3 +376,29 @@ def test_a_batch_script_goes_to_the_terminal_or_to_a_file(tmp_path: Path) -> Non
         in written
     )
     assert f"export PATH={Path(sys.executable).parent}:$PATH\n" in written
+
+
+@pytest.mark.command
+@pytest.mark.parametrize(
+    "arguments", [["run", "train.py"], ["doctor"], ["plan", "--on", "this", "train.py"]]
+)
+def test_an_interrupt_while_torch_is_imported_ends_the_command(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text("print('started')")
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt: print('swallowed')\n"
+        "raise ImportError('interrupted')\n"
+    )
+    ended = subprocess.run(
+        [LOCKSTEP, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\n")

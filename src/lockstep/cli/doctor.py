@@ -14,6 +14,7 @@ from lockstep.base import foreign_text
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.foreign_text import show
 from lockstep.base.system import require_linux
+from lockstep.base.torch_import import importing_torch
 from lockstep.cli.arguments import NewFile, json_option, launch_option, options_from, print_json
 from lockstep.launch.environment import count_processes
 from lockstep.launch.machines import Machines
@@ -90,7 +91,8 @@ def command(write: Path | None, as_json: bool, **given: Any) -> int:
         return 0
 
     # imports torch: so it comes after all checks that do not need torch
-    from lockstep.doctor.diagnose import diagnose
+    with importing_torch():
+        from lockstep.doctor.diagnose import diagnose
 
     diagnosis = diagnose(
         nproc=count,

@@ -11,9 +11,9 @@ from datetime import datetime
 from typing import TextIO
 
 from lockstep.base.errors import USER_ERROR_STATUS, say
-from lockstep.base.garbage import collector_paused
 from lockstep.base.processes import own_python
 from lockstep.base.system import refuse_on_windows
+from lockstep.base.torch_import import importing_torch
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.channel import inherited
 from lockstep.logging.run_files import default_run_path
@@ -38,7 +38,7 @@ def launch_script(
     imports."""
     refuse_on_windows("lockstep run")
     with (
-        collector_paused(),
+        importing_torch(),
         _without_warnings_of_stores() if machines is not None else nullcontext(),
     ):
         # imports torch: so it comes after all checks that do not need torch
@@ -96,7 +96,7 @@ def _without_warnings_of_stores() -> Iterator[None]:
 
 
 def count_gpus() -> int:
-    with collector_paused():
+    with importing_torch():
         from lockstep.base import accelerator
 
     return accelerator.count()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.base.errors import PlanError, say
+from lockstep.base.torch_import import importing_torch
 
 FOLDER = Path(__file__).parent
 MAY_BE_ZERO = ("launch_seconds", "latency_seconds", "hop_seconds", "few_ranks")
@@ -244,7 +245,8 @@ def devices_here(text: str) -> tuple[int, str] | None:
     match = THIS.fullmatch(text)
     if match is None:
         return None
-    from lockstep.base import accelerator
+    with importing_torch():
+        from lockstep.base import accelerator
 
     if not (found := accelerator.count()):
         unseen = accelerator.unseen(os.environ)
