@@ -340,11 +340,11 @@ def test_events_of_one_kind_are_told_together_unless_they_are_grave(tmp_path: Pa
     write(
         tmp_path / "a",
         "events.jsonl",
-        [event(place, kind, place, reason="r", of=place) for place, kind in enumerate(kinds)],
+        [event(place, kind, place, reason="r", it_was=place) for place, kind in enumerate(kinds)],
     )
     (run,) = read_runs([str(tmp_path / "a")])
     assert [len(group.events) for group in group_consecutive(run.events)] == [2, 1, 1, 1]
-    assert event_details(run.events[1]) == "r, of 1"
+    assert event_details(run.events[1]) == "r, it was 1"
 
 
 def test_json_says_the_same_for_programs(tmp_path: Path) -> None:

@@ -81,7 +81,10 @@ def event_details(event: RunEvent) -> str:
     """Return the event's details as text, most informative first."""
     main = {name: event.details[name] for name in _MAIN_DETAILS if name in event.details}
     texts = {name: _text(value) for name, value in {**main, **event.details}.items()}
-    return ", ".join(text if name in _REASONS else f"{name} {text}" for name, text in texts.items())
+    return ", ".join(
+        text if name in _REASONS else f"{name.replace('_', ' ')} {text}"
+        for name, text in texts.items()
+    )
 
 
 def event_timeline(runs: Sequence[RunHistory]) -> Html:
