@@ -4,6 +4,7 @@ module level, so that workers can be told its names."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -142,6 +143,12 @@ def plain(plan: str, rank: int = 0) -> TracedStep:
     return traced(plan, rank=rank)
 
 
+@cache
+def plain_boundaries(plan: Plan, size: int) -> Any:
+    """The split of `recipe()` into stages, which all ranks have."""
+    return stage_split(recipe(), plan, TraceOptions(rank=0, world_size=size)).boundaries
+
+
 def traced(
     plan: str,
     given: ls.Recipe | None = None,
@@ -157,12 +164,11 @@ def traced(
         Plan.parse(plan).resolve(size),
         TraceOptions(rank=rank, world_size=size, **options),
     )
-    given = given or recipe()
     if resolved.pipeline != 1:
-        chosen = TraceOptions(
-            rank=rank,
-            world_size=size,
-            **options,
-            boundaries=stage_split(given, resolved, chosen).boundaries,
+        boundaries = (
+            stage_split(given, resolved, chosen).boundaries
+            if given is not None or options
+            else plain_boundaries(resolved, size)
         )
-    return trace_step(given, resolved, chosen, watch)
+        chosen = replace(chosen, boundaries=boundaries)
+    return trace_step(given or recipe(), resolved, chosen, watch)

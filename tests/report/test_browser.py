@@ -66,10 +66,19 @@ def seen(browser: Browser) -> tuple[int, int]:
     return sum(corner.to_bytes(3, "little")), colours
 
 
-@pytest.mark.command
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 600])
-@pytest.mark.parametrize("kind", KINDS)
+DRAWN = [
+    pytest.param(
+        *(kind, width, dark),
+        marks=pytest.mark.command if (row + place + dark) % 2 == 0 else pytest.mark.slow,
+    )
+    for row, kind in enumerate(KINDS)
+    for place, width in enumerate((1400, 600))
+    for dark in (False, True)
+]
+"""Not slow: each kind at each width, light and dark in turn."""
+
+
+@pytest.mark.parametrize(("kind", "width", "dark"), DRAWN)
 def test_it_is_drawn_without_a_word_on_the_console_or_to_a_network(
     browser: Browser, pages: dict[str, Path], kind: str, width: int, dark: bool
 ) -> None:

@@ -162,6 +162,7 @@ RECIPES: list[dict[str, Any]] = [
 ]
 """Several terms with metrics; a weight that the forward computes; a mean over samples, and parts
 that draw from streams of their own."""
+ALL = range(len(RECIPES))
 
 
 class Last(ls.Hook):
@@ -177,54 +178,66 @@ def train(run_dir: str, plan: str, **changes: Any) -> Trained:
     return last.state, [result.loss, *result.metrics.values()]
 
 
-def train_all(run_dir: str, plan: str, **more: Any) -> list[Trained]:
-    return [
-        train(f"{run_dir}/{number}", plan, **changes, **more)
-        for number, changes in enumerate(RECIPES)
-    ]
+def train_all(run_dir: str, plan: str, numbers: Sequence[int] = ALL, **more: Any) -> list[Trained]:
+    return [train(f"{run_dir}/{number}", plan, **RECIPES[number], **more) for number in numbers]
 
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Trained]:
     folder = tmp_path_factory.mktemp("alone")
     (found,) = pool.run(1, train_all, str(folder), "replicate=1")
-    return with_logged(found, folder)
+    return with_logged(found, folder, ALL)
 
 
-def with_logged(found: list[Trained], folder: Path) -> list[Trained]:
+def with_logged(found: list[Trained], folder: Path, recipes: Sequence[int]) -> list[Trained]:
     """Add the numbers of metrics.jsonl."""
     return [
         (
             state,
             [*numbers, *(value for row in learned(folder / str(run)) for value in row.values())],
         )
-        for run, (state, numbers) in enumerate(found)
+        for run, (state, numbers) in zip(recipes, found, strict=True)
     ]
 
 
-def train_each(folder: str, plans: Sequence[str]) -> list[Any]:
-    found = each_of(train_all, folder, [(plan,) for plan in plans])
-    if "context=2,tensor=2" in plans:
+Cases = list[tuple[str, Sequence[int]]]
+"""Plans, and numbers of the recipes that each of them trains."""
+
+
+def train_each(folder: str, cases: Cases) -> list[Any]:
+    found = each_of(train_all, folder, cases)
+    if any(plan == "context=2,tensor=2" for plan, _ in cases):
         styles = COLUMNS | {"blocks.*.out": "rowwise_sequence", "blocks.*.norm": "sequence"}
         with pytest.raises(PlanError, match=r"both divide the tokens of a sequence; choose col"):
             train_all(f"{folder}/refused", "context=2,tensor=2", tensor=styles)
     return found
 
 
+def in_turn(plans: Sequence[str]) -> Cases:
+    """The first recipe and one of the others, in turn."""
+    return [(plan, (0, 1 + place % 2)) for place, plan in enumerate(plans)]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("size", "plans"),
-    [*PLANS.items(), pytest.param(4, ("context=4",), marks=pytest.mark.slow)],
+    ("size", "cases"),
+    [
+        (2, [(plan, ALL) for plan in PLANS[2]]),
+        (3, [(plan, ALL) for plan in PLANS[3]]),
+        (4, in_turn(PLANS[4])),
+        pytest.param(4, [(plan, ALL) for plan in PLANS[4]], marks=pytest.mark.slow),
+        pytest.param(4, [("context=4", ALL)], marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_share_out_tokens_train_the_model_of_one_process(
-    pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int, plans: Sequence[str]
+    pool: WorkerPool, tmp_path: Path, alone: list[Trained], size: int, cases: Cases
 ) -> None:
-    for rank in pool.run(size, train_each, str(tmp_path), plans, timeout_seconds=110):
-        for run, (plan, found) in enumerate(zip(plans, rank, strict=True)):
+    for rank in pool.run(size, train_each, str(tmp_path), cases, timeout_seconds=110):
+        for run, ((plan, numbers), found) in enumerate(zip(cases, rank, strict=True)):
             assert not isinstance(found, str), (plan, found)
-            logged = with_logged(found, tmp_path / str(run))
-            for mine, expected in zip(logged, alone, strict=True):
-                assert off(mine, expected) < 1e-12, plan
+            logged = with_logged(found, tmp_path / str(run), numbers)
+            for number, mine in zip(numbers, logged, strict=True):
+                assert off(mine, alone[number]) < 1e-12, (plan, number)
 
 
 def begin(run_dir: str, plan: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from model.context.families import family
-from tiers import tier
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training.subjects import each_of, state_of
@@ -187,16 +186,25 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("size", [pytest.param(size, marks=tier(size)) for size in PLANS])
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (1, [*MODELS]),
+        (2, [*MODELS]),
+        (3, ["own", "named positions"]),
+        pytest.param(3, ["llama"], marks=pytest.mark.slow),
+        pytest.param(4, [*MODELS], marks=pytest.mark.slow),
+    ],
+)
 def test_packed_documents_train_the_model_of_documents_one_by_one(
-    pool: WorkerPool, tmp_path: Path, alone: Any, size: int
+    pool: WorkerPool, tmp_path: Path, alone: Any, size: int, names: Sequence[str]
 ) -> None:
-    """Each plan trains each model; each of both is in both kinds of bins."""
+    """Plans and models are in both kinds of bins in turn."""
     bins = ("pack", "others") if size < 3 else ("pack", "pack")
     cases = [
         (plan, name, bins[(row + place) % 2])
         for row, plan in enumerate(PLANS[size])
-        for place, name in enumerate(MODELS)
+        for place, name in enumerate(names)
     ]
     for rank in pool.run(size, each_of, packed, str(tmp_path), cases, timeout_seconds=110):
         for (plan, name, each_bins), found in zip(cases, rank, strict=True):

@@ -30,7 +30,7 @@ CASES: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("context=2", ("chunks",)),
     ],
     4: [
-        ("shard=2,expert=2", ("uneven", "balanced", "transformers")),
+        ("shard=2,expert=2", ("uneven", "balanced")),
         ("shard=2,expert=2,checkpointing=full", ("own",)),
         ("expert=2,context=2", ("chunks",)),
         ("shard=2,context=2", ("chunks",)),
@@ -42,7 +42,7 @@ SLOW: dict[int, list[tuple[str, tuple[str, ...]]]] = {
         ("expert=4", ("own", "chunks", "transformers")),
         ("replicate=2,expert=2", ("own", "uneven", "balanced", "chunks")),
         ("replicate=2,shard=2", ("own", "balanced", "chunks")),
-        ("shard=2,expert=2", ("chunks",)),
+        ("shard=2,expert=2", ("chunks", "transformers")),
         ("shard=2,expert=2,sharding=gradients", ("own", "balanced")),
         ("shard=2,expert=2,checkpointing=selective", ("own", "uneven", "transformers")),
         ("expert=2,context=2,checkpointing=full", ("chunks",)),

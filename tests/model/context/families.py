@@ -1,5 +1,5 @@
-"""Models of transformers, tiny and random, of the families that attend differently. Apart from the
-tests, because importing transformers is slow."""
+"""Models of transformers, tiny and random, of the families that attend differently. Transformers,
+whose import takes a second, is imported for the first of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 WORDS = 64
 SIZES: dict[str, Any] = {
@@ -33,36 +23,42 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 WINDOW = 5
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(
-        **SIZES, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=5.0
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", SIZES),
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 8}),
+    "mistral": ("MistralConfig", SIZES | {"sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2Config",
+        SIZES | {"head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
     ),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
-    "gpt-oss": lambda: GptOssConfig(
-        **SIZES, head_dim=8, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+    "qwen3-moe": ("Qwen3MoeConfig", SIZES | EXPERTS | {"head_dim": 8}),
+    "gpt-oss": (
+        "GptOssConfig",
+        SIZES
+        | {"head_dim": 8, "sliding_window": WINDOW}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=WORDS,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": WORDS, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        | {"bos_token_id": 0, "eos_token_id": 0},
     ),
 }
+"""Name -> its class in transformers, and what that is given."""
 
 
 def family(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    config = CONFIGS[name]()
+    import transformers
+
+    kind, given = CONFIGS[name]
+    config = getattr(transformers, kind)(**given)
     for key, value in changes.items():
         setattr(config, key, value)
     how = "eager" if name in ("gpt-oss", "gemma2") else "sdpa"
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=how)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=how
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

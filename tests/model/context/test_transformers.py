@@ -211,8 +211,14 @@ def attention_dropout_on_ranks(exchange: str, key_heads: int) -> str:
     return str(found.value)
 
 
+def refused_on_ranks() -> list[str]:
+    return [
+        attention_dropout_on_ranks(exchange, heads)
+        for exchange, heads in (("keys", 2), ("heads", 1))
+    ]
+
+
 def test_what_ranks_cannot_compute_together_is_refused(pool: WorkerPool) -> None:
-    for found in pool.run(2, attention_dropout_on_ranks, "keys", 2):
-        assert "context=2 and LlamaAttention with attention dropout 0.1" in found
-    for found in pool.run(2, attention_dropout_on_ranks, "heads", 1):
-        assert "exchange=heads and LlamaAttention with 1 key heads" in found
+    for dropout, heads in pool.run(2, refused_on_ranks):
+        assert "context=2 and LlamaAttention with attention dropout 0.1" in dropout
+        assert "exchange=heads and LlamaAttention with 1 key heads" in heads
