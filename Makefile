@@ -56,7 +56,7 @@ compiled: venv
 commands: venv ## the tests of whole commands that take many seconds each
 	$(TESTED) -m 'command and not slow' $$(grep -rl --include='test_*.py' 'mark\.command' tests)
 
-both: venv ## test and commands in one session: the cores compute what one waits for
+both: venv ## test and commands in one session: while some wait, others compute
 	$(TESTED) -m 'not slow'
 
 slow: venv ## the slow tier: more than 3 processes, all launchers, all loader workers, the compiler
