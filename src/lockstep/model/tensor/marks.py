@@ -4,6 +4,7 @@ random numbers that were drawn in a shape that may be a shard's."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -72,15 +73,15 @@ def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
     """Return the shape of the full tensor, and its dims in the order in which one process has its
     elements in memory. The dim of the shard must be known."""
     mark = mark_of(shard)
-    strides = mark.strides or strides_of_twice(shard, mark.dim)
     shape = list(shard.shape)
     shape[mark.dim] *= 2
-    order = order_in_memory(shape, strides)
+    order = order_in_memory(tuple(shape), mark.strides or strides_of_twice(shard, mark.dim))
     shape[mark.dim] = shard.shape[mark.dim] * ranks
     return shape, order
 
 
-def order_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+@lru_cache(1000)
+def order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     """Return the dims in the order in which torch lays out what is like a tensor."""
     dense = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
     return sorted(range(len(shape)), key=lambda dim: dense[dim], reverse=True)
