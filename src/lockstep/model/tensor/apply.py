@@ -227,9 +227,10 @@ class _ShardedLayer:
             self._check_is_seen(given)
         wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
         if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
-            if given.requires_grad and not self._is_checked and torch.is_grad_enabled():
-                check_gradients(given, self._name)
-                self._is_checked = True
+            if not self._is_checked and torch.is_grad_enabled():
+                with without_torch_function_modes():
+                    check_gradients(given, self._name)
+                    self._is_checked = given.requires_grad
             return Shard(given.dim() - 1)
         if wants_shard:
             is_whole = given.shape[-1] == sizes_of(module)[1]

@@ -179,7 +179,7 @@ class ShardedFeatures(TorchFunctionMode):
                 raise unseen("torch.utils.checkpoint")
             for tensor in tensors_of(args, kwargs):
                 check_backward(tensor)
-        if func in VALUES:
+        if func in VALUES and not _is_own_hook(args):
             raise _of_values(func)
         if func is F.scaled_dot_product_attention or func in MATMUL:
             check_drawn(func, args, kwargs, ())
@@ -530,6 +530,11 @@ def check_backward(tensor: Tensor) -> None:
         function = function_of(node)
         if not function.__module__.startswith(OWN_FUNCTIONS):
             raise unseen(f"the backward of {function.__name__}")
+
+
+def _is_own_hook(args: Any) -> bool:
+    """True if a gradient hook is FSDP2's."""
+    return len(args) > 1 and str(getattr(args[1], "__module__", "")).startswith(OWN_FUNCTIONS)
 
 
 def check_gradients(given: Tensor, layer: str) -> None:
