@@ -14,3 +14,9 @@ def counted(number: int, noun: str) -> str:
 def listed(noun: str, names: Sequence[object]) -> str:
     """Return things by their names: "rank 3", "ranks 1, 2"."""
     return f"{noun}{'' if len(names) == 1 else 's'} {', '.join(map(str, names))}"
+
+
+def enumerated(items: Sequence[object]) -> str:
+    """Return the items as text for a sentence: "1, 2 and 3"."""
+    words = [str(item) for item in items]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
