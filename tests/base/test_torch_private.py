@@ -671,7 +671,9 @@ def test_default_mps_generator():
 
 def test_remove_forward_hooks(mesh):
     model = fully_shard(nn.Linear(2, 2), mesh=mesh["a"])
+    assert torch_private.gathers_in_forward(model)
     torch_private.remove_forward_hooks(model)
+    assert not torch_private.gathers_in_forward(model)
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
 

@@ -627,6 +627,11 @@ def remove_forward_hooks(module: Any) -> None:
     state._post_forward_hook_handle.remove()
 
 
+def gathers_in_forward(module: Any) -> bool:
+    """True unless `remove_forward_hooks` was called with an FSDP2 module."""
+    return module._get_fsdp_state()._pre_forward_hook_handle.id in module._forward_pre_hooks
+
+
 def owners_of(parameter: Any) -> list[tuple[nn.Module, str]]:
     """Return the modules that hold a grouped parameter, with its name in each."""
     info = parameter._module_info
