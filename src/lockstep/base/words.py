@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things: "1 step", "1,200 steps", "2 processes"."""
-    plural = "" if number == 1 else "es" if noun.endswith("ss") else "s"
+    """Return a number of things: "1 step", "1,200 steps", "2 microbatches"."""
+    plural = "" if number == 1 else "es" if noun.endswith(("ss", "tch")) else "s"
     return f"{number:,} {noun}{plural}"
 
 
