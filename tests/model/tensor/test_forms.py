@@ -123,15 +123,16 @@ class Custom(torch.autograd.Function):
 
 
 REFUSED: dict[str, tuple[Compute, str]] = {
-    "trapezoid": (lambda x: torch.trapezoid(x, dim=2), "trapezoid of .* which adds over its tok"),
+    "trapezoid": (lambda x: torch.trapezoid(x, dim=2), "trapezoid of .* which adds over dims"),
     "nanmean": (lambda x: x.nanmean(2), "nanmean of .* whose forward calls aten.nansum"),
     "a loss of each": (
         lambda x: F.binary_cross_entropy_with_logits(x, x.detach() * 0, reduction="none"),
         "whose forward calls aten.binary_cross_entropy_with_logits",
     ),
-    "sum": (lambda x: x.sum(), "sum of .* adds over its tokens"),
-    "transposed sum": (lambda x: x.sum(2), "sum of .* adds over its tokens"),
-    "broadcast": (lambda x: x * x[:, :, :1], "mul of .* whose gradient is a sum over its tokens"),
+    "sum": (lambda x: x.sum(), "sum of .* adds over dims before its last"),
+    "transposed sum": (lambda x: x.sum(2), "sum of .* adds over dims before its last"),
+    "stacked sum": (lambda x: torch.stack([x, x]).sum(0), "sum of .* adds over dims before its"),
+    "broadcast": (lambda x: x * x[:, :, :1], "mul of .* whose gradient is a sum over dims"),
     "variance": (lambda x: x.var(-1), "var of .* whose forward calls aten.var"),
     "cumsum": (lambda x: x.cumsum(-1), "cumsum of .* aten.cumsum"),
     "an index": (lambda x: x[:, :, torch.tensor([0, 0])], "whose backward calls aten.index_put"),

@@ -52,7 +52,7 @@ from lockstep.model.tensor.styles import STYLES, is_transposed, kind_of, shard_d
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size"
-    r" mismatch|split_with_sizes|not compatible|doesn't match|"
+    r" mismatch|to be equal size|split_with_sizes|not compatible|doesn't match|"
     r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not"
     r" divisible|broadcast|"
     r"should contain \d+ elements"

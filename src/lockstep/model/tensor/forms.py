@@ -293,7 +293,9 @@ def _why_refused(name: str, seen: Seen) -> RecipeError:
         return other_product(name)
     if kind == "adds tokens":
         what = "whose gradient is a sum" if is_backward else "which adds"
-        why = f"{what} over its tokens, in an order that depends on the number of ranks"
+        why = (
+            f"{what} over dims before its last, in an order that may depend on the number of ranks"
+        )
         return _refused(name, why)
     said = "backward" if is_backward else "forward"
     return _refused(name, f"whose {said} calls {operator}, not known to give a shard the same bits")
