@@ -14,10 +14,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.errors import CheckpointError
+from lockstep.base.errors import CheckpointError, UserError
+from lockstep.comm.first_failure import FirstFailure
 from lockstep.comm.gather import gather, mean
+from lockstep.comm.segment import PeerStopped
 from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
+from lockstep.launch.failures import lost_a_peer
 from lockstep.launch.termination import Termination
 from lockstep.logging.loggers import Logger
 from lockstep.model.block_wrappers import error_of_compiling
@@ -40,6 +43,9 @@ from lockstep.training.recovery import Recovery
 from lockstep.training.state import Stateful
 from lockstep.training.step import Step
 from lockstep.training.training import Training
+
+TELLING_SECONDS = 1.0
+"""The longest wait for the cause of another rank's end."""
 
 
 class Session:
@@ -105,6 +111,7 @@ class Session:
         self._finished = False
         self._stack = ExitStack()
         self._termination = Termination()
+        self._failure: FirstFailure | None = None
 
     def _resolve(self, opened: Opened) -> Context:
         """Replace the settings that `train` measures."""
@@ -127,6 +134,8 @@ class Session:
             stack.callback(self.training.close)
             self.house.hang.watch(self.run)
             self.house.out_of_memory.report_change(self.run)
+            if self.world.size > 1:
+                self._failure = FirstFailure(self.world)
             self._stack = stack.pop_all()
         return self
 
@@ -156,6 +165,8 @@ class Session:
             explained = explained or error_of_compiling(error, self.plan)
         if self.plan.numerics == "bitwise":
             explained = explained or error_of_determinism(error, self.plan)
+        if error is not None and not rejoins and self._failure is not None:
+            explained = _shared(self._failure, explained, error)
         with self._stack:
             if not rejoins:
                 self._end(explained or error)
@@ -378,3 +389,22 @@ class Session:
         """Record an event; rank 0's are in events.jsonl. `step`: number of optimizer steps done at
         the event; None: the number done now."""
         self.run.event(name, step, **details)
+
+
+def _shared(
+    failure: FirstFailure, explained: UserError | None, error: BaseException
+) -> UserError | None:
+    """Return the error to raise instead of `error`: if another rank's error has caused it, the same
+    mistake as there. Another cause becomes a note of `error`. Tells the other ranks of an error
+    that is this rank's own."""
+    if explained is None and lost_a_peer(error):
+        # the other rank may have stopped this one's exchange, and be on its way out of its script
+        seconds = TELLING_SECONDS if isinstance(error, PeerStopped) else 0.0
+        if (cause := failure.cause(wait_seconds=seconds)) is None:
+            return None
+        if (mistake := cause.as_user_error()) is None:
+            error.add_note(cause.line)
+        return mistake
+    if isinstance(error, Exception):
+        failure.tell(explained or error)
+    return explained

@@ -1,0 +1,100 @@
+"""The first error of a run, which the rank that raises it tells the others through torch's store.
+
+The others see only that an exchange failed. With this, the error of each rank names the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from lockstep.base import errors
+from lockstep.base.errors import UserError, with_notes
+from lockstep.base.torch_private import Store, default_store
+from lockstep.comm.world import World
+
+MOST_CHARACTERS = 4000
+MOST_SECONDS = 2.0
+"""The longest that a rank waits for the store, which may be lost."""
+_LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class PeerError:
+    """An error that another rank has told of."""
+
+    rank: int
+    kind: str
+    """The name of its class."""
+    text: str
+
+    @property
+    def line(self) -> str:
+        return f"rank {self.rank} failed first: {self.kind}: {self.text}"
+
+    def as_user_error(self) -> UserError | None:
+        """Return the same error, if it is one that every rank raises; else None."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, UserError):
+            return kind(self.text)
+        return None
+
+
+class FirstFailure:
+    """The first error of the ranks of a run."""
+
+    def __init__(self, world: World) -> None:
+        """Every rank makes one for each run, in the same order. It needs the default process
+        group."""
+        self._rank = world.rank
+        store: Store = default_store()
+        # ranks count alike, and a store may serve several runs
+        turn = store.add(f"lockstep/failures/{world.rank}", 1)
+        self._store, self._key = store, f"lockstep/failure/{turn}"
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks of this rank's error, unless another rank has told of one. Returns
+        also if the store is lost."""
+        text = with_notes(error)[:MOST_CHARACTERS]
+        cause = PeerError(self._rank, type(error).__name__, text)
+
+        def tell() -> None:
+            if self._store.add(f"{self._key}/count", 1) == 1:
+                self._store.set(self._key, json.dumps(asdict(cause)))
+
+        _bounded(tell)
+
+    def cause(self, *, wait_seconds: float) -> PeerError | None:
+        """Return the error that another rank has told of, or tells of within `wait_seconds`; None
+        if there is none, or if the store is lost."""
+        found: list[PeerError] = []
+        end = time.monotonic() + wait_seconds
+
+        def look() -> None:
+            while not self._store.check([self._key]):
+                if time.monotonic() > end:
+                    return
+                time.sleep(_LOOK_SECONDS)
+            cause = PeerError(**json.loads(self._store.get(self._key)))
+            if cause.rank != self._rank:
+                found.append(cause)
+
+        _bounded(look)
+        return found[0] if found else None
+
+
+def _bounded(request: Callable[[], None]) -> None:
+    """Call a function of a store, for at most `MOST_SECONDS`: a lost store answers late, or not at
+    all. An error of the store is no error of the run."""
+
+    def call() -> None:
+        with suppress(Exception):
+            request()
+
+    thread = threading.Thread(target=call, name="lockstep-first-failure", daemon=True)
+    thread.start()
+    thread.join(MOST_SECONDS)
