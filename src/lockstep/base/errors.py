@@ -60,10 +60,9 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used for this run, or a state that cannot be saved."""
 
 
-def first_few(names: Sequence[object]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """Return the first five names as text, and the number of the others."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(str, names[:5])) + more
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -23,6 +23,7 @@ from lockstep.base.torch_private import (
     own_buffers,
     tree_leaves,
     version,
+    without_torch_function_modes,
 )
 from lockstep.comm.mesh import to_local
 from lockstep.comm.segment import ExchangeError
@@ -141,6 +142,7 @@ class LossCheck(ControlHook):
             torch.no_grad(),
             accelerator.preserved_generators(run.context.device),
             restored(_kept_by(run.recipe)),
+            without_torch_function_modes(),  # these calls are not the step's
         ):
             if self._item is not None:
                 item = replace(self._item, batch=[output, batch])

@@ -202,8 +202,7 @@ def parallelize(
             parts_held = {root: _blocks_within([root], block_names) for root in roots}
             shard_parts(model, mesh, parts_held, free_root=free, **options)
     if sharded and plan.numerics == "bitwise" and sequence is not None:
-        for root in roots:
-            gather_whole(model.get_submodule(root))
+        gather_whole(model)
     materialize(model)
     if plan.split != 1:
         split_over_devices(

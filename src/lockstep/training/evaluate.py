@@ -135,6 +135,7 @@ class Evaluator:
                 _arrive(*ahead.popleft(), collected)
         for index, parts in ahead:
             _arrive(index, parts, collected)
+        self.module.agreement.compare_now()
         found: dict[str, float] = executor.on_output_rank(
             lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)}
         )

@@ -14,7 +14,6 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import exact_sum
 from lockstep.training.loss import no_weight
 from lockstep.training.microbatches import StepLayout
-from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.train_module import TrainModule
 
 
@@ -85,8 +84,7 @@ class StepResult:
         """Raise `LossError`, on every rank, if the loss or the gradient is not finite."""
         if math.isfinite(float(self.norm)) and self.was_applied and self.weights is None:
             return
-        if isinstance(self.module.reducer, FsdpReducer):
-            self.module.reducer.refuse_other_orders()
+        self.module.agreement.refuse_late()
         layout = self.layout
         for place, value in enumerate(numbers_of(self.values)):
             if not math.isfinite(value):

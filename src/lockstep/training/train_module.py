@@ -40,6 +40,7 @@ from lockstep.training.optim.modes import OptimizerModes
 from lockstep.training.optim.optimizer_state import Settings, differing, settings_of
 from lockstep.training.optim.optimizers import needs_closure
 from lockstep.training.optim.schedule import Schedule
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.compression import compression_for
 from lockstep.training.reducers.gradient_hooks import GradientHooks
 from lockstep.training.reducers.reducer import (
@@ -138,6 +139,7 @@ class TrainModule:
         self.snapshot = ModelSnapshot(model, optimizers)
         """The modules and parameters that the model was prepared with."""
         self.gradient_hooks = GradientHooks(model, in_pipeline=parallel.pipeline is not None)
+        self.agreement = self._new_agreement()
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
         self._chosen_trainable: list[str] | None = None  # by `set_trainable`
@@ -222,6 +224,10 @@ class TrainModule:
             {} if separate is None else separate.leaves,
         )
 
+    def _new_agreement(self) -> StepAgreement:
+        cut = self.parallel.cut
+        return StepAgreement(self.mesh.summed(), [] if cut is None else [cut.reads])
+
     def begin_loop(self, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
         calls it."""
@@ -234,6 +240,7 @@ class TrainModule:
         if self._reducer is None or max_microbatches > self._max_microbatches:
             self._close_reducer()
             self._max_microbatches = max_microbatches
+            self.agreement = self._new_agreement()
             self._reducer = build_reducer(
                 self.choice,
                 self.model,
@@ -246,6 +253,7 @@ class TrainModule:
                 leaves=self.parallel.expert_leaves,
                 part_leaves=[] if self._tied is None else self._tied.leaves,
                 pipeline=self.parallel.pipeline,
+                agreement=self.agreement,
             )
 
     @property
@@ -306,7 +314,10 @@ class TrainModule:
     ) -> StepStats:
         """Sum the gradients over all ranks and parts that have them. See
         `GradientReducer.reduce`."""
+        self.agreement.refuse_late()
         stats = self.reducer.reduce(values, weights, flag=flag)
+        if stats.agreement is not None:
+            self.agreement.compare(stats.agreement, self.parameters)
         if self._tied is not None:
             self._tied.sum()
         return stats

@@ -73,16 +73,17 @@ def call_of(
 
 def is_call_of_model(caller: FrameType) -> bool:
     """True if the model's own code makes the call, or torch's code called by the model."""
-    name = _outside_modes(caller).f_globals.get("__name__", "")
+    name = outside_modes(caller).f_globals.get("__name__", "")
     return not name.startswith(NOT_THE_MODEL)
 
 
 def _site(kind: Kind, caller: FrameType) -> Site:
-    frame = _outside_modes(caller)
+    frame = outside_modes(caller)
     return kind, frame.f_code.co_filename, frame.f_lineno
 
 
-def _outside_modes(frame: FrameType) -> FrameType:
+def outside_modes(frame: FrameType) -> FrameType:
+    """Return the frame of the caller of the modes."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame

@@ -87,9 +87,11 @@ class ChunkedSequenceCut(SequenceCut):
         """Return the function that computes a microbatch in a stage, each chunk in its thread. The
         last stage computes the loss too, and returns what `output_and_loss` returns."""
 
+        number = self.reads.begin()
+
         def loss_of(output: Any, of_chunk: MicrobatchCut) -> Any:
             with around_loss():
-                return self._loss_of(loss, output, batch, of_chunk)
+                return self._loss_of(loss, output, batch, of_chunk, number)
 
         return partial(self._run, cut, loss_of)
 
@@ -108,8 +110,13 @@ class ChunkedSequenceCut(SequenceCut):
         is_last, is_first = stage == self._forwards.last_stage, stage == 0
         given = [(each, []) if is_first else _with_leaves(each) for each in arguments.each]
 
+        number = self.reads.begin()
+
         def compute(place: int, of_chunk: MicrobatchCut) -> tuple[Any, Any]:
-            with self._mode(of_chunk, stage, chosen=Chosen()):
+            with (
+                self._noted(of_chunk.layout, number) as part,
+                self._mode(of_chunk, stage, chosen=Chosen(), part=part),
+            ):
                 output = forward(given[place][0])
             return output, loss_of(output, of_chunk) if is_last else None
 
@@ -168,6 +175,10 @@ class ChunkedSequenceCut(SequenceCut):
     @property
     def _is_cut(self) -> bool:
         return self._sequence.chunks > 1
+
+    @property
+    def _is_summed(self) -> bool:
+        return False
 
     @property
     def _axis_of_trials(self) -> ChunkAxis:

@@ -23,6 +23,7 @@ from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.document_check import check_labels, check_model, tried_tokens
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
+from lockstep.model.context.host_reads import HostReads, PartReads, noting
 from lockstep.model.context.kernels import Chosen
 from lockstep.model.context.label_shift import (
     BatchCut,
@@ -46,6 +47,9 @@ T = TypeVar("T")
 LENGTHS = (17, 19)
 """Numbers of tokens in the two forwards that show which calls grow with the sequence."""
 COMPARED_TOKENS_PER_CHUNK = 8
+COMPARED_SAMPLES = 4
+"""Number of samples that are computed whole and cut. In one sample, the best half of each rank's
+tokens is often the best half of all."""
 WINDOWS = 8
 """Number of windows of a long sequence in which the shift of a loss is looked for first, before all
 are used."""
@@ -118,6 +122,8 @@ class SequenceCut:
         """For each mode and number of tensors in the batch: which of them are cut for the loss."""
         self.current: MicrobatchCut
         """The cut of the microbatch whose output `loss` and `whole` get."""
+        self.reads = HostReads(world, is_summed=self._is_summed)
+        """Reads of forwards and losses on the host."""
         self.kernels = Chosen()
         """The kernels of attention in microbatches."""
 
@@ -136,7 +142,7 @@ class SequenceCut:
     def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
         """Return the output of the whole model for the tokens of a cut. `chosen`: takes the kernels
         of attention."""
-        with self._mode(cut, 0, chosen=chosen):
+        with self._noting_mode(cut, 0, chosen=chosen):
             return self.arguments_of(arguments, cut).call(self._model)
 
     def cut_of(self, arguments: Any, batch: Any) -> MicrobatchCut:
@@ -167,21 +173,40 @@ class SequenceCut:
     ) -> Run:
         """Return the function that computes a microbatch in a pipeline's stage. `around_loss`: the
         context of each call of the loss."""
-        return within(partial(self._mode, cut, chosen=self.kernels))
+        return within(partial(self._noting_mode, cut, chosen=self.kernels))
 
     def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
         """Return the score of a microbatch: a function of its output, and of its loss. `result`: of
         the last stage."""
         return score(result, partial(self.loss, loss))
 
-    def _mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> SequenceMode:
+    @contextmanager
+    def _noting_mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> Iterator[None]:
+        """The context of `_mode`, in which `reads` notes what the forward reads."""
+        with (
+            self._noted(cut.layout, self.reads.begin()) as part,
+            self._mode(cut, stage, chosen=chosen, part=part),
+        ):
+            yield
+
+    @contextmanager
+    def _noted(self, layout: TokenLayout, forward: int) -> Iterator[PartReads]:
+        """Yield what notes the reads of a part of a forward, and add it to `reads`."""
+        part = PartReads()
+        yield part
+        self.reads.end_part(forward, layout, part)
+
+    def _mode(
+        self, cut: MicrobatchCut, stage: int, *, chosen: Chosen, part: PartReads | None = None
+    ) -> SequenceMode:
         """Return the context of the forward of a microbatch in a stage on this rank; 0: in the
-        whole model. `chosen`: takes the kernels of attention."""
+        whole model. `chosen`: takes the kernels of attention. `part`: notes what it reads."""
         return SequenceMode(
             self._active(cut, chosen),
             self._dims[self._model.training][stage],
             only_draws=self._only_draws,
             draws_by_chunk=self._draws_by_chunk,
+            part=part,
         )
 
     def _active(self, cut: MicrobatchCut, chosen: Chosen) -> ActiveSequence:
@@ -196,6 +221,11 @@ class SequenceCut:
     def _is_cut(self) -> bool:
         """True if the model is called with a part of each sequence."""
         return self._world.size > 1
+
+    @property
+    def _is_summed(self) -> bool:
+        """True if the numbers of a step are summed over the axis."""
+        return True
 
     @property
     def _axis_of_trials(self) -> World | ChunkAxis:
@@ -223,10 +253,13 @@ class SequenceCut:
         """Return the loss of this rank's tokens, in the form in which `loss` returns it. Summed
         over the axis, these give the loss of all tokens. `output`: the result of `run` for this
         batch. Raises `LossError`."""
-        return self._loss_of(loss, output, batch, self.current)
+        return self._loss_of(loss, output, batch, self.current, self.reads.begin())
 
-    def _loss_of(self, loss: LossFunction, output: Any, batch: Any, cut: MicrobatchCut) -> Any:
-        """Return the loss of the tokens of a cut. `output`: for these tokens."""
+    def _loss_of(
+        self, loss: LossFunction, output: Any, batch: Any, cut: MicrobatchCut, forward: int
+    ) -> Any:
+        """Return the loss of the tokens of a cut. `output`: for these tokens. `forward`: the number
+        of this call for `reads`."""
         layout = cut.layout
         self._check_labels(loss, output, layout.local, batch, cut)
         if layout.world.size == 1:
@@ -234,7 +267,9 @@ class SequenceCut:
         if (shift := self._shifts.get(loss)) is None:
             shift = self._find_shift(loss, output, layout, batch, cut)
         parts = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
-        return loss_of_part(loss, output, batch, parts, layout.world.rank, shift)
+        with self._noted(layout, forward) as part:
+            noted = noting(loss, part)
+            return loss_of_part(noted, output, batch, parts, layout.world.rank, shift)
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank
@@ -275,7 +310,7 @@ class SequenceCut:
     def _prove(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
         samples, tokens = self._size_of(arguments)
         compared = self._most_of(tokens)
-        sample = self._first_tokens(arguments, compared)
+        sample = self._first_tokens(arguments, compared, rows=COMPARED_SAMPLES)
         layout = self._layout_of(compared)
         check_modules(self._model, layout)
         whole = TokenLayout(compared, layout.chunks, self._alone)
@@ -377,21 +412,29 @@ class SequenceCut:
         """Return the arguments, with `function` applied to each sequence."""
         return map_known(arguments, self._know_sequences(arguments, tokens), function)
 
-    def _first_tokens(self, arguments: Any, tokens: int) -> Any:
-        """Return the first tokens of the first sample."""
+    def _first_tokens(self, arguments: Any, tokens: int, *, rows: int = 1) -> Any:
+        """Return the first tokens of the first samples."""
         samples, length = self._size_of(arguments)
         known = self._know_sequences(arguments, length)
-        return self._sample(arguments, known, samples, 0, 0, tokens)
+        return self._sample(arguments, known, samples, 0, 0, tokens, rows=rows)
 
     def _sample(
-        self, value: Any, known: list[bool], samples: int, row: int, start: int, tokens: int
+        self,
+        value: Any,
+        known: list[bool],
+        samples: int,
+        row: int,
+        start: int,
+        tokens: int,
+        *,
+        rows: int = 1,
     ) -> Any:
-        """Return some tokens of one of so many samples of a batch. `known`: which tensors are
+        """Return some tokens of `rows` of so many samples of a batch. `known`: which tensors are
         sequences."""
         cut = map_known(value, known, lambda tensor: tensor.narrow(self.dim, start, tokens))
 
         def of_row(tensor: Tensor) -> Tensor:
-            return tensor[row : row + 1] if tensor.shape[:1] == (samples,) else tensor
+            return tensor[row : row + rows] if tensor.shape[:1] == (samples,) else tensor
 
         return map_tensors(cut, of_row)
 

@@ -27,22 +27,30 @@ from lockstep.model.context.calls import (
 )
 from lockstep.model.context.draws import DROPOUTS, draw_by_chunk
 from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.context.host_reads import PartReads
 
 
 class SequenceMode(TorchFunctionMode):
     """Computes a cut sequence: enter it around a forward, with `sequence` active. `dims`: the
     result of `find_dims`. `only_draws`: for a model whose attention is registered with
     transformers, which takes positions as an argument. `draws_by_chunk`: False refuses random
-    numbers."""
+    numbers. `part`: notes what the forward reads on the host."""
 
     def __init__(
-        self, sequence: ActiveSequence, dims: Dims, *, only_draws: bool, draws_by_chunk: bool
+        self,
+        sequence: ActiveSequence,
+        dims: Dims,
+        *,
+        only_draws: bool,
+        draws_by_chunk: bool,
+        part: PartReads | None = None,
     ) -> None:
         super().__init__()
         self.sequence = sequence
         self._dims = dims
         self._only_draws = only_draws
         self._draws_by_chunk = draws_by_chunk
+        self._part = part
         self._has_gradients = torch.is_grad_enabled()
 
     def __enter__(self) -> SequenceMode:
@@ -70,7 +78,12 @@ class SequenceMode(TorchFunctionMode):
         keywords = kwargs or {}
         if self.sequence.is_handled:
             return func(*args, **keywords)
-        call = call_of(func, args, keywords, sys._getframe(1))
+        caller = sys._getframe(1)
+        call = call_of(func, args, keywords, caller)
+        if call is None and self._part is not None:
+            result = func(*args, **keywords)
+            self._part.note(func, args, result, caller)
+            return result
         if call is None or (self._only_draws and call.site[0] != "draw"):
             return func(*args, **keywords)
         if (dim := self._dim_of(call)) == NOT_TOKENS:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from lockstep.comm import mesh
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.planner.trace import CollectiveKind
-from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import (
     FakeStore,
     PythonProcessGroup,
@@ -34,27 +33,46 @@ from lockstep.planner.tracing.torch_fakes import (
 BACKEND = "lockstep_fake"
 
 
-_recorder: TraceRecorder | None = None
+class Listener(Protocol):
+    """Records the collectives of the single rank."""
+
+    def begin(
+        self,
+        kind: CollectiveKind,
+        group: Any,
+        size: int,
+        *,
+        buffers: Sequence[Tensor] = (),
+        peer: int | None = None,
+        receives: bool = False,
+    ) -> int:
+        """Record a collective of `size` bytes. `buffers`: tensors that it fills, or that were made
+        for sending. Returns its number."""
+
+    def wait(self, number: int) -> None:
+        """Record that the current stream waits for collective `number`."""
+
+
+class _Silent:
+    def begin(self, kind: CollectiveKind, group: Any, size: int, **_: Any) -> int:
+        return 0
+
+    def wait(self, number: int) -> None:
+        pass
+
+
+_listener: Listener = _Silent()
 
 
 @contextmanager
-def recorded_by(recorder: TraceRecorder) -> Iterator[None]:
-    """Report the collectives of these groups to `recorder`."""
-    global _recorder
-    before, _recorder = _recorder, recorder
+def listening(listener: Listener) -> Iterator[None]:
+    """Report the collectives of these groups to `listener`."""
+    global _listener
+    before, _listener = _listener, listener
     try:
         yield
     finally:
-        _recorder = before
-
-
-def _begin(kind: CollectiveKind, group: Any, size: int, **given: Any) -> int:
-    return 0 if _recorder is None else _recorder.begin(kind, group, size, **given)
-
-
-def _wait(number: int) -> None:
-    if _recorder is not None:
-        _recorder.wait(number)
+        _listener = before
 
 
 class FakeWork(dist.Work):
@@ -67,7 +85,7 @@ class FakeWork(dist.Work):
         self._future.set_result(result)
 
     def wait(self, timeout: Any = None) -> bool:
-        _wait(self._number)
+        _listener.wait(self._number)
         return True
 
     def is_completed(self) -> bool:
@@ -113,7 +131,7 @@ class RecordedGroup(PythonProcessGroup):
         **peer: Any,
     ) -> FakeWork:
         size = sum(tensor.nbytes for tensor in tensors)
-        return FakeWork(_begin(kind, self, size, buffers=buffers, **peer), result)
+        return FakeWork(_listener.begin(kind, self, size, buffers=buffers, **peer), result)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
         return self._done("all_reduce", tensors, tensors, tensors)
@@ -230,8 +248,8 @@ class RecordedMemory(SharedMemoryGroup):
         """Do nothing: there is no memory."""
 
     def _note(self, kind: CollectiveKind, tensor: Tensor, *buffers: Tensor) -> int:
-        number = _begin(kind, self._group, tensor.nbytes, buffers=buffers)
-        _wait(number)
+        number = _listener.begin(kind, self._group, tensor.nbytes, buffers=buffers)
+        _listener.wait(number)
         return number
 
 

@@ -35,6 +35,7 @@ from lockstep.base.torch_private import GradBucket
 from lockstep.comm.mesh import Mesh
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.torch_collectives import waits
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.compression import Compression, gradients_of
 from lockstep.training.reducers.dummies import leaves_of
 from lockstep.training.reducers.microbatch_checksums import Recording
@@ -100,6 +101,7 @@ class DdpReducer:
         bitwise: bool,
         max_microbatches: int,
         compression: Compression | None = None,
+        agreement: StepAgreement | None = None,
     ) -> None:
         """Build the reducer. `compression`: None if `bitwise`."""
         world = mesh.summed()
@@ -111,7 +113,9 @@ class DdpReducer:
         self._bitwise = bitwise
         self._used = [0.0] * len(parameters)
         self._unused = UnusedParameters(self._parameters, world)
-        self._vector = StepStatsVector(parameters, max_microbatches, parameters[0].device)
+        self._vector = StepStatsVector(
+            parameters, max_microbatches, parameters[0].device, agreement
+        )
         self._ddp: DistributedDataParallel | None = None
         self._hooks: list[Any] = []
         self.recording = Recording()
@@ -213,6 +217,7 @@ class DdpReducer:
                 recorded,
                 None if weights is None else self._vector.column(weights),
                 flag,
+                self._vector.own_numbers(),
             )
         if not self._synchronized:
             zero = torch.zeros((), device=self._wrapped.stats.device, requires_grad=True)

@@ -8,10 +8,10 @@ exchanges, and the ranks compare it with the numbers of each step.
 from __future__ import annotations
 
 import zlib
-from typing import NoReturn
 
 import torch.distributed as dist
 
+from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
 from lockstep.model.shard import error_of_order
 
@@ -46,6 +46,11 @@ class ExchangeOrder:
         self._calls.append(label)
         self._digest = zlib.crc32(label.to_bytes(4, "little"), self._digest)
 
+    @property
+    def count(self) -> int:
+        """Number of values that `numbers` returns."""
+        return BITS * self._groups
+
     def numbers(self) -> list[float]:
         """Return the numbers of this rank's digest; see `numbers_of`."""
         return numbers_of(
@@ -75,38 +80,8 @@ class ExchangeOrder:
                 return " and ".join(f"rank {ranks[at]} {called[at]}" for at in (0, other))
         return None
 
-
-class ExchangeOrders:
-    """The orders of this rank's exchanges over all process groups without shared memory."""
-
-    def __init__(self, summed: World) -> None:
-        """`summed`: the ranks that sum the numbers of a step."""
-        self._summed = summed
-        self._orders: dict[int, ExchangeOrder] = {}
-
-    def over(self, world: World) -> ExchangeOrder | None:
-        """Return the order of exchanges over `world`; None if nothing needs to be compared. Every
-        rank of `summed` calls it."""
-        if world.size == 1 or world.shared_memory is not None:
-            return None
-        if id(world) not in self._orders:
-            self._orders[id(world)] = ExchangeOrder(world, self._summed)
-        return self._orders[id(world)]
-
-    def numbers(self) -> list[float]:
-        """Return the numbers of all orders. Their sums over `summed` are 0 if the ranks agree."""
-        return [number for order in self._orders.values() for number in order.numbers()]
-
-    def end_step(self) -> None:
-        for order in self._orders.values():
-            order.end_step()
-
-    def refuse(self) -> NoReturn:
-        """Raise `RecipeError` with the first difference. Every rank of `summed` calls it, after
-        `end_step`."""
-        mine = [order.difference() for order in self._orders.values()]
-        found = [each for theirs in self._summed.gather_values(mine) for each in theirs if each]
-        raise error_of_order(found[0] if found else "ranks gather or reduce different blocks")
+    def error(self, difference: str | None) -> RecipeError:
+        return error_of_order(difference or "ranks gather or reduce different blocks")
 
 
 def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:

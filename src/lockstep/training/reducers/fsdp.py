@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.assignment import MicrobatchAssignment
-from lockstep.base import accelerator
 from lockstep.base.errors import PlanError, RecipeError
 from lockstep.base.torch_private import (
     AllGather,
@@ -42,7 +41,8 @@ from lockstep.model.expert.leaves import Leaves, ParameterLeaves
 from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.shard import error_of_change, fsdp_groups, modules_of, reshard
 from lockstep.model.weight_casts import check_uses
-from lockstep.training.reducers.exchange_order import ExchangeOrder, ExchangeOrders
+from lockstep.training.reducers.agreement import StepAgreement
+from lockstep.training.reducers.exchange_order import ExchangeOrder
 from lockstep.training.reducers.gradient_hooks import (
     refuse_gradient_hooks,
     refuse_post_accumulate_hooks,
@@ -74,6 +74,7 @@ class FsdpReducer:
         leaves: Sequence[Leaves] = (),
         part_leaves: Sequence[PartLeaf] = (),
         stages: Sequence[nn.Module] = (),
+        agreement: StepAgreement | None = None,
     ) -> None:
         """`leaves`: see `ParameterLeaves`. `part_leaves`: of parts that share a parameter; their
         gradients go to `PartLeaf.parameter`. `stages`: this rank's stages of a pipeline."""
@@ -84,7 +85,7 @@ class FsdpReducer:
         self._replicas = mesh.replicas
         self._bitwise = bitwise
         self._unused = UnusedParameters(self._parameters, mesh.summed())
-        self._orders = ExchangeOrders(mesh.summed())
+        agreement = agreement or StepAgreement(mesh.summed())
         self._scatters: list[Scatter] = []
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._groups = fsdp_groups(model)
@@ -109,7 +110,7 @@ class FsdpReducer:
                     leaves=leaves,
                     places=places,
                     label=label,
-                    orders=self._orders,
+                    agreement=agreement,
                 )
                 if bitwise
                 else Scatter(
@@ -118,7 +119,7 @@ class FsdpReducer:
                     parameters_of_group,
                     of_experts=first is not None and mesh.is_expert(first),
                     label=label,
-                    orders=self._orders,
+                    agreement=agreement,
                 )
             )
             group.set_custom_reduce_scatter(scatter)
@@ -126,16 +127,12 @@ class FsdpReducer:
                 group.set_custom_all_gather(
                     SharedMemoryAllGather(world.shared_memory, label, self._forward_ends)
                 )
-            elif (order := self._orders.over(world)) is not None:
+            elif (order := agreement.over(world)) is not None:
                 group.set_custom_all_gather(NotedAllGather(order, label))
             group.set_gradient_divide_factor(1.0)
             group.set_reduce_scatter_unused_params(True)
             self._scatters.append(scatter)
-        self._vector = StepStatsVector(
-            parameters, max_microbatches, mesh.world.device, len(self._orders.numbers())
-        )
-        self._orders_differ: tuple[Tensor, torch.Event] | None = None
-        """True if orders differed in the previous step, while it is copied to the host."""
+        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device, agreement)
         self._checked: set[nn.Module] = set()
         self._used = _UsedParameters(model, self._parameters, mesh, leaves)
         self._part_sums = [
@@ -270,16 +267,11 @@ class FsdpReducer:
         used = self._used.flags
         self._used.refuse_hooks()
         self._used.refuse_changes()
-        self.refuse_other_orders()
-        order = self._orders.numbers()
-        self._orders.end_step()
-        packed = self._vector.pack(used, self._mine, values, weights, flag, order)
+        packed = self._vector.pack(used, self._mine, values, weights, flag)
         self._mesh.summed().all_reduce(packed)
         stats = self._vector.unpack(packed, self._count, weighted=weights is not None)
         for scatter in self._scatters:
             scatter.end()
-        if stats.order is not None:
-            self._compare_orders(stats.order)
         if not self._bitwise and self._replicas.size > 1:
             summed = {id(parameter) for scatter in self._scatters for parameter in scatter.summed}
             rest = [
@@ -290,32 +282,6 @@ class FsdpReducer:
             self._replicas.sum_each(list(map(to_local, rest)))
         self._unused.clear(used, stats)
         return stats
-
-    def refuse_other_orders(self) -> None:
-        """Raise `RecipeError`, on every rank, if ranks exchanged gradients of different blocks in
-        the last step. Waits for the device."""
-        before, self._orders_differ = self._orders_differ, None
-        if before is not None:
-            before[1].synchronize()
-            if bool(before[0]):
-                self._orders.refuse()
-
-    def _compare_orders(self, sums: Tensor) -> None:
-        """Raise `RecipeError` if orders differ. On an accelerator, whose host need not wait, make
-        the gradient NaN instead, and raise in the next step. `sums`: of the orders' numbers."""
-        has_streams = accelerator.has_streams(sums.device)
-        is_offloaded = to_local(self._parameters[0]).is_cpu
-        if sums.is_cpu or (has_streams and is_offloaded):
-            if bool(sums.any()):
-                self._orders.refuse()
-            return
-        differ = sums.any()
-        gradients = (to_local(p.grad) for p in self._parameters if p.grad is not None)
-        for gradient in [each for each in gradients if each.numel()][:1]:
-            gradient.mul_(torch.where(differ, math.nan, 1.0))
-        if has_streams:  # the planner has none
-            copied = differ.to("cpu", non_blocking=True)
-            self._orders_differ = copied, accelerator.recorded_event(sums.device)
 
 
 class _Stage:
@@ -646,7 +612,7 @@ class Scatter(ReduceScatter):
         *,
         of_experts: bool = False,
         label: str,
-        orders: ExchangeOrders,
+        agreement: StepAgreement,
     ) -> None:
         """`world`: the ranks of the exchange. `parameters`: FSDP2's group, which defines the order
         and padding of the gradients; None if it has no parameters. `of_experts`: True if the group
@@ -656,8 +622,8 @@ class Scatter(ReduceScatter):
         self._memory = world.shared_memory
         self._memory_label = 0 if self._memory is None else self._memory.label(f"reduces {label}")
         self._replicas = replicas
-        self._order = orders.over(world)
-        self._replicas_order = None if world.device.type == "cpu" else orders.over(replicas)
+        self._order = agreement.over(world)
+        self._replicas_order = None if world.device.type == "cpu" else agreement.over(replicas)
         self._order_label = _label_in(self._order, f"reduces {label}")
         self._replicas_label = _label_in(self._replicas_order, f"sums {label}")
         self._parameters = parameters
@@ -775,11 +741,11 @@ class OrderedScatter(Scatter):
         leaves: Sequence[Leaves],
         places: Mapping[int, int],
         label: str,
-        orders: ExchangeOrders,
+        agreement: StepAgreement,
     ) -> None:
         """`world`: the ranks over which the gradients are summed. `leaves`: see
         `ParameterLeaves`. `places`: id of a parameter -> its place among the reducer's."""
-        super().__init__(world, replicas, parameters, label=label, orders=orders)
+        super().__init__(world, replicas, parameters, label=label, agreement=agreement)
         self._shards = shards
         self._places = places
         self._sum_of_rounds = RoundSum(world, replicas, f"reduces {label}")

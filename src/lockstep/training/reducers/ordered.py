@@ -14,6 +14,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, like_parameter, to_local
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import World
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.dummies import leaves_of
 from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums, Recording
 from lockstep.training.reducers.step_stats import (
@@ -40,6 +41,7 @@ class OrderedReducer:
         *,
         max_microbatches: int,
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
+        agreement: StepAgreement | None = None,
     ) -> None:
         """`stages`: the parameters of each of this rank's stages; None without a pipeline."""
         self._parameters = list(parameters)
@@ -53,7 +55,7 @@ class OrderedReducer:
         self.recording = Recording()
         self._discards = False
         self._unused = UnusedParameters(self._parameters, self._world)
-        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
+        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device, agreement)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count

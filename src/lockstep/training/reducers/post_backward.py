@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.world import World
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.dummies import leaves_of
 from lockstep.training.reducers.step_stats import (
     Number,
@@ -35,6 +36,7 @@ class PostBackwardReducer:
         *,
         max_microbatches: int,
         complete: Callable[[Sequence[nn.Parameter]], None] | None = None,
+        agreement: StepAgreement | None = None,
     ) -> None:
         """`complete`: called with the parameters after the last backward, to sum gradients that are
         still partial."""
@@ -50,7 +52,7 @@ class PostBackwardReducer:
         ]
         self._complete = complete
         self._unused = UnusedParameters(self._parameters, self._numbers)
-        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device)
+        self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device, agreement)
 
     def begin_step(self, count: int, assignment: MicrobatchAssignment) -> None:
         self._count = count

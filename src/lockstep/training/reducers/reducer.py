@@ -13,6 +13,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh
 from lockstep.model.expert.leaves import Leaves
 from lockstep.model.separate_parts import PartLeaf
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.compression import Compression
 from lockstep.training.reducers.ddp import DdpReducer
 from lockstep.training.reducers.fsdp import FsdpReducer
@@ -130,6 +131,7 @@ def build_reducer(
     leaves: Sequence[Leaves],
     part_leaves: Sequence[PartLeaf],
     pipeline: Pipeline | None,
+    agreement: StepAgreement,
 ) -> GradientReducer:
     """Build the reducer of a model. Every rank calls it. `complete`: see `PostBackwardReducer`.
     `leaves`: see `ParameterLeaves`. `part_leaves`: see `SeparateParts`."""
@@ -143,6 +145,7 @@ def build_reducer(
             leaves=leaves,
             part_leaves=part_leaves,
             stages=() if pipeline is None else pipeline.modules,
+            agreement=agreement,
         )
         if bitwise and pipeline is not None:
             pipeline.on_gradient = reducer.after_backward
@@ -157,18 +160,22 @@ def build_reducer(
         ordered: OrderedReducer | RoundsReducer
         if choice.reducer is OrderedReducer:
             ordered = OrderedReducer(
-                parameters, mesh, max_microbatches=max_microbatches, stages=stages
-            )
-        else:
-            # a parameter of a stage may have a name in another rank's stage too
-            called = model if pipeline is None else nn.ModuleList(pipeline.modules)
-            ordered = RoundsReducer(
-                *(called, parameters, mesh, leaves, part_leaves),
+                parameters,
+                mesh,
                 max_microbatches=max_microbatches,
                 stages=stages,
+                agreement=agreement,
+            )
+        else:
+            ordered = RoundsReducer(
+                *(model, parameters, mesh, leaves, part_leaves),
+                max_microbatches=max_microbatches,
+                stages=stages,
+                agreement=agreement,
             )
         if pipeline is not None:
             pipeline.on_gradient = ordered.after_backward
+        if pipeline is not None and isinstance(ordered, OrderedReducer):
             pipeline.on_exchange = ordered.recording.exchange
         return ordered
     if choice.reducer is DdpReducer:
@@ -178,7 +185,12 @@ def build_reducer(
             bitwise=bitwise,
             max_microbatches=max_microbatches,
             compression=compression,
+            agreement=agreement,
         )
     return PostBackwardReducer(
-        parameters, mesh, max_microbatches=max_microbatches, complete=complete
+        parameters,
+        mesh,
+        max_microbatches=max_microbatches,
+        complete=complete,
+        agreement=agreement,
     )

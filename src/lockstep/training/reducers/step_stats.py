@@ -1,5 +1,5 @@
 """The numbers of a step that are exchanged with the gradients: used parameters, losses, weights,
-the order of exchanges, one flag.
+what ranks do alike, one flag.
 
 They are packed into one vector that is summed over the ranks, so a step needs no collective besides
 the gradients' ones. A microbatch's numbers are zero on all ranks but one, and their sum is exact;
@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.base import accelerator
 from lockstep.base.torch_private import version
 from lockstep.comm.world import World
+from lockstep.training.reducers.agreement import StepAgreement
 
 _MAX_LIST_LENGTH = 256
 """Up to this many CPU values are returned as a list, which is faster to read; more are returned as
@@ -43,20 +44,20 @@ class StepStats(NamedTuple):
     values: Tensor | list[float]  # shape (microbatches,): each microbatch's part of the loss
     weights: Tensor | None  # shape (microbatches,); None if the forward does not compute weights
     flags: Tensor | bool  # the number of ranks that raised their flag, or whether any did
-    # shape (numbers of `ExchangeOrder`,): 0 if the ranks agree; None if nothing is compared
-    order: Tensor | None = None
+    # shape (numbers of `StepAgreement`,): 0 if the ranks agree; None if nothing is compared
+    agreement: Tensor | None = None
 
 
 class StepStatsVector:
     """The layout of the vector: one flag per parameter, a value and a weight per microbatch, the
-    order of exchanges, and one flag of this rank."""
+    numbers of the agreement, and one flag of this rank."""
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         max_microbatches: int,
         device: torch.device,
-        order_numbers: int = 0,
+        agreement: StepAgreement | None = None,
     ) -> None:
         self._parameters = len(parameters)
         self._max_microbatches = max_microbatches
@@ -64,11 +65,10 @@ class StepStatsVector:
             torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
         )
         self._device = device
-        self._order = slice(
-            self._parameters + 2 * max_microbatches,
-            self._parameters + 2 * max_microbatches + order_numbers,
-        )
-        self.length = self._order.stop + 1
+        self._agreement = agreement
+        first = self._parameters + 2 * max_microbatches
+        self._compared = slice(first, first + (0 if agreement is None else agreement.count))
+        self.length = self._compared.stop + 1
 
     def pack(
         self,
@@ -77,13 +77,14 @@ class StepStatsVector:
         values: Sequence[Number],
         weights: Sequence[Number] | None,
         flag: bool,
-        order: Sequence[float] = (),
     ) -> Tensor:
-        """Return this rank's vector. `values` and `weights` have one number for each microbatch of
-        `share`. `order`: the numbers of `ExchangeOrder`."""
+        """Return this rank's vector, and end the step of the agreement. `values` and `weights` have
+        one number for each microbatch of `share`."""
         row = np.zeros(self.length, dtype=np.float64 if self.dtype is torch.float64 else np.float32)
         row[: self._parameters] = used
-        row[self._order] = order
+        if self._agreement is not None:
+            row[self._compared] = self._agreement.numbers()
+            self._agreement.end_step()
         row[-1] = flag
         columns = [
             (self._parameters, values),
@@ -100,26 +101,36 @@ class StepStatsVector:
                 packed[_slice(start, share)] = self.column(numbers)
         return packed
 
+    def own_numbers(self) -> Tensor | None:
+        """Return the numbers of the agreement on a single rank, and end its step; None if nothing
+        is compared."""
+        if self._agreement is None or not self._agreement.count:
+            return None
+        numbers = torch.tensor(self._agreement.numbers())
+        self._agreement.end_step()
+        return numbers
+
     def unpack(self, summed: Tensor, count: int, *, weighted: bool) -> StepStats:
         """Read the sum of all ranks' vectors for a step of `count` microbatches."""
         first, second = self._parameters, self._parameters + self._max_microbatches
         weights = summed[second : second + count].clone() if weighted else None
-        order = summed[self._order].clone() if self._order.stop > self._order.start else None
+        has_numbers = self._compared.stop > self._compared.start
+        compared = summed[self._compared].clone() if has_numbers else None
         if accelerator.is_accelerator(summed):
             summed = summed.clone()
             values = summed[first : first + count]
-            return StepStats(summed[:first], values, weights, summed[-1], order)
+            return StepStats(summed[:first], values, weights, summed[-1], compared)
         if count > _MAX_LIST_LENGTH:
             return StepStats(
                 summed[:first].tolist(),
                 summed[first : first + count].clone(),
                 weights,
                 bool(summed[-1]),
-                order,
+                compared,
             )
         numbers = summed.tolist()
         return StepStats(
-            numbers[:first], numbers[first : first + count], weights, bool(numbers[-1]), order
+            numbers[:first], numbers[first : first + count], weights, bool(numbers[-1]), compared
         )
 
     def column(self, numbers: Sequence[Number]) -> Tensor:

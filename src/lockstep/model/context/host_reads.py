@@ -1,0 +1,268 @@
+"""The numbers that a forward reads on the host, to decide what to compute.
+
+`if x.sum() > 0` decides by the tokens that a rank has. One process decides by all tokens, so the
+ranks must read the same number, or they compute another model. Counts of chosen tokens may differ:
+the loop over experts that skips an expert without tokens (`if chosen.any()`) computes the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lockstep.base.errors import RecipeError
+from lockstep.comm.world import World
+from lockstep.model.context.calls import is_call_of_model, outside_modes
+from lockstep.model.context.chunk_axis import ChunkAxis
+from lockstep.model.context.exchange import TokenLayout
+
+BITS = 24
+"""Bits of the digest that are compared."""
+MOST_NAMED = 1000
+"""Number of reads of a forward that are kept to be named."""
+_COUNT = "_lockstep_count"
+"""Attribute of a tensor that is a count."""
+
+
+def _named(*names: str) -> frozenset[Any]:
+    found = (getattr(owner, name, None) for owner in (torch, Tensor) for name in names)
+    return frozenset(each for each in found if each is not None)
+
+
+READS = _named(
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist"),
+    *("equal", "allclose", "is_nonzero"),
+)
+"""Functions that return a number on the host."""
+_COUNTING = _named("any", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere")
+_SUMS = _named("sum", "cumsum")
+_COMPARISONS = _named(
+    *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
+    *("__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "not_equal"),
+)
+
+
+class Read(NamedTuple):
+    """A number that was read."""
+
+    place: str
+    """File and line."""
+    value: str
+
+
+class PartReads:
+    """The reads of one forward of a part of a sequence."""
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self._digest = hashlib.blake2b(digest_size=BITS // 8)
+        self._has_counts = False
+
+    def note(self, function: Any, args: Any, result: Any, caller: FrameType) -> None:
+        """Note a call of torch, if it is a read that must be the same for all parts."""
+        if function in READS:
+            if not any(map(_is_count, args)) and not _is_several(result):
+                self._note_read(result, caller)
+        elif function in _COUNTING or (
+            _is_of_integers(args)
+            if function in _SUMS
+            else self._has_counts and _is_of_counts(function, args)
+        ):
+            self._mark(result)
+
+    def _note_read(self, value: Any, caller: FrameType) -> None:
+        if not is_call_of_model(caller):
+            return
+        frame = _outside_torch(outside_modes(caller))
+        place = f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
+        self._add(Read(place, repr(value)))
+
+    def _add(self, read: Read) -> None:
+        self._digest.update("\n".join(read).encode())
+        if len(self.reads) < MOST_NAMED:
+            self.reads.append(read)
+
+    def join(self, other: PartReads) -> None:
+        """Add the reads of another call of the same function, if it has read something else."""
+        if other.reads != self.reads:
+            for read in other.reads:
+                self._add(read)
+
+    def _mark(self, result: Any) -> None:
+        self._has_counts = True
+        for each in _tensors_of(result if isinstance(result, tuple | list) else (result,)):
+            setattr(each, _COUNT, True)
+
+    def bits(self, *salt: int) -> list[int]:
+        """Return the bits of the digest; all 0 if nothing was read. `salt`: mixed into it."""
+        if not self.reads:
+            return [0] * BITS
+        digest = self._digest.copy()
+        digest.update(repr(salt).encode())
+        number = int.from_bytes(digest.digest(), "little")
+        return [number >> bit & 1 for bit in range(BITS)]
+
+
+class Noting(TorchFunctionMode):
+    """Notes the reads of its body."""
+
+    def __init__(self, part: PartReads) -> None:
+        super().__init__()
+        self._part = part
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._part.note(func, args, result, sys._getframe(1))
+        return result
+
+
+def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[Any, Any], Any]:
+    """Return a function whose calls are noted in `part`: once, if all read the same. A rank may
+    call a loss more often than another rank."""
+    is_first = True
+
+    def noted(*args: Any) -> Any:
+        nonlocal is_first
+        of_call = part if is_first else PartReads()
+        is_first = False
+        with Noting(of_call):
+            result = function(*args)
+        if of_call is not part:
+            part.join(of_call)
+        return result
+
+    return noted
+
+
+class HostReads:
+    """The reads of a step's forwards of parts of sequences, which the ranks of `world` share out.
+    Every part of a forward must read the same."""
+
+    count = BITS
+    """Number of values that `numbers` returns."""
+
+    def __init__(self, world: World, *, is_summed: bool = True) -> None:
+        """`is_summed`: True if the numbers of a step are summed over `world`."""
+        self._world = world
+        self._is_summed = is_summed
+        self._ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
+        self._layout: TokenLayout
+        """The layout of the latest part that read a number."""
+        self._forwards = 0
+        self._sums = [0] * BITS
+        self._reads: dict[tuple[int, int], list[Read]] = {}
+        self._before = self._reads
+
+    def begin(self) -> int:
+        """Return the number of a forward. Every rank of the axis begins the same forwards."""
+        self._forwards += 1
+        return self._forwards
+
+    def end_part(self, forward: int, layout: TokenLayout, part: PartReads) -> None:
+        """Add the reads of a part of a forward. `layout`: of its tokens."""
+        place, size = layout.world.rank, layout.world.size
+        if size > 1 and part.reads:
+            self._layout = layout
+            factor = size - 1 if place == 0 else -1
+            bits = part.bits(forward, self._ranks[0])
+            self._sums = [total + factor * bit for total, bit in zip(self._sums, bits, strict=True)]
+            self._reads[forward, place] = part.reads
+
+    def numbers(self) -> list[float]:
+        """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
+        forward have read the same. Every rank of `world` calls it."""
+        sums = torch.tensor(self._sums, dtype=torch.float64)
+        if not self._is_summed:
+            self._world.all_reduce(sums)
+        numbers: list[float] = sums.tolist()
+        return numbers
+
+    def end_step(self) -> None:
+        """Keep the reads since the previous step, to be named if they differ."""
+        self._before, self._reads = self._reads, {}
+        self._sums, self._forwards = [0] * BITS, 0
+
+    def difference(self) -> str | None:
+        """Return the first difference between the parts of a forward in the last step; None if
+        there is none. Every rank of `world` calls it."""
+        mine = [[*key, reads] for key, reads in self._before.items()]
+        everyone = [each for theirs in self._world.gather_values(mine) for each in theirs]
+        forwards: dict[int, dict[int, list[Read]]] = {}
+        for forward, place, reads in everyone:
+            forwards.setdefault(forward, {})[place] = [Read(*each) for each in reads]
+        for _, parts in sorted(forwards.items()):
+            first, *others = sorted(parts)
+            for other in others:
+                for one, two in zip_longest(parts[first], parts[other]):
+                    if one != two:
+                        return self._explained({first: one, other: two})
+        return None
+
+    def _explained(self, reads: dict[int, Read | None]) -> str:
+        layout = self._layout
+        is_chunked = isinstance(layout.world, ChunkAxis)
+        found = [
+            f"{read.place}, gives {read.value} on"
+            f" {f'chunk {part}' if is_chunked else f'rank {self._ranks[part]}'}"
+            for part, read in reads.items()
+            if read is not None
+        ]
+        return (
+            f"under {layout.cut_by} the model, or its loss, reads a number of some of the tokens:"
+            f" {' and '.join(found)}; one process reads the number of all tokens, and a branch on"
+            " it computes another model; decide for each token by itself (torch.where); for"
+            " experts, skip those that no token has chosen (chosen.any()); leave a number that is"
+            f" only logged in its tensor (x.detach()); or {layout.otherwise}"
+        )
+
+    def error(self, difference: str | None) -> RecipeError:
+        """Return the error. `difference`: None if it cannot be named."""
+        return RecipeError(
+            difference
+            or "the model reads a number that differs between the ranks; decide for each token by"
+            " itself (torch.where)"
+        )
+
+
+def _tensors_of(values: Any) -> Iterator[Tensor]:
+    return (each for each in values if isinstance(each, Tensor))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, _COUNT)
+
+
+def _is_of_counts(function: Any, args: Any) -> bool:
+    """True if the result of a function of counts is a count, or says if one is 0."""
+    if function in _COMPARISONS:
+        return all(map(_is_count_or_zero, args))
+    return any(map(_is_count, args))
+
+
+def _is_count_or_zero(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, int) and value == 0)
+
+
+def _is_of_integers(args: Any) -> bool:
+    first = args[0] if args else None
+    return isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex())
+
+
+def _is_several(value: Any) -> bool:
+    return isinstance(value, list) and len(value) != 1
+
+
+def _outside_torch(frame: FrameType) -> FrameType:
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,122 @@
+"""The comparison of all that the ranks must do alike in a step, with the numbers of the step: it
+needs no collective besides theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base import accelerator
+from lockstep.base.errors import RecipeError
+from lockstep.comm.mesh import to_local
+from lockstep.comm.world import World
+from lockstep.training.reducers.exchange_order import ExchangeOrder
+
+
+class Alike(Protocol):
+    """Something that the ranks of a process group must do alike."""
+
+    @property
+    def count(self) -> int:
+        """Number of values that `numbers` returns."""
+
+    def numbers(self) -> list[float]:
+        """Return numbers whose sums over all ranks of a step are 0 exactly if the ranks agree.
+        Every rank calls it."""
+
+    def end_step(self) -> None:
+        """Keep what this rank has done since the previous step, to be named if it differs."""
+
+    def difference(self) -> str | None:
+        """Return the first difference between the ranks in the last step; None if there is none.
+        Every rank of the process group calls it."""
+
+    def error(self, difference: str | None) -> RecipeError:
+        """Return the error. `difference`: None if it cannot be named."""
+
+
+class StepAgreement:
+    """The comparison of what the ranks have done in each step of one model."""
+
+    def __init__(self, summed: World, alike: Sequence[Alike] = ()) -> None:
+        """`summed`: the ranks that sum the numbers of a step. `alike`: what is compared, besides
+        the orders of exchanges."""
+        self._summed = summed
+        self._alike = list(alike)
+        self._orders: dict[int, ExchangeOrder] = {}
+        self._late: tuple[Tensor, torch.Event] | None = None
+        """True if the ranks differed in the previous step, while it is copied to the host."""
+
+    def over(self, world: World) -> ExchangeOrder | None:
+        """Return the order of exchanges over `world`; None if nothing needs to be compared. Every
+        rank of `summed` calls it."""
+        if world.size == 1 or world.shared_memory is not None:
+            return None
+        if id(world) not in self._orders:
+            order = self._orders[id(world)] = ExchangeOrder(world, self._summed)
+            self._alike.append(order)
+        return self._orders[id(world)]
+
+    @property
+    def count(self) -> int:
+        """Number of values that `numbers` returns."""
+        return sum(each.count for each in self._alike)
+
+    def numbers(self) -> list[float]:
+        """Return this rank's numbers. Their sums over `summed` are 0 exactly if the ranks agree."""
+        return [number for each in self._alike for number in each.numbers()]
+
+    def end_step(self) -> None:
+        for each in self._alike:
+            each.end_step()
+
+    def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise `RecipeError` if the ranks differ. On an accelerator, whose host need not wait,
+        make a gradient of `parameters` NaN instead, and raise in the next step. Called after
+        `end_step`. `sums`: of all ranks' numbers."""
+        has_streams = accelerator.has_streams(sums.device)
+        is_offloaded = to_local(parameters[0]).is_cpu
+        if sums.is_cpu or (has_streams and is_offloaded):
+            if bool(sums.any()):
+                self._refuse()
+            return
+        differ = sums.any()
+        gradients = (to_local(p.grad) for p in parameters if p.grad is not None)
+        for gradient in [each for each in gradients if each.numel()][:1]:
+            gradient.mul_(torch.where(differ, math.nan, 1.0))
+        if has_streams:  # the planner has none
+            copied = differ.to("cpu", non_blocking=True)
+            self._late = copied, accelerator.recorded_event(sums.device)
+
+    def compare_now(self) -> None:
+        """Raise `RecipeError` if the ranks differ. Every rank of `summed` calls it, outside of
+        steps."""
+        if not self._alike:
+            return
+        everyone = self._summed.gather_values(self.numbers())
+        self.end_step()
+        if any(map(sum, zip(*everyone, strict=True))):
+            self._refuse()
+
+    def refuse_late(self) -> None:
+        """Raise `RecipeError`, on every rank, if the ranks differed in the last step. Waits for the
+        device."""
+        before, self._late = self._late, None
+        if before is not None:
+            before[1].synchronize()
+            if bool(before[0]):
+                self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        """Raise `RecipeError` with the first difference. Every rank of `summed` calls it, after
+        `end_step`."""
+        mine = [each.difference() for each in self._alike]
+        everyone = self._summed.gather_values(mine)
+        for each, texts in zip(self._alike, zip(*everyone, strict=True), strict=True):
+            for text in filter(None, texts):
+                raise each.error(text)
+        raise self._alike[0].error(None)

@@ -1,0 +1,128 @@
+"""A branch on a number of some of the tokens: refused on all ranks before the step is applied, if
+the ranks read different numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.base.errors import RecipeError
+from lockstep.testing.pool import WorkerPool
+
+WORDS, WIDTH, TOKENS, RARE = 12, 8, 16, 11
+PLANS = (
+    "context=2",
+    "context=2,transport=torch",
+    "context=2,numerics=bitwise",
+    "replicate=2,numerics=bitwise",
+    "shard=2,numerics=bitwise",
+)
+
+
+class Reader(nn.Module):
+    """Reads the number of rare words in some way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.double()
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.words(text)
+        heads = x[:, None]
+        x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        if self.way == "branch" and text.amax() == RARE:
+            x = 2 * x
+        if self.way == "number":
+            x = x * (1 + (text.amax() == RARE).long().item())
+        if self.way == "experts":
+            for choice, expert in zip((text == RARE, text != RARE), self.experts, strict=True):
+                if choice.any():
+                    x = x.masked_scatter(choice[..., None], expert(x[choice]))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def texts(*, rare: bool) -> TensorDataset:
+    """Texts; with `rare`, one has a rare word in its second quarter."""
+    text = torch.randint(RARE, (24, TOKENS), generator=torch.Generator().manual_seed(2))
+    if rare:
+        text[7, TOKENS // 4 + 1] = RARE
+    return TensorDataset(text)
+
+
+def recipe(way: str, *, in_loss: bool = False, in_evaluation: bool = False) -> ls.Recipe:
+    def loss(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
+        entropy = F.cross_entropy(output.flatten(0, 1), batch[0].flatten(), reduction="sum")
+        return ls.Sum(2 * entropy if in_loss and batch[0].amax() == RARE else entropy)
+
+    evaluation = ls.Evaluation(data=texts(rare=True), every=2) if in_evaluation else None
+    return ls.Recipe(
+        model=lambda: Reader(way),
+        data=texts(rare=not in_evaluation),
+        inputs=lambda batch: batch[0],
+        loss=loss,
+        weight=lambda batch: batch[0].numel(),
+        sequence=ls.Sequence(chunks=4),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        evaluation=evaluation,
+        global_batch=4,
+        microbatch=2,
+        steps=6,
+        blocks=["experts.*"],
+        stages=None,
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "branch": {"way": "branch"},
+    "number": {"way": "number"},
+    "loss": {"way": "", "in_loss": True},
+    "evaluation": {"way": "branch", "in_evaluation": True},
+}
+
+
+def train(run_dir: str, plans: Sequence[str]) -> list[tuple[str, str, float | str]]:
+    """Return (plan, case, the error or the last loss)."""
+    found: list[tuple[str, str, float | str]] = []
+    for plan in plans:
+        for name, case in {**CASES, "experts": {"way": "experts"}}.items():
+            options = {"plan": plan, "run_dir": f"{run_dir}/{plan}/{name}", "log_every": 1}
+            try:
+                found.append((plan, name, ls.train(recipe(**case), **options).loss))
+            except RecipeError as error:
+                found.append((plan, name, str(error)))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_would_decide_differently_refuse_it(pool: WorkerPool, tmp_path: Path) -> None:
+    alone = ("replicate=1", "replicate=1,numerics=bitwise")
+    (one,) = pool.run(1, train, str(tmp_path / "1"), alone)
+    first, second = pool.run(2, train, str(tmp_path / "2"), PLANS, timeout_seconds=100)
+    assert first == second, "on all ranks"
+    losses = {(plan, name): found for plan, name, found in one}
+    assert isinstance(losses["replicate=1", "branch"], float), "one process decides by all tokens"
+    for plan, name, found in [*first, *one]:
+        bits = ",numerics=bitwise" if "bitwise" in plan else ""
+        if name == "experts":
+            assert found == pytest.approx(losses[f"replicate=1{bits}", name], rel=1e-12)
+        elif plan != "replicate=1":
+            assert isinstance(found, str), (plan, name)
+            where = "chunk" if bits else "rank"
+            assert re.search(rf"test_host_reads.py, line \d+, gives .* on {where} \d", found)
+            folder = tmp_path / ("1" if (plan, name, found) in one else "2") / plan / name
+            rows = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+            assert rows, (plan, name, "the check before the first step does not see it")
+            assert not (folder / "model.safetensors").exists()
