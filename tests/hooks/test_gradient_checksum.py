@@ -14,7 +14,7 @@ from torch import Tensor
 from training.subjects import adamw, each_of, network, recipe, rows, squared_error
 
 import lockstep as ls
-from lockstep.hooks.gradient_checksum import checksum_of
+from lockstep.hooks.gradient_checksum import PIECE_ELEMENTS, checksum_of
 from lockstep.logging.run_files import CHECKSUM
 from lockstep.testing.pool import WorkerPool
 
@@ -34,6 +34,14 @@ def test_the_parts_of_a_gradient_add_up_to_its_checksum(cut: int, dtype: torch.d
     gradient = torch.randn(12, 3).to(dtype)
     parts = checksum_of([("w", gradient[:cut])], CPU) + checksum_of([("w", gradient[cut:])], CPU)
     assert value(w=gradient) == int(parts)
+
+
+@pytest.mark.parametrize("elements", [PIECE_ELEMENTS, PIECE_ELEMENTS + 1, 3 * PIECE_ELEMENTS - 1])
+def test_a_large_gradient_is_summed_in_pieces(elements: int) -> None:
+    gradient = torch.randn(elements)
+    rows = [gradient[start : start + 1000] for start in range(0, elements, 1000)]
+    parts = sum(int(checksum_of([("w", row)], CPU)) for row in rows)
+    assert (value(w=gradient) - parts) % 2**64 == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])

@@ -16,6 +16,9 @@ from lockstep.training.run import Run
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Bytes of an element -> the dtype in which its bits are summed."""
+PIECE_ELEMENTS = 2**16
+"""Number of elements summed at once on a CPU, where torch first copies them as 64-bit numbers: this
+copy fits the cache."""
 
 
 class GradientChecksum(ControlHook):
@@ -58,8 +61,10 @@ def checksum_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -
     for name, gradient in gradients:
         parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         words = parts.detach().contiguous().view(_WORDS[parts.element_size()])
-        sums.append(words.sum(dtype=torch.int64).to(device))
-        factors.append(_factor(name))
+        cut = words.is_cpu and words.numel() > PIECE_ELEMENTS
+        pieces = words.view(-1).split(PIECE_ELEMENTS) if cut else [words]
+        sums += [piece.sum(dtype=torch.int64).to(device) for piece in pieces]
+        factors += [_factor(name)] * len(pieces)
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)
     return (torch.stack(sums) * torch.tensor(factors, device=device)).sum()
