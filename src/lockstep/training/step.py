@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -339,21 +339,21 @@ class Step:
         """True while a microbatch of another rank is computed, to compare its gradient."""
         return self._borrowed is not None
 
-    @contextmanager
-    def comparing(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+    def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
         """A context in which the backwards of these microbatches are computed: it records the
         gradient of one that ranks compare, and discards that of another rank's."""
         if self._borrowed is not None:
-            reducer = self._recomputing_reducer
-            with reducer.discarding(), reducer.recording.of(self._borrowed[1]):
-                yield
-            return
+            return self._discarding(self._borrowed[1])
         place = self._compared_among(microbatches)
         if place is None or self._recomputation is None:
-            yield
-            return
+            return nullcontext()
         number = place if len(microbatches) > 1 else None
-        with self._recomputing_reducer.recording.of(self._recomputation.own, number):
+        return self._recomputing_reducer.recording.of(self._recomputation.own, number)
+
+    @contextmanager
+    def _discarding(self, found: MicrobatchChecksums) -> Iterator[None]:
+        reducer = self._recomputing_reducer
+        with reducer.discarding(), reducer.recording.of(found):
             yield
 
     def _compared_among(self, microbatches: Sequence[Microbatch]) -> int | None:

@@ -144,6 +144,7 @@ class TrainModule:
         self._max_microbatches = 0
         self._chosen_trainable: list[str] | None = None  # by `set_trainable`
         self._tied = self._tied_gradients()
+        self._counted = self._counted_now()
         serial = (model, self.device, self.autocast, self.flops, parallel.streams)
         if parallel.pipeline is None:
             self.executor = (
@@ -208,6 +209,7 @@ class TrainModule:
         trainable = {name: parameter for name, parameter in self.held.items() if name in names}
         self.names, self.parameters = list(trainable), list(trainable.values())
         self._tied = self._tied_gradients()
+        self._counted = self._counted_now()
         self.snapshot.note_trainable()
         if self._reducer is not None:
             self._close_reducer()
@@ -368,8 +370,7 @@ class TrainModule:
         of the first of them."""
         return [(name, each.grad) for name, each in self._counted if each.grad is not None]
 
-    @property
-    def _counted(self) -> list[tuple[str, nn.Parameter]]:
+    def _counted_now(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that this rank counts in the norm."""
         named = zip(self.names, self.parameters, strict=True)
         return [each for each in named if self._tied is None or self._tied.counts(each[1])]
@@ -418,10 +419,11 @@ class TrainModule:
     def _step_optimizers(
         self, norm: Tensor | float, divisor: Tensor | float, closure: Callable[[], Any] | None
     ) -> bool | None:
-        if isinstance(divisor, Tensor) or divisor != 1.0:
-            grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=self.device)
-            for optimizer in self.optimizers:
-                optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]  # read by torch's fused optimizers
+        if not isinstance(divisor, Tensor) and divisor == 1.0:
+            return self._step_if_finite(norm, closure)
+        grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=self.device)
+        for optimizer in self.optimizers:
+            optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]  # read by torch's fused optimizers
         try:
             return self._step_if_finite(norm, closure)
         finally:
