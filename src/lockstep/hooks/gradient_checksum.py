@@ -62,7 +62,7 @@ def checksum_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -
         parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         words = parts.detach().contiguous().view(_WORDS[parts.element_size()])
         cut = words.is_cpu and words.numel() > PIECE_ELEMENTS
-        pieces = words.view(-1).split(PIECE_ELEMENTS) if cut else [words]
+        pieces = torch.split(words.view(-1), PIECE_ELEMENTS) if cut else [words]
         sums += [piece.sum(dtype=torch.int64).to(device) for piece in pieces]
         factors += [_factor(name)] * len(pieces)
     if not sums:
