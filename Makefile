@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed-for
 PEERS := build/peers
 ZOO := build/zoo
 CODE := src tests examples benchmarks website
-# Tests wait for processes and for time: with a worker for each of two cores, a third of both idles.
+# Tests wait for processes and for time, so there are more workers than the two cores of CI.
 TESTED := $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder
 
 # Processes share the bytecode of what they import. Without it, each of them compiles all modules of lockstep.

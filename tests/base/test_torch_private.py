@@ -108,6 +108,13 @@ def test_is_distributed_and_to_local(mesh):
     assert part.data_ptr() == distributed.to_local().data_ptr()
 
 
+def test_local_box(mesh):
+    tensor = torch.ones(4, 3)
+    distributed = distribute_tensor(tensor, mesh["a"], [Shard(0)])
+    assert torch_private.local_box(tensor) == ((0, 0), (4, 3))
+    assert torch_private.local_box(distributed) == ((0, 0), (4, 3))
+
+
 def test_set_item_of_distributed(mesh):
     before = dict(DTensor._op_dispatcher._custom_op_handlers)
     distributed = distribute_tensor(torch.arange(4.0), mesh["a"], [Shard(0)])
@@ -664,7 +671,9 @@ def test_default_mps_generator():
 
 def test_remove_forward_hooks(mesh):
     model = fully_shard(nn.Linear(2, 2), mesh=mesh["a"])
+    assert torch_private.gathers_in_forward(model)
     torch_private.remove_forward_hooks(model)
+    assert not torch_private.gathers_in_forward(model)
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
 

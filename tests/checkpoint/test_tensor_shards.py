@@ -8,10 +8,12 @@ from collections import Counter
 from itertools import pairwise, product
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 from safetensors.torch import load
 
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.tensor_shards import (
     DTYPES,
     FileLayout,
@@ -68,6 +70,15 @@ def test_ranks_that_hold_the_same_shards_write_a_part_each(sizes: list[int], ran
     ]
     written = [sum(piece.bytes for piece in mine) for mine in assign_writes([pieces] * ranks)]
     assert max(written) - min(written) <= max(piece.bytes for piece in pieces)
+
+
+def test_a_state_whose_shards_are_no_tensor_is_not_saved() -> None:
+    """A plain tensor that is longer on one rank than on another; a part that no rank holds."""
+    short, long = (TensorShard("m", "float32", (size,), (0,), (size,)) for size in (2, 3))
+    half = TensorShard("m", "float32", (4,), (0,), (2,))
+    for everyone in ([[short], [long]], [[half], [half]]):
+        with pytest.raises(CheckpointError, match="the state cannot be saved: the shards of 'm'"):
+            assign_writes(everyone)
 
 
 @given(grids())

@@ -166,7 +166,7 @@ def traced(
     )
     if resolved.pipeline != 1:
         boundaries = (
-            stage_split(given, resolved, chosen).boundaries
+            stage_split(given or recipe(), resolved, chosen).boundaries
             if given is not None or options
             else plain_boundaries(resolved, size)
         )

@@ -1950,9 +1950,6 @@ CHUNKED_PLANS = "training/test_chunked_logits.py::test_every_plan_trains_the_mod
 PLANS = "device/test_plan_remedies.py::test_the_plans_that_an_error_recommends_train_the_model_of_one_process"
 RECOMPUTED = "training/test_recomputation.py::test_what_cannot_be_recomputed_is_refused_and_the_remedies_work"
 CONTEXT = "training/test_context_axis.py::test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process"
-STAGES_OF_CHUNKS = (
-    "training/test_context_pipeline.py::test_stages_of_chunks_have_the_bits_of_one_process"
-)
 ELSEWHERE = {
     "leave {said} out, or {axis}": CONTEXT,
     "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context": CONTEXT,
@@ -1963,7 +1960,6 @@ ELSEWHERE = {
     "give each its own module, and share the parameters": (
         "training/test_bitwise_pipeline.py::test_one_module_that_is_two_parts_is_refused"
     ),
-    "use replicate instead of shard, or leave numerics=bitwise out": STAGES_OF_CHUNKS,
     "choose colwise and rowwise in": "training/test_context_axis.py::test_ranks_that_share_out_tokens_train_the_model_of_one_process",
     "use machines of one kind, or numerics=fast": (
         "device/test_sharing_devices.py::test_unequal_devices_are_refused_under_bitwise_and_said_otherwise"
@@ -2134,7 +2130,6 @@ HANDED_ON = (
 """Texts whose remedies are made elsewhere."""
 
 UNTRIED = (
-    "use replicate, or leave --recompute-every out",
     "leave out branches that depend on the tokens, or leave numerics=bitwise out",
     "give sequences of at least {processes.size} tokens, or a smaller context",
     "without Recipe.sequence and context",

@@ -18,10 +18,8 @@ from training.subjects import each_of, learned
 from training.test_context_axis import Fails, recipe
 
 import lockstep as ls
-from lockstep.base.errors import DataError, PlanError, RecipeError
-from lockstep.plan import Plan
+from lockstep.base.errors import DataError, RecipeError
 from lockstep.testing.pool import WorkerPool
-from lockstep.training.set_up import check_recomputed_chunks
 
 ALONE = "replicate=1,numerics=bitwise"
 PLANS = {
@@ -241,19 +239,6 @@ def test_so_has_a_model_of_transformers_with_dropout_of_attention(
     (alone,) = pool.run(1, train_llama, str(tmp_path / "alone"), ALONE)
     plan = "context=2,numerics=bitwise,checkpointing=full"
     assert pool.run(2, train_llama, str(tmp_path / "both"), plan) == [alone] * 2
-
-
-def test_chunks_of_shards_and_stages_are_not_recomputed() -> None:
-    sequence, shard = ls.Sequence(), Plan(shard=2, numerics="bitwise")
-    for refused in (shard, Plan(replicate=2, pipeline=2, numerics="bitwise")):
-        with pytest.raises(PlanError, match="use replicate, or leave --recompute-every out"):
-            check_recomputed_chunks(refused, sequence, 5)
-    for plan, given, every in [
-        (shard, sequence, 0),
-        (shard, None, 5),
-        (Plan(replicate=2, numerics="bitwise"), sequence, 5),
-    ]:
-        check_recomputed_chunks(plan, given, every)
 
 
 class Renormed(GPT):

@@ -265,6 +265,8 @@ MORE_BITWISE_PLANS = {
     2: ("pipeline=2,schedule=gpipe", "pipeline=2,schedule=interleaved", "shard=2"),
     3: ("pipeline=3", "pipeline=3,schedule=zero-bubble"),
     4: (
+        "shard=2,pipeline=2",
+        "shard=2,pipeline=2,schedule=zero-bubble,checkpointing=full",
         "pipeline=2,context=2,schedule=zero-bubble,checkpointing=full",
         "pipeline=2,context=2,schedule=interleaved",
         "replicate=2,pipeline=2,checkpointing=full",
@@ -316,6 +318,36 @@ def test_stages_of_chunks_have_the_bits_of_one_process(
         assert found == results * len(plans), plans
     written = [learned(tmp_path / str(number)) for number in range(len(plans) * len(BITWISE))]
     assert written == rows * len(plans)
+
+
+MANY: list[dict[str, Any]] = [
+    SHIFTING | {"model": Idle, "optimizer": adamw, "global_batch": 9, "microbatch": 1},
+    DOCUMENTS | {"global_batch": 9, "microbatch": 1},
+]
+"""Nine microbatches, so that two ranks have unequally many, and as many as interleaved stages."""
+
+
+def train_many(run_dir: str, plans: Sequence[str]) -> list[Bits]:
+    cases = [(plan, changes) for plan in plans for changes in MANY]
+    return each_of(train_bits, run_dir, cases, may_refuse=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_sharded_stages_of_chunks_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    with WorkerPool(8) as larger:
+        (alone,) = larger.run(1, train_many, str(tmp_path / "alone"), [ALONE])
+        for size, plans in {
+            4: ("shard=2,pipeline=2,schedule=interleaved,sharding=gradients",),
+            8: (
+                "shard=2,pipeline=2,context=2,schedule=interleaved,checkpointing=full",
+                "replicate=2,shard=2,pipeline=2,schedule=zero-bubble",
+                "replicate=2,pipeline=2,context=2",
+            ),
+        }.items():
+            folder = str(tmp_path / str(size))
+            for found in larger.run(size, train_many, folder, plans, timeout_seconds=150):
+                assert found == alone * len(plans), plans
 
 
 def begin(run_dir: str, plan: str) -> None:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training import faulty, test_balance, test_context_axis, test_pipeline_axis
+from training import (
+    faulty,
+    test_balance,
+    test_context_axis,
+    test_context_pipeline,
+    test_pipeline_axis,
+)
 from training.subjects import adamw, network, recipe, rows, squared_error
 
 import lockstep as ls
@@ -390,6 +396,39 @@ def test_ranks_that_exchange_inside_of_layers_are_named_together(
     assert (event["ranks"], event["is_certain"]) == ([0, 1, 2, 3], False)
     assert f"rank 1 ({socket.gethostname()}, " in wrong["error"]
     assert f"{axis} rank 1) and rank 2 (" in wrong["error"]
+
+
+def sequences(**changes: Any) -> ls.Recipe:
+    """In stages, with tied weights, dropout and texts of several lengths."""
+    given = {"model": test_context_pipeline.Generator, "stages": test_context_pipeline.STAGES}
+    shifting = {"tensor": None, "global_batch": 8, "steps": 2, **test_context_pipeline.SHIFTING}
+    return test_context_axis.recipe(**given | shifting | changes)
+
+
+def in_chunks(run_dir: str, plan: str) -> list[dict[str, Any]]:
+    faults = (0, None), (1, None), (1, faulty.InLayers(1, 1))
+    return several(run_dir, [(plan, every, fault, {}, 2, sequences) for every, fault in faults])
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("plan", "ranks", "named"),
+    [
+        ("shard=3", 3, [1]),
+        pytest.param("replicate=2,pipeline=2", 4, [0, 1], marks=pytest.mark.slow),
+        pytest.param("shard=2,pipeline=2,schedule=zero-bubble", 4, [0, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_a_microbatch_of_sequences_in_chunks_is_compared(
+    pool: WorkerPool, tmp_path: Path, plan: str, ranks: int, named: list[int]
+) -> None:
+    without, checked, wrong = pool.run(ranks, in_chunks, str(tmp_path), plan, timeout_seconds=160)[
+        0
+    ]
+    assert checked == without
+    assert checked["error"] == ""
+    (event,) = wrong["events"]
+    assert (event["ranks"], event["is_certain"]) == (named, len(named) == 1)
 
 
 class Tied(torch.nn.Sequential):

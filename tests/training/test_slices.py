@@ -320,7 +320,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": lambda: Between(lambda _, x: F.alpha_dropout(x, 0.1, True)), "tensor": BETWEEN},
-        "alpha_dropout of a tensor that is sharded over the tensor axis, on cpu, with slices",
+        "alpha_dropout of a tensor that is sharded over the tensor axis, with slices",
     ),
     (
         {"model": lambda: Between(with_weight), "tensor": BETWEEN},
@@ -332,15 +332,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": lambda: Between(lambda _, x: x * x.softmax(0)), "tensor": BETWEEN},
-        "softmax of a tensor that is sharded over the tensor axis, which adds over its tokens",
+        "softmax of a tensor that is sharded over the tensor axis, which adds over dims before its last",
     ),
     (
         {"model": lambda: Between(lambda _, x: x * x[:1]), "tensor": BETWEEN},
-        "mul of a tensor that is sharded over the tensor axis, whose gradient is a sum over its",
+        "mul of a tensor that is sharded over the tensor axis, whose gradient is a sum over",
     ),
     (
         {"model": lambda: Between(lambda _, x: x * torch.trapezoid(x, dim=0)), "tensor": BETWEEN},
-        "trapezoid of a tensor that is sharded over the tensor axis, which adds over its tokens",
+        "trapezoid of a tensor that is sharded over the tensor axis, which adds over dims before its last",
     ),
     (
         {"model": lambda: Between(lambda _, x: Doubled.apply(x)), "tensor": BETWEEN},
@@ -383,9 +383,9 @@ def test_what_depends_on_the_number_of_ranks_is_refused_on_one_too(
     assert [error for error in ranks[0] if error not in one] == [ranks[0][-1]]
 
 
-def with_noise(run_dir: str, noise: Callable[[Tensor], Tensor]) -> None:
+def with_noise(run_dir: str, noise: Callable[[Tensor, bool], Tensor]) -> None:
     def model() -> nn.Module:
-        return Between(lambda _, x: x * noise(x))
+        return Between(lambda model, x: x * noise(x, model.training))
 
     changes = {"model": model, "tensor": BETWEEN, "evaluation": None}
     train(run_dir, "tensor=2,numerics=bitwise,slices=2", **changes)
@@ -393,10 +393,15 @@ def with_noise(run_dir: str, noise: Callable[[Tensor], Tensor]) -> None:
 
 def noise_of_a_part(run_dir: str) -> None:
     """Each rank would draw the same numbers for its part. Dropout draws one mask, in evaluation
-    too."""
-    with pytest.raises(RecipeError, match="computes something else"):
-        with_noise(f"{run_dir}/0", lambda x: torch.rand(x.shape))
-    with_noise(f"{run_dir}/1", lambda x: F.dropout(x, 0.1))
+    and of a transposed tensor too."""
+    noises: list[Callable[[Tensor, bool], Tensor]] = [
+        lambda x, _: torch.rand(x.shape),
+        lambda x, training: torch.rand(x.shape) if training else torch.ones(x.shape),
+    ]
+    for number, noise in enumerate(noises):
+        with pytest.raises(RecipeError, match="mul of random numbers of shape"):
+            with_noise(f"{run_dir}/{number}", noise)
+    with_noise(f"{run_dir}/{len(noises)}", lambda x, _: F.dropout(x.mT, 0.1).mT)
 
 
 def test_random_numbers_of_a_part_are_refused(pool: WorkerPool, tmp_path: Path) -> None:

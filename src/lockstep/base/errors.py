@@ -60,9 +60,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used for this run, or a state that cannot be saved."""
 
 
-def first_few(names: Sequence[str]) -> str:
+def first_few(names: Sequence[object]) -> str:
     """Return the first five names as text, and the number of the others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(str, names[:5])) + more
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

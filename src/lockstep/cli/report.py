@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.files import write_atomically
 from lockstep.base.foreign_text import show
-from lockstep.cli.arguments import check_output, unwritable
+from lockstep.cli.arguments import check_output, print_json, unwritable
 from lockstep.logging.run_files import is_there
 from lockstep.search.request import SEARCH, check_storage
 
@@ -70,7 +69,10 @@ def command(
     data, lines, make = _of_search(Path(searches[0]), storage) if searches else _of_runs(run_dirs)
     if makes_page:
         check_output(path, "report", lambda old: GENERATOR.encode() in old)
-    show(json.dumps(data, indent=2, allow_nan=False) if as_json else "\n".join(lines))
+    if as_json:
+        print_json(data)
+    else:
+        show("\n".join(lines))
     if makes_page:
         # names of folders may contain any bytes
         text = make(time.time()).encode(errors="backslashreplace")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.base.errors import CheckpointError, DivergenceError
+from lockstep.base.errors import CheckpointError, DivergenceError, first_few
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.checkpoint.json_state import encode
 from lockstep.comm.mesh import to_local
@@ -201,7 +201,7 @@ class UnsavedState:
         if found:
             line = (
                 "warning: attributes of the model or an optimizer change, and no checkpoint holds"
-                f" them: {', '.join(found[:5])}{', ...' if len(found) > 5 else ''}; unless each"
+                f" them: {first_few(found)}; unless each"
                 " step sets them anew, a resumed run goes on with others; keep them in buffers, in"
                 " get_extra_state and set_extra_state, or in the optimizer's state"
             )

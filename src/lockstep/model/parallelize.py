@@ -202,7 +202,8 @@ def parallelize(
             parts_held = {root: _blocks_within([root], block_names) for root in roots}
             shard_parts(model, mesh, parts_held, free_root=free, **options)
     if sharded and plan.numerics == "bitwise" and sequence is not None:
-        gather_whole(model)
+        for root in roots:
+            gather_whole(model.get_submodule(root))
     materialize(model)
     if plan.split != 1:
         split_over_devices(

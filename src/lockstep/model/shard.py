@@ -17,6 +17,7 @@ from lockstep.base.errors import PlanError, RecipeError, UserError
 from lockstep.base.torch_private import (
     fsdp_parameter_group,
     gathered,
+    gathers_in_forward,
     is_fsdp_root,
     reduce_gradients,
     remove_forward_hooks,
@@ -54,7 +55,7 @@ def reset_after_error(model: nn.Module) -> None:
 
 def gather_whole(model: nn.Module) -> None:
     """Let a forward gather all parameters of the model, until `reshard`, and reduce no gradient. So
-    several forwards and backwards can run in turn."""
+    several forwards and backwards can run in turn. `model`: or a part that `shard` has sharded."""
     groups = fsdp_groups(model)
     versions: dict[str, int] = {}
     for group in groups:
@@ -117,6 +118,9 @@ def weights_backward(model: nn.Module) -> Iterator[None]:
     reduces after one of its input, and this is neither. So gather all parameters of `model` before
     it, and reduce all gradients after it. Every rank enters it."""
     groups = fsdp_groups(model)
+    if not all(map(gathers_in_forward, groups)):  # see `gather_whole`
+        yield
+        return
     with unsharded(model):
         for group in groups:
             group.set_reshard_after_backward(False, recurse=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.base.errors import PlanError
+from lockstep.base.words import counted
 from lockstep.plan import Plan
 from lockstep.planner.prediction import Outcome, Prediction, text
 from lockstep.planner.trace import ON_HOST
@@ -98,8 +99,9 @@ class Space:
         if self.chunks is None:
             smaller += ", or, for a model of sequences, sequence=ls.Sequence()"
         return (
-            f"no plan can use {self.devices} devices: a step has {self.microbatches} microbatches"
-            f" (global_batch={self.samples}, microbatch={size}), and each data rank needs one;"
+            f"no plan can use {self.devices} devices: a step has"
+            f" {counted(self.microbatches, 'microbatch')} (global_batch={self.samples},"
+            f" microbatch={size}), and each data rank needs one;"
             f" planned for {self.usable_devices}; to use all, give"
             f" global_batch={self.devices * size}{smaller}"
         )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from lockstep.base.words import counted
+from lockstep.base.words import counted, enumerated
 from lockstep.pages.markup import Html, bar, element, swatch
 from lockstep.pages.scale import format_count, format_duration
 from lockstep.report.history import RunEvent, RunHistory, seconds_of
@@ -116,7 +116,7 @@ def _durations(found: Sequence[WorkerLoss]) -> str:
     texts = [
         format_duration(each.seconds) + ("" if each.is_known else " or more") for each in found
     ]
-    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
+    return enumerated(texts)
 
 
 def _between(progress: _Progress, begin: float, end: float) -> _Progress:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.container import process_id_space
-from lockstep.base.errors import RunDirectoryError
+from lockstep.base.errors import RunDirectoryError, first_few
 from lockstep.base.files import MOST_BITS, read_object
 from lockstep.logging.run_files import (
     CHECKSUM,
@@ -139,8 +139,7 @@ def _check(path: str) -> None:
             inside = sorted(found.parent.name for found in folder.glob(f"*/{RUN}"))
             remedy = "give another"
             if inside:
-                more = ", ..." if len(inside) > 4 else ""
-                remedy = f"give one of those in it, {', '.join(inside[:4])}{more}"
+                remedy = f"give one of those in it, {first_few(inside)}"
             raise RunDirectoryError(
                 f"{path} is not a run directory: it has no {RUN}, which a run writes when it"
                 f" starts; {remedy}"

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
+from lockstep.base.errors import first_few
 from lockstep.pages.scale import format_duration
 from lockstep.recipe.parameters import Value
 from lockstep.search.results import SearchResults, State, TrialResult
@@ -13,7 +14,6 @@ from lockstep.search.results import SearchResults, State, TrialResult
 STATES: tuple[State, ...] = ("complete", "pruned", "failed", "running", "waiting")
 _TOP = 5
 _MOST_FAILURES = 5
-_MOST_NUMBERS = 6
 _LONGEST_LINE = 200
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -112,11 +112,10 @@ def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
 
 
 def numbers(trials: Sequence[int]) -> str:
-    """Return the numbers of trials as text: trial 3; 8 trials (1, 2, 3, 4, 5, 6, ...)."""
+    """Return the numbers of trials as text: trial 3; 8 trials (1, 2, 3, 4, 5 and 3 more)."""
     if len(trials) == 1:
         return f"trial {trials[0]}"
-    more = ", ..." if len(trials) > _MOST_NUMBERS else ""
-    return f"{len(trials)} trials ({', '.join(map(str, trials[:_MOST_NUMBERS]))}{more})"
+    return f"{len(trials)} trials ({first_few(trials)})"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:

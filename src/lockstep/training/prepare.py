@@ -30,7 +30,7 @@ from lockstep.training.optim.optimizers import check_closures
 from lockstep.training.optim.whole_tensors import WholeTensorOptimizer
 from lockstep.training.pretrained import PretrainedWeights
 from lockstep.training.reducers.gradient_hooks import carried_over
-from lockstep.training.set_up import check_recomputed_chunks, check_sequence
+from lockstep.training.set_up import check_sequence
 from lockstep.training.train_module import TrainModule
 from lockstep.training.training import Training
 
@@ -69,7 +69,6 @@ def build_model(
     Every rank calls it. Raises `RecipeError`."""
     mesh = context.mesh
     check_sequence(context.plan, options.sequence)
-    check_recomputed_chunks(context.plan, options.sequence, context.recompute_every)
 
     def changed_factory() -> Any:
         model = factory()

@@ -281,20 +281,6 @@ def check_recomputation(plan: Plan, every: int) -> None:
             )
 
 
-def check_recomputed_chunks(plan: Plan, sequence: RecipeSequence | None, every: int) -> None:
-    """Raise `PlanError` if ranks would recompute shards or stages in chunks. `every`: as in
-    `check_recomputation`."""
-    if not every or sequence is None:
-        return
-    for name in ("shard", "pipeline"):
-        if (size := getattr(plan, name)) != 1:
-            raise PlanError(
-                f"--recompute-every {every} with {name}={size} and Recipe.sequence; the gradient"
-                f" of a microbatch that is computed in chunks is not compared under {name} yet;"
-                " use replicate, or leave --recompute-every out"
-            )
-
-
 def check_no_auto(plan: Plan, microbatch: object) -> None:
     """Raise `PlanError` or `RecipeError` if a setting is still `auto`."""
     why = "in your own loop; only ls.train has a loss to measure with; give a number"
@@ -358,13 +344,6 @@ def _check_bitwise_sequence(plan: Plan, sequence: RecipeSequence | None) -> None
             f"context={plan.context} with numerics=bitwise on a recipe without sequence; the chunks"
             " that are computed by themselves are the same on any number of processes if the recipe"
             " has them; give Recipe(sequence=ls.Sequence())"
-        )
-    if 1 not in (plan.pipeline, plan.shard):
-        raise PlanError(
-            f"shard={plan.shard} with pipeline={plan.pipeline}, numerics=bitwise and"
-            " Recipe.sequence; chunks of a sequence are computed in turn, with all parameters"
-            " gathered, and a stage gathers its own for each microbatch; use replicate instead of"
-            " shard, or leave numerics=bitwise out"
         )
     if plan.slices != 1:
         raise PlanError(

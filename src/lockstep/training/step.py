@@ -33,6 +33,7 @@ from lockstep.training.reducers.fsdp import FsdpReducer
 from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
 from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.reducer import RecomputingReducer
+from lockstep.training.reducers.rounds import RoundsReducer
 from lockstep.training.reducers.step_stats import Number
 from lockstep.training.set_up import Remark
 from lockstep.training.step_result import StepResult, numbers_of
@@ -371,7 +372,7 @@ class Step:
     @property
     def _recomputing_reducer(self) -> RecomputingReducer:
         reducer = self._module.reducer
-        if not isinstance(reducer, DdpReducer | FsdpReducer | OrderedReducer):
+        if not isinstance(reducer, DdpReducer | FsdpReducer | OrderedReducer | RoundsReducer):
             raise AssertionError("plans with other reducers are refused")
         return reducer
 

@@ -179,6 +179,8 @@ def test_calls_are_all_microbatches_in_order_and_what_torch_takes(
 def test_fewer_microbatches_than_stages() -> None:
     stages = Stages.split(Named(), ALL, ranks=4)
     check_microbatches(4, stages)
+    with pytest.raises(RecipeError, match=r"^1 microbatch per step in a pipeline of 4 stages"):
+        check_microbatches(1, stages)
     with pytest.raises(
         RecipeError,
         match=r"3 microbatches per step in a pipeline of 4 stages.*smaller microbatch.*fewer stages",

@@ -123,26 +123,30 @@ class Custom(torch.autograd.Function):
 
 
 REFUSED: dict[str, tuple[Compute, str]] = {
-    "trapezoid": (lambda x: torch.trapezoid(x, dim=2), "trapezoid of .* which adds over its tok"),
+    "trapezoid": (lambda x: torch.trapezoid(x, dim=2), "trapezoid of .* which adds over dims"),
     "nanmean": (lambda x: x.nanmean(2), "nanmean of .* whose forward calls aten.nansum"),
     "a loss of each": (
         lambda x: F.binary_cross_entropy_with_logits(x, x.detach() * 0, reduction="none"),
         "whose forward calls aten.binary_cross_entropy_with_logits",
     ),
-    "sum": (lambda x: x.sum(), "sum of .* adds over its tokens"),
-    "transposed sum": (lambda x: x.sum(2), "sum of .* adds over its tokens"),
-    "broadcast": (lambda x: x * x[:, :, :1], "mul of .* whose gradient is a sum over its tokens"),
+    "sum": (lambda x: x.sum(), "sum of .* adds over dims before its last"),
+    "transposed sum": (lambda x: x.sum(2), "sum of .* adds over dims before its last"),
+    "stacked sum": (lambda x: torch.stack([x, x]).sum(0), "sum of .* adds over dims before its"),
+    "broadcast": (lambda x: x * x[:, :, :1], "mul of .* whose gradient is a sum over dims"),
     "variance": (lambda x: x.var(-1), "var of .* whose forward calls aten.var"),
     "cumsum": (lambda x: x.cumsum(-1), "cumsum of .* aten.cumsum"),
     "an index": (lambda x: x[:, :, torch.tensor([0, 0])], "whose backward calls aten.index_put"),
     "einsum": (lambda x: torch.einsum("bhtd,bhsd->bhts", x, x), "einsum of .* products between"),
     "merged": (lambda x: torch.matmul(x.flatten(0, 1), x.flatten(0, 1).mT), "matmul of"),
-    "numpy": (lambda x: x.detach().numpy(), r"numpy of .* result \(ndarray\)"),
-    "item": (lambda x: x[0, 0, 0, 0].item(), r"item of .* result \(float\)"),
-    "a list": (lambda x: x.detach().tolist(), r"tolist of .* result \(float\)"),
-    "a hook": (
-        lambda x: x.register_hook(torch.exp),
-        r"register_hook of .* result \(RemovableHandle\)",
+    "numpy": (lambda x: x.detach().numpy(), "numpy of .* values of its heads"),
+    "item": (lambda x: x[0, 0, 0, 0].item(), "item of .* values of its heads"),
+    "a list": (lambda x: x.detach().tolist(), "tolist of .* values of its heads"),
+    "a hook": (lambda x: x.register_hook(torch.exp), "register_hook of .* values of its heads"),
+    "a branch": (lambda x: bool((x > 0).any()), "__bool__ of .* values of its heads"),
+    "noise": (lambda x: x * torch.rand(x.shape), "mul of random numbers of shape"),
+    "a noisy mask": (
+        lambda x: F.scaled_dot_product_attention(x, x, x, torch.rand(*x.shape[:3], x.shape[2])),
+        "scaled_dot_product_attention of random numbers of shape",
     ),
     "out": (lambda x: torch.exp(x.detach(), out=torch.empty(0)), r"exp of .* result \(in out=\)"),
     "random numbers": (torch.rand_like, "rand_like of"),
@@ -155,7 +159,10 @@ REFUSED: dict[str, tuple[Compute, str]] = {
         lambda x: checkpoint(F.silu, x, use_reentrant=True) * 2,
         "the backward of CheckpointFunction",
     ),
-    "dropout": (lambda x: F.dropout(x.flatten(0, 1), 0.5), "dropout of a tensor that is sharded"),
+    "dropout": (
+        lambda x: F.dropout(x.flatten(0, 1), 0.5),
+        r"dropout of a tensor of shape \(8, 7, 6\) that is sharded",
+    ),
 }
 
 

@@ -15,8 +15,8 @@ from lockstep.comm.world import World
 from lockstep.model.shard import _pass_through_block
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.elementwise import elementwise
-from lockstep.model.tensor.marks import is_sharded, mark_sharded
-from lockstep.model.tensor.sharded_dims import dims_of_moved
+from lockstep.model.tensor.marks import Shard, is_sharded, mark_sharded
+from lockstep.model.tensor.sharded_dims import shards_of
 from lockstep.model.tensor.sliced import Slices, linear, of_heads
 
 ALONE = World(
@@ -154,4 +154,5 @@ def test_a_skipped_layer_passes_its_input_on() -> None:
 
 
 def test_a_vector_of_features_has_one_dim() -> None:
-    assert dims_of_moved(Tensor.clone, (mark_sharded(torch.ones(4), 0),), {}, 1) == [0]
+    given = mark_sharded(torch.ones(4), 0)
+    assert shards_of(Tensor.clone, (given,), {}, {"keeps"}, [given]) == [Shard(0)]

@@ -4,6 +4,7 @@ masks."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
@@ -30,6 +31,7 @@ from model.tensor.models import (
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.assignment import MicrobatchAssignment
 from lockstep.base.errors import RecipeError
@@ -399,19 +401,128 @@ def test_a_hugging_face_model_brings_its_own_map(pool: WorkerPool) -> None:
             torch.testing.assert_close(gradient, truth, rtol=1e-9, atol=1e-12)
 
 
-class DropsOtherwise(nn.Module):
-    """Between its layers, a random function that has no mask to take a part of."""
+class Noisy(nn.Module):
+    """Computes something random between its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.seen: Tensor | None = None
+        self.up, self.down, self.compute = nn.Linear(4, 8), nn.Linear(8, 4), compute
+        self.scale = nn.Parameter(torch.full((1,), 1.1))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        if self.training:
-            self.seen = F.alpha_dropout(torch.ones_like(hidden), 0.5, True)
-        return self.down(hidden * torch.ones_like(hidden).bernoulli_(0.5))
+        return self.down(self.compute(hidden) if self.training else hidden)
+
+
+def channels(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+RANDOM: list[Callable[[Tensor], Tensor]] = [
+    lambda x: F.alpha_dropout(channels(x), 0.4, True).transpose(1, 2),
+    lambda x: F.feature_alpha_dropout(channels(x), 0.4, True).transpose(1, 2),
+    lambda x: F.dropout1d(channels(x), 0.4).transpose(1, 2),
+    lambda x: F.rrelu(x, 0.1, 0.4, True),
+    lambda x: x * torch.rand_like(channels(x)).transpose(1, 2) + torch.randn_like(x),
+    lambda x: x * torch.ones_like(x).bernoulli_(0.5) * torch.bernoulli(x.sigmoid().detach()),
+    lambda x: x * torch.poisson(x.detach().abs()),
+    lambda x: F.gumbel_softmax(x.unflatten(-1, (-1, 2)), dim=-1).flatten(-2),
+    lambda x: F.gumbel_softmax(x, dim=-1),
+    lambda x: F.alpha_dropout(x * 1, 0.4, True, True),
+]
+"""Functions that draw the random numbers of the full tensor. Also a softmax over all features."""
+
+
+def noisy_gradients(ranks: int) -> list[list[Tensor]]:
+    """For each function: the output, the gradients, and a random number that is drawn after."""
+    mesh = mesh_of(tensor=ranks).torch_mesh
+    found = []
+    for compute in RANDOM:
+        torch.manual_seed(5)
+        model, x = Noisy(compute).double(), torch.randn(3, 2, 4).double()
+        if ranks > 1:
+            assert mesh is not None
+            styles = tensor_styles(model, {"up": "colwise", "down": "rowwise"}, ranks)
+            tensor_parallel(model, mesh["tensor"], styles, materialize=keep)
+        out = model(x)
+        out.square().sum().backward()
+        gradients = [full_tensor(each.grad) for each in model.parameters() if each.grad is not None]
+        found.append([out.detach(), *gradients, torch.rand(1)])
+    return found
+
+
+def test_random_functions_draw_the_numbers_of_one_process(pool: WorkerPool) -> None:
+    (one,) = pool.run(1, noisy_gradients, 1)
+    for rank in pool.run(2, noisy_gradients, 2):
+        for found, truth in zip(rank, one, strict=True):
+            torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, scale = ctx.saved_tensors
+        return gradients[0] * scale, (gradients[0] * x).sum().view(1)
+
+
+class Between(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.compute(self, self.up(x)))  # type: ignore[call-arg]
+
+
+UNSEEN: list[tuple[Any, str]] = [
+    (
+        lambda model, x: x - x.mean(-1, keepdim=True) if model.training else x,
+        "Between computes something else",
+    ),
+    (
+        lambda model, x: x if model.training else x - x.mean(-1, keepdim=True),
+        "Between computes something else",
+    ),
+    (
+        lambda model, x: Scaled.apply(x, model.scale),
+        r"a parameter of shape \(1,\), in the input of",
+    ),
+    (
+        lambda model, x: torch.func.vmap(lambda each: each * model.scale)(x),
+        r"a parameter of shape \(1,\), in the input of down, whose gradient",
+    ),
+    (
+        lambda model, x: checkpoint(lambda each: each * model.scale, x, use_reentrant=True),
+        "use_reentrant=True, before down",
+    ),
+]
+"""Code between sharded layers that would train another model, and the words of its refusal."""
+
+
+def in_both_modes(model: nn.Module) -> None:
+    model(torch.randn(3, 2, 4))
+    model.eval()(torch.randn(3, 2, 4))
+
+
+def errors_of_unseen() -> list[str]:
+    mesh = mesh_of(tensor=2).torch_mesh
+    assert mesh is not None
+    said = []
+    for compute, _ in UNSEEN:
+        model = Between(compute)
+        styles = tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2)
+        tensor_parallel(model, mesh["tensor"], styles, materialize=keep)
+        with pytest.raises(RecipeError) as raised:
+            in_both_modes(model)
+        said.append(str(raised.value))
+    return said
+
+
+def test_code_of_one_mode_and_unseen_functions_are_refused(pool: WorkerPool) -> None:
+    for rank in pool.run(2, errors_of_unseen):
+        for said, (_, words) in zip(rank, UNSEEN, strict=True):
+            assert re.search(words, said)
 
 
 def copied() -> bool:
@@ -431,24 +542,3 @@ def copied() -> bool:
 
 def test_a_copy_computes_with_its_own_parameters(pool: WorkerPool) -> None:
     assert pool.run(2, copied) == [True, True]
-
-
-def drawn() -> list[Any]:
-    mesh = mesh_of(tensor=2)
-    assert mesh.torch_mesh is not None
-    model = DropsOtherwise()
-    tensor_parallel(
-        model,
-        mesh.torch_mesh["tensor"],
-        tensor_styles(model, {"up": "colwise", "down": "rowwise"}, 2),
-        materialize=keep,
-    )
-    output = model(torch.ones(16, 8))
-    assert model.seen is not None
-    return [model.seen.tolist(), output.tolist(), torch.rand(4).tolist()]
-
-
-def test_other_random_functions_draw_apart_and_all_ranks_go_on_alike(pool: WorkerPool) -> None:
-    (first, output, after), (second, other_output, other_after) = pool.run(2, drawn)
-    assert first != second
-    assert (output, after) == (other_output, other_after)

@@ -8,6 +8,7 @@ from itertools import combinations
 
 from lockstep.audit.finding import Area, AreaResult, Cause
 from lockstep.audit.records import Rank, Records, first_line, training_passes
+from lockstep.base.words import counted
 from lockstep.evidence.rows import Row
 
 LEAST = 2
@@ -143,8 +144,8 @@ def _check_training_mode(result: AreaResult, rank: Rank) -> int:
             )
             result.find(
                 Cause.TRAINING_IN_EVAL_MODE,
-                f"rank {rank.rank}: step {step} ran {calls['eval']} calls of dropout and BatchNorm"
-                f" in eval mode, {why}",
+                f"rank {rank.rank}: step {step} ran {counted(calls['eval'], 'call')} of dropout and"
+                f" BatchNorm in eval mode, {why}",
                 line=first_line(modes) or calls["line"],
                 step=step,
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from lockstep.model.pipeline.stage import (
 from lockstep.model.pipeline.stages import Stages, schedule_calls
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.separate_parts import PartLeaf
-from lockstep.model.shard import gathered_parameters
+from lockstep.model.shard import gathered_parameters, reshard
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
 
@@ -166,12 +166,19 @@ class Pipeline:
         self._microbatches, self._results, self._rows = microbatches, {}, {}
         self._failure.error = None
         self._routes = self._discovery.routes(microbatches, backward=backward)
-        start = 0
-        for _, alike in groupby(self._routes, _signatures):
-            count = len(list(alike))
-            for first, end, schedule in schedule_calls(count, self.stages, self.schedule):
+        for start, stop in pairwise([*self._starts(), len(microbatches)]):
+            for first, end, schedule in schedule_calls(stop - start, self.stages, self.schedule):
                 self._run_schedule(start + first, start + end, schedule, backward)
-            start += count
+
+    def _starts(self) -> list[int]:
+        """Return the microbatches with which a schedule begins: the first one, and those whose
+        boundaries differ from the microbatch before; the same on ranks that must run the same
+        forwards."""
+        kinds = list(map(_signatures, self._routes))
+        differ = torch.tensor([1.0, *(float(one != other) for one, other in pairwise(kinds))])
+        for world in self._forwards.lockstep_ranks:
+            world.all_reduce(differ)
+        return [place for place, flag in enumerate(differ.tolist()) if flag]
 
     def _run_schedule(self, start: int, stop: int, schedule: str, backward: bool) -> None:
         key = stop - start, schedule, _signatures(self._routes[start]), backward
@@ -180,6 +187,9 @@ class Pipeline:
                 stop - start, schedule, self._routes[start], backward
             )
         run, stages = self._schedules[key]
+        # torch reshards in the first call of a schedule, which ranks may build in different steps
+        for module in self.modules:
+            reshard(module)
         for stage in stages:
             stage.first, stage.routes = start, self._routes[start:stop]
             stage.losses = schedule_losses(run)

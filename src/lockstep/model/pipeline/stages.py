@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
+from lockstep.base.words import counted
 from lockstep.model.blocks import check_not_nested, matching_names, module_tensors, numel, outermost
 
 STAGES_PER_RANK: dict[str, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
@@ -147,8 +148,8 @@ def check_microbatches(count: int, stages: Stages) -> None:
     than there are stages."""
     if count < len(stages.ranges):
         raise RecipeError(
-            f"{count} microbatches per step in a pipeline of {len(stages.ranges)} stages; with"
-            " fewer microbatches than stages some stages always wait; choose a smaller"
+            f"{counted(count, 'microbatch')} per step in a pipeline of {len(stages.ranges)} stages;"
+            " with fewer microbatches than stages some stages always wait; choose a smaller"
             f" microbatch, so that a step has at least {len(stages.ranges)} on each data rank, or"
             " fewer stages"
         )

@@ -37,6 +37,7 @@ from lockstep.model.tensor.sharded_features import (
     ShardedFeatures,
     SlicedModel,
     check_backward,
+    check_gradients,
     checked_output,
     unseen,
 )
@@ -51,7 +52,7 @@ from lockstep.model.tensor.styles import STYLES, is_transposed, kind_of, shard_d
 
 SHAPES = re.compile(
     r"is invalid for input of size|must match|cannot be multiplied|size"
-    r" mismatch|split_with_sizes|not compatible|doesn't match|"
+    r" mismatch|to be equal size|split_with_sizes|not compatible|doesn't match|"
     r"not enough values to unpack|too many values to unpack|Expected size|normalized_shape|not"
     r" divisible|broadcast|"
     r"should contain \d+ elements"
@@ -104,9 +105,7 @@ def tensor_parallel(
     ]
     check = None
     if mesh is not None:
-        check = FirstForwardCheck(
-            model, exposed, on_sequence, unsharded_now, draws_alike=slices is not None
-        )
+        check = FirstForwardCheck(model, exposed, on_sequence, unsharded_now)
     around = {"", *(name[: dot.start()] for name in styles for dot in re.finditer(r"\.", name))}
     for name, module in model.named_modules():
         if name in around:
@@ -163,6 +162,7 @@ class _ShardedLayer:
         self._style_name = style
         self._style = STYLES[style]
         self._unsharded_now = unsharded_now
+        self._is_checked = False
 
     def shard_parameters(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         def placement_of(name: str) -> Placement:
@@ -227,6 +227,10 @@ class _ShardedLayer:
             self._check_is_seen(given)
         wants_shard = self._style.input_layout == "sharded" and not self._style.slices_input
         if wants_shard and given.shape[-1] * size == sizes_of(module)[1]:
+            if not self._is_checked and torch.is_grad_enabled():
+                with without_torch_function_modes():
+                    check_gradients(given, self._name)
+                    self._is_checked = given.requires_grad
             return Shard(given.dim() - 1)
         if wants_shard:
             is_whole = given.shape[-1] == sizes_of(module)[1]

@@ -3,8 +3,11 @@ full layers?
 
 Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
 -1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So in its
-first forward a module is computed twice more, in evaluation mode and without gradients: with
-sharded and with full layers. Its inputs and outputs must be unsharded. Of several equal modules,
+first forward in training, and in its first one in evaluation, a module is computed twice more,
+without gradients: with sharded and with full layers, and with the same random numbers. On an
+accelerator both are in evaluation mode, because its kernels draw other numbers for a shard; so
+are BatchNorm and other modules that update their buffers.
+Its inputs and outputs must be unsharded. Of several equal modules,
 only the first is checked. During the check, a rank has the full weights of these layers: those of
 one attention, or of one MLP. Both forwards leave out arguments other than tensors and plain values
 (a second forward would append to a cache of keys)."""
@@ -22,8 +25,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
-from lockstep.base.torch_private import disable_current_modes, own_parameters, tree_leaves, tree_map
+from lockstep.base.torch_private import (
+    BatchNormBase,
+    disable_current_modes,
+    own_buffers,
+    own_parameters,
+    tree_leaves,
+    tree_map,
+)
 from lockstep.model.context.trial import trial
+from lockstep.model.running_statistics import self_updating
 from lockstep.model.tensor.marks import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
 
@@ -45,18 +56,14 @@ class FirstForwardCheck:
         layers: Sequence[str],
         on_sequence: Sequence[str],
         unsharded_now: set[str],
-        *,
-        draws_alike: bool = False,
     ) -> None:
         """`on_sequence`: other layers, whose output is a shard of the sequence. `unsharded_now`:
-        filled with the layers that currently run with full weights. `draws_alike`: sharded layers
-        must draw the random numbers of full ones."""
+        filled with the layers that currently run with full weights."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
-        self._unchecked = set(layers)
+        self._unchecked = {training: set(layers) for training in (True, False)}
         self._unsharded_now = unsharded_now
         self._checked_kinds: set[Any] = set()
-        self._draws_alike = draws_alike
         self._comparing = False
 
     def compare(
@@ -70,19 +77,18 @@ class FirstForwardCheck:
         """Compute the module `name` with sharded and with full layers. Raises `RecipeError` if the
         outputs differ. Does nothing if the layers inside are checked already, or if inputs or
         outputs are sharded."""
-        if self._comparing or not self._unchecked:
+        unchecked = self._unchecked[module.training]
+        if self._comparing or not unchecked:
             return
         prefix = f"{name}." if name else ""
         inside = [
-            layer
-            for layer in self._modules
-            if layer in self._unchecked and layer.startswith(prefix)
+            layer for layer in self._modules if layer in unchecked and layer.startswith(prefix)
         ]
         if not inside:
             return
         layers = [(layer.removeprefix(name), type(self._modules[layer])) for layer in inside]
         kind, most = (
-            (type(module), *layers),
+            (type(module), module.training, *layers),
             max(MAX_GATHERED_ELEMENTS, self._size(self._modules) // 2),
         )
         if kind not in self._checked_kinds and self._size(inside) <= most:
@@ -94,32 +100,35 @@ class FirstForwardCheck:
             given = tree_map(
                 lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given
             )
+            is_on_accelerator = _on_accelerator(given)
             self._comparing = True
             try:
                 with (
                     trial(),
                     torch.no_grad(),
                     disable_current_modes(),
-                    _evaluating(module),
-                    _same_numbers(given) as drawn,
+                    _evaluating(
+                        each
+                        for each in module.modules()
+                        if is_on_accelerator
+                        or isinstance(each, BatchNormBase)
+                        or self_updating(each)
+                    ),
+                    _same_numbers(given),
                 ):
-                    with _same_numbers(given):
+                    with _same_numbers(given), _unchanged(module):
                         sharded = _tensors(forward(*given[0], **given[1]))
-                        drew = drawn()
                     if any(map(is_sharded, sharded)):
                         return
                     given = tree_map(gather_full, given)
                     others = [name for name in self._on_sequence if name.startswith(prefix)]
-                    with self._whole([*inside, *others]):
+                    with self._whole([*inside, *others]), _unchanged(module):
                         whole = _tensors(forward(*given[0], **given[1]))
-                # without slices, a module that draws random numbers in evaluation mode draws
-                # different ones for a part
-                if self._draws_alike or not drew:
-                    self._check(name or type(module).__name__, inside, sharded, whole)
+                self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
                 self._comparing = False
             self._checked_kinds.add(kind)
-        self._unchecked.difference_update(inside)
+        unchecked.difference_update(inside)
 
     def _size(self, names: Iterable[str]) -> int:
         """The number of elements in these layers' full weights."""
@@ -179,10 +188,11 @@ class FirstForwardCheck:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()
+def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    modes = [(each, each.training) for each in modules]
     try:
+        for each, _ in modes:
+            each.training = False
         yield
     finally:
         for each, training in modes:
@@ -190,25 +200,46 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _same_numbers(given: Any) -> Iterator[Callable[[], bool]]:
-    """On leaving, restore torch's generators. Yields a function that returns True if they have been
-    used."""
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """On leaving, restore the attributes and generators of a module and of those inside; buffers
+    that are written are copies."""
+    generators = [
+        each
+        for own in module.modules()
+        for each in vars(own).values()
+        if isinstance(each, torch.Generator)
+    ]
+    states = [each.get_state() for each in generators]
+    attributes = [(vars(each), dict(vars(each))) for each in module.modules()]
+    buffers = [(own_buffers(each), dict(own_buffers(each))) for each in module.modules()]
+    try:
+        for own, before in buffers:
+            own.update({name: None if b is None else b.clone() for name, b in before.items()})
+        yield
+    finally:
+        for own, before in (*buffers, *attributes):
+            own.clear()
+            own.update(before)
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+
+
+def _on_accelerator(given: Any) -> bool:
+    return any(
+        accelerator.is_accelerator(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)
+    )
+
+
+@contextmanager
+def _same_numbers(given: Any) -> Iterator[None]:
+    """On leaving, restore torch's generators."""
     devices = {
         leaf.device
         for leaf in tree_leaves(given)
         if isinstance(leaf, Tensor) and accelerator.is_accelerator(leaf)
     }
-
-    generators = accelerator.generators_of(sorted(devices, key=str))
-
-    def states() -> list[Tensor]:
-        return [generator.get_state() for generator in generators]
-
     with accelerator.preserved_generators(*devices):
-        before = states()
-        yield lambda: any(
-            not torch.equal(one, other) for one, other in zip(before, states(), strict=True)
-        )
+        yield
 
 
 def _plain(item: Any) -> Any:

@@ -27,9 +27,9 @@ from lockstep.base.torch_private import (
     without_torch_function_modes,
 )
 from lockstep.model.tensor.elementwise import aligned, aligned_gradient, elementwise, mapped
-from lockstep.model.tensor.marks import is_sharded, marked, sharded_dim
-from lockstep.model.tensor.operators import EXACT, Kind, kind_of_operator, tensors_of
-from lockstep.model.tensor.sharded_dims import dims_of_computed, dims_of_moved
+from lockstep.model.tensor.marks import Shard, mark_of, marked
+from lockstep.model.tensor.operators import EXACT, IN_ORDER, Kind, kind_of_operator, tensors_of
+from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
 
 Form = Callable[[Any, Any, Any], Any]
 PRINTS = frozenset({Tensor.__repr__, Tensor.__format__})
@@ -102,20 +102,29 @@ class Seen:
     """Each operator's kind and name, and True for those of the backward."""
     writes: bool = False
     """True if the call changes one of its arguments."""
+    draws: bool = False
+    """True if an operator may draw random numbers."""
     returns: str | None = None
     """The type of a result that is neither a tensor nor a plain value."""
-    shapes: list[torch.Size] = field(default_factory=list)
-    """The shapes of the tensors in the result."""
+    outs: list[Tensor] = field(default_factory=list)
+    """The tensors in the result."""
 
     def kinds(self, *, backward: bool = True) -> set[Kind]:
         return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
+
+    def kinds_in_order(self) -> set[Kind]:
+        """Return the kinds, with those of `IN_ORDER` known."""
+        return {
+            "by rows" if name.split(".")[1].rstrip("_") in IN_ORDER else kind
+            for kind, name, _ in self.operators
+        }
 
 
 class Forms:
     """The forms of the calls that one model makes."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Form, list[int | None]]] = {}
+        self._known: dict[Any, tuple[Form, list[Shard]]] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the function in its form, and mark its results. Raises `RecipeError` if it has no
@@ -125,14 +134,14 @@ class Forms:
         key = (func, _state(), _pattern((args, kwargs), {}))
         known = self._known.get(key)
         if known is None:
-            with _apart():
+            with apart():
                 known = self._known[key] = _form_of(func, args, kwargs)
-        form, dims = known
-        return marked(form(func, args, kwargs), dims)
+        form, shards = known
+        return marked(form(func, args, kwargs), shards)
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Leave what is called out of all modes, and out of what checkpoints note."""
     with (
         disable_current_modes(),
@@ -142,8 +151,8 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[int | None]]:
-    """Return the form of a call, and the sharded dim of each of its results."""
+def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[Shard]]:
+    """Return the form of a call, and the mark of each of its results."""
     name = getattr(func, "__name__", str(func))
     grows = any(each.requires_grad for each in tensors_of(args, kwargs)) and (
         expanded if func in EXPANDS else repeated if func in REPEATS else None
@@ -154,24 +163,27 @@ def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[int | None]]
         raise _refused(name, "which lockstep cannot try on copies of its tensors")
     if func is Tensor.backward or kwargs.get("out") is not None or first.returns is not None:
         raise _refused(name, f"whose result ({first.returns or 'in out='}) lockstep cannot follow")
-    if first.kinds(backward=False) <= {"keeps", "moves"}:
-        dims = dims_of_moved(func, args, kwargs, len(first.shapes))
-    elif "moves" not in first.kinds(backward=False):
-        dims = dims_of_computed(args, kwargs, first.shapes)
-    else:
-        dims = []
+
+    def known(form: Form) -> tuple[Form, list[Shard]]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return form(func, args, kwargs)
+
+        shards = shards_of(call, args, kwargs, first.kinds(backward=False), first.outs)
+        check_drawn(func, args, kwargs, shards)
+        return form, shards
+
     if first.kinds() <= EXACT:
-        return as_it_is, dims
+        return known(as_it_is)
     rows = None if first.writes else _tried(grows or by_rows, func, args, kwargs)
     if rows is not None and rows.kinds() <= EXACT | {"by rows"}:
-        return grows or by_rows, dims
+        return known(grows or by_rows)
     shapes = [each.shape for each in tensors_of(args, kwargs)]
     of_each = first.kinds(backward=False) <= {"keeps", "exact", "by place"}
-    if of_each and first.shapes == [_broadcast(shapes)]:
+    if of_each and [each.shape for each in first.outs] == [_broadcast(shapes)]:
         padded = partial(elementwise, in_place=first.writes)
         seen = _tried(padded, func, args, kwargs)
         if seen is not None and seen.kinds() <= EXACT | {"by place", "by rows"}:
-            return padded, dims
+            return known(padded)
     raise _why_refused(name, rows or first)
 
 
@@ -204,23 +216,23 @@ def _tried(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
 
         storages = {storage_address(each.untyped_storage()) for each in copies.values()}
         try:
-            with _OperatorRecorder(seen, storages, backward=False):
+            with OperatorRecorder(seen, storages, backward=False):
                 out = form(func, mapped(copied, args), mapped(copied, kwargs))
             outs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
             slopes = [each for each in outs if each.requires_grad]
             if leaves and slopes:
                 ones = [torch.ones_like(each).contiguous() for each in slopes]
-                with _OperatorRecorder(seen, storages, backward=True):
+                with OperatorRecorder(seen, storages, backward=True):
                     torch.autograd.grad(slopes, leaves, ones, allow_unused=True)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, NotImplementedError):
             return None
-    seen.shapes = [each.shape for each in outs]
+    seen.outs = outs
     others = (each for each in tree_leaves(out) if not isinstance(each, (Tensor, *PLAIN)))
     seen.returns = next((type(each).__name__ for each in others), None)
     return seen
 
 
-class _OperatorRecorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Notes the operators that are called."""
 
     def __init__(self, seen: Seen, storages: set[int], *, backward: bool) -> None:
@@ -238,7 +250,11 @@ class _OperatorRecorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         # tensors without values ask for their device
         if func.namespace != "prim":
-            kind = kind_of_operator(func, args, kwargs, out)
+            try:
+                kind = kind_of_operator(func, args, kwargs, out)
+            except (TypeError, IndexError, ValueError):
+                kind = "unknown"
+            self._seen.draws |= torch.Tag.nondeterministic_seeded in func.tags
             self._seen.operators.append((kind, str(func), self._backward))
         return out
 
@@ -258,7 +274,7 @@ def _pattern(item: Any, sizes: dict[int, int]) -> Any:
         is_even = not item.dim() or item.stride(-1) == 1
         return (
             *(shape, item.dtype, item.device.type, item.requires_grad, is_even),
-            *(is_sharded(item), sharded_dim(item)),
+            mark_of(item),
         )
     if isinstance(item, dict):
         return tuple((name, _pattern(each, sizes)) for name, each in item.items())
@@ -277,7 +293,9 @@ def _why_refused(name: str, seen: Seen) -> RecipeError:
         return other_product(name)
     if kind == "adds tokens":
         what = "whose gradient is a sum" if is_backward else "which adds"
-        why = f"{what} over its tokens, in an order that depends on the number of ranks"
+        why = (
+            f"{what} over dims before its last, in an order that may depend on the number of ranks"
+        )
         return _refused(name, why)
     said = "backward" if is_backward else "forward"
     return _refused(name, f"whose {said} calls {operator}, not known to give a shard the same bits")

@@ -72,6 +72,15 @@ PRODUCTS = _set(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot mm mv vdot"
 )
 
+IN_ORDER = _set(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
+    " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+    " all any argmax argmin avg_pool1d avg_pool2d cummax cummin cumprod cumsum logcumsumexp max"
+    " max_pool2d_with_indices mean min native_batch_norm native_group_norm prelu prod sort std topk"
+    " var var_mean"
+)
+"""Other operators that leave heads and features in their order."""
+
 
 def kind_of_operator(operator: Any, args: Any, kwargs: Any, out: Any) -> Kind:
     """Return the kind of a call of an operator. `out`: its result."""

@@ -9,10 +9,12 @@ function that it calls:
 - If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale),
   each rank computes a part of its gradient, which is all-reduced: parameters without a style have
   equal gradients on all ranks.
+- The sharded dim is followed from function to function (`following.py`).
 - Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard
-  (law 2). The sharded dim is dim 1, the heads, of a tensor with four dims, and otherwise the last;
-  with slices it is followed (`sharded_dims.py`). Attention's dropout does so on a CPU. In a GPU's
-  kernels, and in other random functions, each rank has its own seed.
+  (law 2). Other random functions are called with the full tensor. In a GPU's attention kernels
+  alone, each rank has its own seed.
+- Other random numbers that meet a sharded tensor must not have its shape: they may be drawn in the
+  shape of a shard, so that each rank draws the same ones.
 - With slices (`sliced.py`), on any number of ranks, each function is called so that an element has
   the same bits in a shard as in the full tensor (`forms.py`), or refused: an unsharded tensor with
   a gradient that meets a sharded one, random numbers other than dropout, a sharded weight used
@@ -34,9 +36,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard as Sharded,
+    distribute_tensor,
+)
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
@@ -50,24 +59,37 @@ from lockstep.base.torch_private import (
 )
 from lockstep.model.context.host_reads import READS
 from lockstep.model.tensor.elementwise import mapped
+from lockstep.model.tensor.following import Following
 from lockstep.model.tensor.forms import Forms, by_rows, other_product, repeated
-from lockstep.model.tensor.marks import ONE, is_sharded, mark_sharded, marked, sharded_dim
+from lockstep.model.tensor.marks import (
+    DRAWN,
+    ONE,
+    Shard,
+    full_like,
+    is_sharded,
+    mark_of,
+    mark_sharded,
+    order_in_memory,
+    set_mark,
+    sharded_dim,
+)
 from lockstep.model.tensor.operators import tensors_of
+from lockstep.model.tensor.random_functions import DROPOUT, draws, writes
+from lockstep.model.tensor.sharded_dims import check_drawn
 from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 from lockstep.model.tensor.sliced import Slices, of_heads
 
 SEEDS = 2**32
-DROPOUT = {F.dropout: "p", torch.dropout: "p"}
-RANDOM = frozenset(
+VALUES = frozenset(
     getattr(owner, name)
     for owner, names in {
-        F: "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax rrelu",
-        torch: "rand_like randn_like randint_like bernoulli multinomial normal poisson",
-        Tensor: "bernoulli bernoulli_ normal_ uniform_ exponential_ multinomial",
+        torch: "allclose equal is_nonzero",
+        Tensor: "__array__ __bool__ __float__ __index__ __int__ allclose equal is_nonzero item"
+        " numpy register_hook tolist",
     }.items()
     for name in names.split()
 )
-"""Functions that draw random numbers."""
+"""Functions that give a tensor's values to code that lockstep does not see."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """The modules of autograd.Functions that a sharded tensor may come from."""
 MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
@@ -109,6 +131,7 @@ class ShardedFeatures(TorchFunctionMode):
         self._sliced = sliced
         self._rank, self._ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         self._forms = Forms()
+        self._following = Following()
         self._layers: dict[str, nn.Module] = {}
         if sliced is not None:
             self._layers = {name: sliced.model.get_submodule(name) for name in sliced.layers}
@@ -130,17 +153,23 @@ class ShardedFeatures(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        distributed = sharded = False
+        distributed = sharded = drawn = False
         owner: str | None = None
         for tensor in tensors_of(args, kwargs):
             distributed = distributed or isinstance(tensor, DTensor)
-            sharded = sharded or is_sharded(tensor)
+            mark = mark_of(tensor)
+            sharded = sharded or isinstance(mark, Shard)
+            drawn = drawn or mark is DRAWN
             if owner is None and isinstance(tensor, nn.Parameter):
                 owner = self._layer_of(tensor)
         if distributed:
             out = self._with_distributed(func, args, kwargs, sharded=sharded)
+        elif sharded:
+            out = self._with_sharded(func, args, kwargs)
         else:
-            out = self._with_sharded(func, args, kwargs) if sharded else func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if drawn or draws(func, args, kwargs):
+                _mark_drawn(out, args, kwargs)
         if owner is not None and torch.is_grad_enabled():
             _check_uses_no_weight(out, owner, func)
         return out
@@ -158,10 +187,10 @@ class ShardedFeatures(TorchFunctionMode):
                 raise unseen("torch.utils.checkpoint")
             for tensor in tensors_of(args, kwargs):
                 check_backward(tensor)
-        if (drop := self._drop(func, args, kwargs)) is not None:
-            return mark_sharded(drop(), sharded_dim(tensors_of(args, kwargs)[0]))
-        if func in RANDOM:
-            return marked(self._drawn_apart(func, args, kwargs))
+        if func in VALUES and not _is_own_hook(args):
+            raise _of_values(func)
+        if func is F.scaled_dot_product_attention or func in MATMUL:
+            check_drawn(func, args, kwargs, ())
         if torch.is_grad_enabled() and any(
             _needs_gradient(tensor) for tensor in tensors_of(args, kwargs)
         ):
@@ -179,11 +208,19 @@ class ShardedFeatures(TorchFunctionMode):
                 if not _needs_gradient(item):
                     return item
                 assert self._mesh is not None, "one rank has slices, and refuses it"
-                return _AllReduceGradient.apply(item, self._mesh.get_group())  # type: ignore[no-untyped-call]
+                whole: Tensor = _AllReduceGradient.apply(item, self._mesh.get_group())  # type: ignore[no-untyped-call]
+                return set_mark(whole, mark_of(item))
 
             args, kwargs = mapped(with_full_gradient, args), mapped(with_full_gradient, kwargs)
+        drop = self._drop(func, args, kwargs)
+        if drop is not None or draws(func, args, kwargs):
+            if checkpoints_saved_tensors() and saved_tensor_hooks() != self._entered[-1]:
+                raise unseen("torch.utils.checkpoint")
+            if drop is None:
+                return self._drawn_in_full(func, args, kwargs)
+            return set_mark(drop(), mark_of(tensors_of(args, kwargs)[0]))
         if self._sliced is None:
-            return marked(func(*args, **kwargs))
+            return self._following.call(func, args, kwargs)
         if func in MATMUL:
             return self._product(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -250,6 +287,8 @@ class ShardedFeatures(TorchFunctionMode):
     def _with_distributed(self, func: Any, args: Any, kwargs: Any, *, sharded: bool) -> Any:
         if (drop := self._drop(func, args, kwargs)) is not None:
             return drop()
+        if draws(func, args, kwargs):
+            return _drawn_in_full_sequence(func, args, kwargs)
         tensors = list(tensors_of(args, kwargs))
         if all(isinstance(tensor, DTensor) for tensor in tensors):
             return func(*args, **kwargs)
@@ -280,33 +319,89 @@ class ShardedFeatures(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func not in DROPOUT:
             return None
-        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        tensor, p = given["input"], given.get("p", given.get("train", 0.5))
-        training = given.get("training", given.get("train", True))
-        return (lambda: self._masked(tensor, p)) if training and p else None
+        given = dict(zip(("input", "p"), args, strict=False)) | kwargs
+        tensor, p = given["input"], given.get("p", 0.5)
+        if not draws(func, args, kwargs):
+            return None
+        if writes(func, args, kwargs):
+            return lambda: tensor.mul_(self._mask(tensor, p))
+        return lambda: tensor * self._mask(tensor, p)
 
-    def _masked(self, tensor: Tensor, p: float, dim: int | None = None) -> Tensor:
-        """Return the tensor with some elements dropped. `dim`: its sharded dim, if not marked."""
+    def _mask(self, tensor: Tensor, p: float) -> Tensor:
+        """Draw the mask of the full tensor, laid out as in one process, and return this tensor's
+        part."""
         if isinstance(tensor, DTensor):
-            mask = F.dropout(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
-            return tensor * distribute_tensor(
-                mask, tensor.device_mesh, tensor.placements, src_data_rank=None
+            shape, order = tensor.shape, order_in_memory(tensor.shape, tensor.stride())
+            return distribute_tensor(
+                _drawn_mask(shape, order, tensor, p),
+                tensor.device_mesh,
+                tensor.placements,
+                src_data_rank=None,
             )
-        dim = sharded_dim(tensor) if dim is None else dim
-        if self._sliced is None:
-            dim = 1 if tensor.dim() == 4 else tensor.dim() - 1
-        elif dim is None or dim == ONE:
-            raise RecipeError(
-                "dropout of a tensor that is sharded over the tensor axis, whose heads or features"
-                " are not in a dim that lockstep can follow; with slices, each rank takes its part"
-                " of one mask; write query.view(batch, length, -1, head_dim), with -1 for the"
-                " heads, and drop before heads are merged with other dims, or leave slices and"
-                " numerics=bitwise out"
-            )
+        dim = self._dim_to_draw(tensor, "dropout")
+        whole, order = full_like(tensor, self._ranks)
         own = tensor.shape[dim]
-        whole = [*tensor.shape[:dim], own * self._ranks, *tensor.shape[dim + 1 :]]
-        mask = F.dropout(torch.ones(whole, dtype=tensor.dtype, device=tensor.device), p)
-        return tensor * mask.narrow(dim, self._rank * own, own)
+        return _drawn_mask(whole, order, tensor, p).narrow(dim, self._rank * own, own)
+
+    def _dim_to_draw(self, tensor: Tensor, name: str) -> int:
+        dim = sharded_dim(tensor)
+        if dim is None or dim == ONE:
+            raise RecipeError(
+                f"{name} of a tensor of shape {tuple(tensor.shape)} that is sharded over the tensor"
+                " axis, whose heads or features are not in a dim that lockstep can follow; each"
+                " rank takes its part of the numbers that one process draws; write"
+                " query.view(batch, length, -1, head_dim), with -1 for the heads, and drop before"
+                " heads are merged with other dims, or give the layers before and after it"
+                " 'colwise_gathered' and 'rowwise_split'"
+            )
+        return dim
+
+    def _drawn_in_full(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a random function of the full tensor, and return this rank's part."""
+        name = func.__name__
+        if self._sliced is not None:
+            raise RecipeError(
+                f"{name} of a tensor that is sharded over the tensor axis, with slices; each rank"
+                " takes its part of one mask, of torch.nn.functional.dropout alone; use it, draw"
+                " outside of the sharded layers, or leave slices and numerics=bitwise out"
+            )
+        first = next(each for each in tensors_of(args, kwargs) if is_sharded(each))
+        dim = self._dim_to_draw(first, name)
+        size = first.shape[dim] * self._ranks
+
+        def own(out: Any) -> Any:
+            if not isinstance(out, Tensor):
+                return out
+            if out.dim() <= dim or out.shape[dim] != size:
+                raise RecipeError(
+                    f"{name} of a tensor that is sharded over the tensor axis, which returns a"
+                    f" tensor of shape {tuple(out.shape)}, without the dim {dim} of the heads or"
+                    " features; give the layers before and after it 'colwise_gathered' and"
+                    " 'rowwise_split'"
+                )
+            part = out.narrow(dim, self._rank * first.shape[dim], first.shape[dim])
+            return mark_sharded(part, dim)
+
+        given = mapped(self._full, args), mapped(self._full, kwargs)
+        out = tree_map(own, func(*given[0], **given[1]))
+        return first.copy_(out) if writes(func, args, kwargs) else out
+
+    def _full(self, item: Any) -> Any:
+        """Gather a sharded tensor, laid out as in one process."""
+        if not is_sharded(item):
+            return item
+        assert self._mesh is not None, "one rank has slices, and refuses it"
+        dim = self._dim_to_draw(item, "a random function")
+        _, order = full_like(item, self._ranks)
+        part = DTensor.from_local(
+            item.permute(order).contiguous(),
+            self._mesh,
+            (Sharded(order.index(dim)),),
+            run_check=False,
+        )
+        # a function may write it
+        full = part.full_tensor(grad_placements=[Partial()]).clone()
+        return full.permute(_inverse(order))
 
     def _attention(
         self,
@@ -335,16 +430,15 @@ class ShardedFeatures(TorchFunctionMode):
                 F.scaled_dot_product_attention, (query, key, value), further
             )
 
-        dim = sharded_dim(query)
+        dim = self._dim_to_draw(query, "scaled_dot_product_attention with dropout")
         product: Callable[[Tensor, Tensor], Tensor] = torch.matmul
         if self._sliced is not None:
             dims = {dim, sharded_dim(key), sharded_dim(value), query.dim() - 3} - {ONE}
-            if len(dims) != 1 or dim in (None, ONE) or is_sharded(attn_mask):
+            if len(dims) != 1 or is_sharded(attn_mask):
                 raise other_product("scaled_dot_product_attention with dropout")
 
             def product(left: Tensor, right: Tensor) -> Tensor:
                 assert self._sliced is not None
-                assert dim is not None, "checked above"
                 return of_heads(torch.matmul, (left, right), dim, self._sliced.slices)
 
         def attend() -> Tensor:
@@ -365,26 +459,76 @@ class ShardedFeatures(TorchFunctionMode):
                 scores = scores.masked_fill(~allowed, -math.inf)
             elif allowed is not None:
                 scores = scores + allowed
-            weights = by_rows(torch.softmax, (scores, -1), {})
-            return product(self._masked(weights, dropout_p, dim), values)
+            weights = mark_sharded(by_rows(torch.softmax, (scores, -1), {}), dim)
+            return product(weights * self._mask(weights, dropout_p), values)
 
         return attend
 
     def _drawn_apart(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call `func` with this rank's seed. The default generators advance by the same amount on
-        all ranks."""
+        """Call attention on a GPU with this rank's seed. The default generators advance by the same
+        amount on all ranks."""
         device = tensors_of(args, kwargs)[0].device
         if self._sliced is not None:
             raise RecipeError(
-                f"{getattr(func, '__name__', func)} of a tensor that is sharded over the tensor"
-                f" axis, on {device.type}, with slices; each rank would draw random numbers of its"
-                " own; use torch.nn.functional.dropout, draw outside of the sharded layers, or"
-                " leave slices and numerics=bitwise out"
+                f"{func.__name__} with dropout, of a tensor that is sharded over the tensor axis,"
+                f" on {device.type}, with slices; each rank would draw random numbers of its own;"
+                " leave its dropout out, write it with matmul, softmax and"
+                " torch.nn.functional.dropout, or leave slices and numerics=bitwise out"
             )
         seed = int(torch.randint(SEEDS, (self._ranks,))[self._rank])
         with accelerator.preserved_generators(device):
             accelerator.generators_of([device])[-1].manual_seed(seed)
             return func(*args, **kwargs)
+
+
+def _drawn_mask(shape: Sequence[int], order: Sequence[int], like: Tensor, p: float) -> Tensor:
+    """Draw a dropout mask. `order`: its dims in the order in which they are in memory."""
+    ones = torch.ones([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
+    return F.dropout(ones, p).permute(_inverse(order))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=lambda place: order[place])
+
+
+def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a random function of tensors that are sharded over the sequence, in full."""
+    first = next(each for each in tensors_of(args, kwargs) if isinstance(each, DTensor))
+
+    def own(out: Any) -> Any:
+        if not isinstance(out, Tensor) or out.shape != first.shape:
+            return out
+        whole = DTensor.from_local(out, first.device_mesh, (Replicate(),), run_check=False)
+        return whole.redistribute(placements=first.placements)
+
+    given = mapped(gather_full, args), mapped(gather_full, kwargs)
+    if not writes(func, args, kwargs):
+        return tree_map(own, func(*given[0], **given[1]))
+    whole = given[0][0].clone()
+    return first.copy_(own(func(whole, *given[0][1:], **given[1])))
+
+
+def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
+    """Mark random numbers, and what is computed with them. A tensor with a gradient that has the
+    same shape, and is not drawn, shows that it is not a shard's."""
+    shapes = [
+        each.shape
+        for each in tensors_of(args, kwargs)
+        if each.requires_grad and mark_of(each) is not DRAWN
+    ]
+    for each in tree_leaves(out):
+        is_several = isinstance(each, Tensor) and each.numel() > 1
+        if is_several and not (each.requires_grad and each.shape in shapes):
+            set_mark(each, DRAWN)
+
+
+def _of_values(func: Any) -> RecipeError:
+    return RecipeError(
+        f"{func.__name__} of a tensor that is sharded over the tensor axis; each rank has the"
+        " values of its heads or features alone, so that ranks would go on differently; call it"
+        " before the 'colwise' layer or after the 'rowwise' one, or give these layers"
+        " 'colwise_gathered' and 'rowwise_split'"
+    )
 
 
 def check_backward(tensor: Tensor) -> None:
@@ -394,6 +538,43 @@ def check_backward(tensor: Tensor) -> None:
         function = function_of(node)
         if not function.__module__.startswith(OWN_FUNCTIONS):
             raise unseen(f"the backward of {function.__name__}")
+
+
+def _is_own_hook(args: Any) -> bool:
+    """True if a gradient hook is FSDP2's."""
+    return len(args) > 1 and str(getattr(args[1], "__module__", "")).startswith(OWN_FUNCTIONS)
+
+
+def check_gradients(given: Tensor, layer: str) -> None:
+    """Raise `RecipeError` if an unsharded parameter has a part in a sharded tensor, and its
+    gradient would be incomplete on each rank: lockstep has not seen the function that combines
+    them. `layer`: the layer whose input it is."""
+    todo, known = [given.grad_fn], set()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if isinstance(node, BackwardCFunction):
+            function = function_of(node)
+            if function.__module__.startswith(OWN_FUNCTIONS):
+                continue
+            if function is CheckpointFunction:
+                raise unsummed(f"torch.utils.checkpoint with use_reentrant=True, before {layer}")
+        elif hasattr(node, "variable"):
+            shape = tuple(node.variable.shape)
+            raise unsummed(f"a parameter of shape {shape}, in the input of {layer}")
+        todo += [each for each, _ in node.next_functions]
+
+
+def unsummed(what: str) -> RecipeError:
+    return RecipeError(
+        f"{what}, whose gradient lockstep does not sum over the ranks of the tensor axis: between"
+        " sharded layers it must see each function that combines the two (no"
+        " torch.autograd.Function of your own, torch.func or torch.jit); write it with torch's own"
+        " functions, use use_reentrant=False, or give the layers before and after it"
+        " 'colwise_gathered' and 'rowwise_split'"
+    )
 
 
 def unseen(what: str) -> RecipeError:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from lockstep.comm import mesh
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World
 from lockstep.planner.trace import CollectiveKind
+from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.torch_fakes import (
     FakeStore,
     PythonProcessGroup,
@@ -33,46 +34,27 @@ from lockstep.planner.tracing.torch_fakes import (
 BACKEND = "lockstep_fake"
 
 
-class Listener(Protocol):
-    """Records the collectives of the single rank."""
-
-    def begin(
-        self,
-        kind: CollectiveKind,
-        group: Any,
-        size: int,
-        *,
-        buffers: Sequence[Tensor] = (),
-        peer: int | None = None,
-        receives: bool = False,
-    ) -> int:
-        """Record a collective of `size` bytes. `buffers`: tensors that it fills, or that were made
-        for sending. Returns its number."""
-
-    def wait(self, number: int) -> None:
-        """Record that the current stream waits for collective `number`."""
-
-
-class _Silent:
-    def begin(self, kind: CollectiveKind, group: Any, size: int, **_: Any) -> int:
-        return 0
-
-    def wait(self, number: int) -> None:
-        pass
-
-
-_listener: Listener = _Silent()
+_recorder: TraceRecorder | None = None
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Report the collectives of these groups to `listener`."""
-    global _listener
-    before, _listener = _listener, listener
+def recorded_by(recorder: TraceRecorder) -> Iterator[None]:
+    """Report the collectives of these groups to `recorder`."""
+    global _recorder
+    before, _recorder = _recorder, recorder
     try:
         yield
     finally:
-        _listener = before
+        _recorder = before
+
+
+def _begin(kind: CollectiveKind, group: Any, size: int, **given: Any) -> int:
+    return 0 if _recorder is None else _recorder.begin(kind, group, size, **given)
+
+
+def _wait(number: int) -> None:
+    if _recorder is not None:
+        _recorder.wait(number)
 
 
 class FakeWork(dist.Work):
@@ -85,7 +67,7 @@ class FakeWork(dist.Work):
         self._future.set_result(result)
 
     def wait(self, timeout: Any = None) -> bool:
-        _listener.wait(self._number)
+        _wait(self._number)
         return True
 
     def is_completed(self) -> bool:
@@ -131,7 +113,7 @@ class RecordedGroup(PythonProcessGroup):
         **peer: Any,
     ) -> FakeWork:
         size = sum(tensor.nbytes for tensor in tensors)
-        return FakeWork(_listener.begin(kind, self, size, buffers=buffers, **peer), result)
+        return FakeWork(_begin(kind, self, size, buffers=buffers, **peer), result)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> FakeWork:
         return self._done("all_reduce", tensors, tensors, tensors)
@@ -248,8 +230,8 @@ class RecordedMemory(SharedMemoryGroup):
         """Do nothing: there is no memory."""
 
     def _note(self, kind: CollectiveKind, tensor: Tensor, *buffers: Tensor) -> int:
-        number = _listener.begin(kind, self._group, tensor.nbytes, buffers=buffers)
-        _listener.wait(number)
+        number = _begin(kind, self._group, tensor.nbytes, buffers=buffers)
+        _wait(number)
         return number
 
 

@@ -159,7 +159,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peer: int | None = None,
         receives: bool = False,
     ) -> int:
-        """Record a collective, see `fake_world.Listener`."""
+        """Record a collective of `size` bytes. `buffers`: tensors that it fills, or that were made
+        for sending. Returns its number."""
         for each in buffers:
             number = self._note_storage(each.untyped_storage())
             if self.causes[number] in WITHOUT_LABEL:
@@ -175,7 +176,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._collectives
 
     def wait(self, number: int) -> None:
-        """Record a wait, see `fake_world.Listener`."""
+        """Record that the current stream waits for a collective."""
         self._outstanding.discard(number)
         self._note(Await(number, self.streams.current.number))
 

@@ -36,7 +36,7 @@ from lockstep.model.sync_batchnorm import training_batchnorms
 from lockstep.opening import Opened, RunRequest
 from lockstep.plan import Plan
 from lockstep.planner.trace import REDUCED, Cause, TracedStep
-from lockstep.planner.tracing.fake_world import fake_world, listening
+from lockstep.planner.tracing.fake_world import fake_world, recorded_by
 from lockstep.planner.tracing.recorder import TraceRecorder
 from lockstep.planner.tracing.stand_ins import (
     GpuSemantics,
@@ -260,7 +260,7 @@ class LoneSession(RecipeSession):
     def _enter_modes(self, stack: ExitStack) -> None:
         """Compute without values from now on, except in torch's meshes, which need them."""
         enter, options = stack.enter_context, self._options
-        enter(listening(self.hook.recorder))
+        enter(recorded_by(self.hook.recorder))
         enter(self.hook.recorder.streams_and_storages())
         gathered = self.hook.recorder.labelling(exchange.gather_keys, "keys and values")
         patches = [*without_others(options.boundaries, options.skew), unrecorded()]

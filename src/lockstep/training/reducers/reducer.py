@@ -167,15 +167,16 @@ def build_reducer(
                 agreement=agreement,
             )
         else:
+            # a parameter of a stage may have a name in another rank's stage too
+            called = model if pipeline is None else nn.ModuleList(pipeline.modules)
             ordered = RoundsReducer(
-                *(model, parameters, mesh, leaves, part_leaves),
+                *(called, parameters, mesh, leaves, part_leaves),
                 max_microbatches=max_microbatches,
                 stages=stages,
                 agreement=agreement,
             )
         if pipeline is not None:
             pipeline.on_gradient = ordered.after_backward
-        if pipeline is not None and isinstance(ordered, OrderedReducer):
             pipeline.on_exchange = ordered.recording.exchange
         return ordered
     if choice.reducer is DdpReducer:

@@ -9,7 +9,8 @@ the ranks that hold the same experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -21,6 +22,7 @@ from lockstep.model.expert.leaves import Leaves, ParameterLeaves, leaves_of
 from lockstep.model.separate_parts import PartLeaf
 from lockstep.model.shard import reshard
 from lockstep.training.reducers.agreement import StepAgreement
+from lockstep.training.reducers.microbatch_checksums import Recording
 from lockstep.training.reducers.round_sum import RoundSum
 from lockstep.training.reducers.step_stats import (
     Number,
@@ -46,12 +48,14 @@ class RoundsReducer:
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`parameters`: with those of the `part_leaves`. `stages`: the parameters of each of this
-        rank's stages; None without a pipeline."""
+        """`model`: under a pipeline, this rank's stages of it. `parameters`: with those of the
+        `part_leaves`. `stages`: the parameters of each of this rank's stages; None without a
+        pipeline."""
         self._parameters = list(parameters)
         self._mesh = mesh
-        reshard(model)
         self._model = model
+        self._is_in_stages = stages is not None
+        reshard(model)
         by_parameter = leaves_of(model, leaves)
         of_parts = {leaf.parameter: leaf for leaf in part_leaves}
         self._leaves: list[ParameterLeaves | PartLeaf] = [
@@ -67,6 +71,8 @@ class RoundsReducer:
         ]
         self._rounds = [0] * len(self._stages)
         """Number of rounds of each stage that have ended in this step."""
+        self.recording = Recording()
+        self._discards = False
         self._unused = UnusedParameters(self._parameters, mesh.summed())
         self._vector = StepStatsVector(parameters, max_microbatches, mesh.world.device, agreement)
 
@@ -87,23 +93,55 @@ class RoundsReducer:
             inputs = [leaf for several in self._leaves for leaf in several.tensors()]
         self._clear()  # the loss of another model may have left gradients
         torch.autograd.backward(total, grad_output, inputs=inputs)
-        self._end_round(0, is_dummy=is_dummy)
+        self._end_round(0, self._take(0, None), is_dummy=is_dummy)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
         numbers on this rank."""
+        taken = self._take(stage, microbatch)
+        if self._discards:
+            return
         assert microbatch == self._rounds[stage], "gradients are leaves of the tree in this order"
-        self._end_round(stage, is_dummy=microbatch >= len(self._mine))
+        self._end_round(stage, taken, is_dummy=microbatch >= len(self._mine))
 
-    def _end_round(self, stage: int, *, is_dummy: bool) -> None:
-        self._rounds[stage] += 1
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        self._discards = True
+        try:
+            yield
+        finally:
+            self._discards = False
+            reshard(self._model)
+
+    def recompute(self, total: Tensor, grad_output: Tensor) -> None:
+        self._clear()
+        torch.autograd.backward(total, grad_output)
+        self._take(0, None)
+
+    def _take(self, stage: int, microbatch: int | None) -> dict[int, list[Tensor | None]]:
+        """Take the gradients of a stage's parameters, by place, and record them. `microbatch`: as
+        in `Recording.at`."""
+        checksums = self.recording.at(microbatch)
         taken: dict[int, list[Tensor | None]] = {}
         for place in (place for _, places in self._stages[stage] for place in places):
             taken[place] = self._leaves[place].take()
+            if checksums is not None:
+                for gradient in taken[place]:
+                    if gradient is not None:
+                        checksums.add(place, to_local(gradient))
+        if not self._is_in_stages:
+            reshard(self._model)
+        return taken
+
+    def _end_round(
+        self, stage: int, taken: dict[int, list[Tensor | None]], *, is_dummy: bool
+    ) -> None:
+        """`taken`: the result of `_take`."""
+        self._rounds[stage] += 1
+        for place, gradients in taken.items():
             counts = not is_dummy or self._mesh.is_expert(self._parameters[place])
-            if counts and any(gradient is not None for gradient in taken[place]):
+            if counts and any(gradient is not None for gradient in gradients):
                 self._used[place] = 1.0
-        reshard(self._model)
         for summed, places in self._stages[stage]:
             shaped = [
                 [self._in_shards(gradient, self._parameters[place]) for gradient in taken[place]]
@@ -115,6 +153,7 @@ class RoundsReducer:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
+        reshard(self._model)  # stages are gathered for all microbatches of a schedule's call
         for summed, places in chain(*self._stages):
             held = [self._parameters[place] for place in places]
             parts = torch.split(summed.finish(), [self._shards(each)[1] for each in held])

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base.errors import first_few
+from lockstep.base.words import enumerated
 from lockstep.evidence.tensors import COMPUTE_EPS, EXACT, PROJECTIONS, Summaries, Vector
 from lockstep.evidence.trace import MicrobatchTrace, RankTrace, Trace
 from lockstep.verify.compare import Difference
@@ -66,15 +68,7 @@ def differ(expected: Vector, found: Vector, tolerance: float) -> Wrong:
 
 
 def named(places: Sequence[int]) -> str:
-    if len(places) > MOST_NAMED:
-        return ", ".join(map(str, places[:MOST_NAMED])) + ", ..."
-    return enumerated(places)
-
-
-def enumerated(items: Sequence[object]) -> str:
-    """Return the items as text for a sentence: "1, 2 and 3"."""
-    words = [str(item) for item in items]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return enumerated(places) if len(places) <= MOST_NAMED else first_few(places)
 
 
 def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base.words import enumerated
 from lockstep.evidence.tensors import EXACT, Vector, exact_ratio
 from lockstep.evidence.trace import LayerTrace
-from lockstep.verify.causes.evidence import Evidence, Wrong, differ, enumerated, named, stacked
+from lockstep.verify.causes.evidence import Evidence, Wrong, differ, named, stacked
 
 MOSTLY = 0.9
 """Fraction of the wrong tokens whose output must be that of another token."""

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lockstep.base.words import enumerated
 from lockstep.evidence.tensors import EXACT, Vector, exact_factors, exact_ratio
 from lockstep.evidence.trace import MicrobatchTrace, RankTrace
-from lockstep.verify.causes.evidence import Evidence, enumerated, stacked, wrong_factor
+from lockstep.verify.causes.evidence import Evidence, stacked, wrong_factor
 
 
 def wrong_sum(evidence: Evidence) -> str | None:

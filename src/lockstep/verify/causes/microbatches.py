@@ -7,9 +7,10 @@ from collections import Counter
 
 import numpy as np
 
+from lockstep.base.words import enumerated
 from lockstep.evidence.tensors import EXACT, exact_ratio
 from lockstep.evidence.trace import MicrobatchTrace
-from lockstep.verify.causes.evidence import Evidence, enumerated, stacked, wrong_factor
+from lockstep.verify.causes.evidence import Evidence, stacked, wrong_factor
 
 OTHER_DATA = (
     "the script makes its dataset from something that is not the same in every process, such as a"

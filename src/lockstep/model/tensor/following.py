@@ -1,0 +1,124 @@
+"""Follows the sharded dim of plain tensors from function to function, without slices. Each distinct
+call is followed once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.base.errors import RecipeError
+from lockstep.base.torch_private import base_of, tree_leaves
+from lockstep.model.tensor.elementwise import mapped
+from lockstep.model.tensor.forms import PLAIN, OperatorRecorder, Seen, apart
+from lockstep.model.tensor.marks import (
+    UNKNOWN,
+    Shard,
+    is_sharded,
+    mark_of,
+    mark_sharded,
+    marked,
+    set_mark,
+)
+from lockstep.model.tensor.sharded_dims import check_drawn, shards_of
+
+MOST = 10_000
+"""The most calls that are remembered: code may call a function with other sizes in each step."""
+
+
+CREATES = frozenset(
+    {Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros}
+)
+"""Functions that take nothing but the dtype and device of a tensor."""
+
+
+class Following:
+    """The marks of what each call of one model returns."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Followed] = {}
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function and mark what it returns. Raises `RecipeError` if random numbers have the
+        shape of a shard."""
+        key = func, _pattern(args), _pattern(kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            out = func(*args, **kwargs)
+        else:
+            out, known = _followed(func, args, kwargs)
+            if len(self._known) > MOST:
+                self._known.clear()
+            self._known[key] = known
+        if known.writes:
+            _mark_written(args[0], known.shards[0])
+        elif known.shards:
+            marked(out, known.shards)
+        return out
+
+
+class _Followed(NamedTuple):
+    """A call that has been followed."""
+
+    shards: list[Shard]
+    """The marks of its results."""
+    writes: bool
+    """True if it writes a shard into its first argument, which is none."""
+
+
+def _followed(func: Any, args: Any, kwargs: Any) -> tuple[Any, _Followed]:
+    def before(item: Any) -> Any:
+        # the function may change the shape of its argument
+        return set_mark(item.detach(), mark_of(item)) if isinstance(item, Tensor) else item
+
+    with apart():
+        given = mapped(before, args), mapped(before, kwargs)
+    name = getattr(func, "__name__", str(func))
+    written = args[0] if args and name.endswith("_") else None
+    writes = isinstance(written, Tensor) and not is_sharded(written)
+    writes = writes and (func is Tensor.__setitem__ or not name.endswith("__"))
+    seen = Seen()
+    with OperatorRecorder(seen, set(), backward=False):
+        out = func(*args, **kwargs)
+    outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    if seen.draws and func is not F.scaled_dot_product_attention:
+        raise RecipeError(
+            f"{name} of a tensor that is sharded over the tensor axis, which draws random numbers"
+            " that are not those of the full tensor; use torch.nn.functional.dropout, or give the"
+            " layers before and after it 'colwise_gathered' and 'rowwise_split'"
+        )
+    if func is Tensor.__setitem__:
+        func, outs = _written, [args[0]]
+    with apart():
+        shards = shards_of(func, *given, seen.kinds_in_order(), outs)
+        check_drawn(func, *given, shards)
+    if func in CREATES and UNKNOWN in shards:
+        shards = []
+    return out, _Followed(shards, writes)
+
+
+def _written(target: Tensor, *item: Any) -> Tensor:
+    Tensor.__setitem__(target, *item)
+    return target
+
+
+def _mark_written(target: Tensor, shard: Shard) -> None:
+    """Mark a tensor that a shard has been written into, and the one that it is a view of."""
+    set_mark(target, shard)
+    if not is_sharded(base := base_of(target)):
+        mark_sharded(base)
+
+
+def _pattern(item: Any) -> Any:
+    """Return what decides about the sharded dim of a call's results."""
+    if isinstance(item, Tensor):
+        return item.shape, mark_of(item)
+    if isinstance(item, list | tuple):
+        return tuple(map(_pattern, item))
+    if isinstance(item, dict):
+        return tuple((name, _pattern(each)) for name, each in item.items())
+    if isinstance(item, slice):
+        return slice, item.start, item.stop, item.step
+    # a number that changes from step to step is followed once
+    return item if isinstance(item, PLAIN) and not isinstance(item, float) else type(item)
