@@ -108,13 +108,6 @@ def test_is_distributed_and_to_local(mesh):
     assert part.data_ptr() == distributed.to_local().data_ptr()
 
 
-def test_local_box(mesh):
-    tensor = torch.ones(4, 3)
-    distributed = distribute_tensor(tensor, mesh["a"], [Shard(0)])
-    assert torch_private.local_box(tensor) == ((0, 0), (4, 3))
-    assert torch_private.local_box(distributed) == ((0, 0), (4, 3))
-
-
 def test_set_item_of_distributed(mesh):
     before = dict(DTensor._op_dispatcher._custom_op_handlers)
     distributed = distribute_tensor(torch.arange(4.0), mesh["a"], [Shard(0)])

@@ -79,6 +79,7 @@ _FSDP = {
 IMPORTED_IN_TRAINING = (
     *("torch._dynamo", "torch._subclasses.fake_tensor", "torch.distributed.device_mesh"),
     *("torch.distributed.fsdp", "torch.distributed.tensor"),
+    "torch.distributed.checkpoint.default_planner",
 )
 """Modules that are imported while a run opens and takes its first step."""
 
@@ -128,23 +129,6 @@ def __getattr__(name: str) -> Any:
 def is_distributed(tensor: Tensor) -> bool:
     """True for a `DTensor`. Does not import it, which takes half a second."""
     return hasattr(tensor, "_local_tensor")
-
-
-def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets and lengths, along each dim, of this rank's part of a tensor that may be a
-    `DTensor`. The lengths are 0 on a rank that is not in its mesh."""
-    if not is_distributed(tensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    assert isinstance(tensor, DTensor)
-    if tensor.device_mesh.get_coordinate() is None:
-        return (0,) * tensor.dim(), (0,) * tensor.dim()
-    lengths, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(offsets), tuple(lengths)
 
 
 def to_local(tensor: Tensor) -> Tensor:

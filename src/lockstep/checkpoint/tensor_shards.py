@@ -1,9 +1,10 @@
 """Shards of a state: the rank that writes each, its position in a file, and the saved shards that
 fill a rank's tensors.
 
-A state is a dict of tensors, some of which may be DTensors; ranks may have different names. A
-*shard* is a box-shaped part of a tensor, or the whole tensor. Torch is imported in functions only,
-so that checkpoints can be read without it.
+Planning works as in `torch.distributed.checkpoint` (DCP), but on plain values: ranks exchange JSON
+where DCP would pickle. A state is a dict of tensors, some of which may be DTensors; ranks may have
+different names. A *shard* is a box-shaped part of a tensor, or the whole tensor. Torch is imported
+in functions only, so that checkpoints can be read without it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from lockstep.base.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Box = tuple[slice, ...]
 ALIGNMENT = 64
@@ -58,20 +61,12 @@ class TensorShard:
         return math.prod(self.lengths) * item_bytes(self.dtype)
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        return tuple(at + size for at, size in zip(self.offsets, self.lengths, strict=True))
-
-    @property
     def key(self) -> str:
         """The tensor's name, with the box unless it is the full tensor: `weight[0:4,8:16]`."""
         if self.lengths == self.shape:
             return self.name
         spans = zip(self.offsets, self.lengths, strict=True)
         return f"{self.name}[{','.join(f'{at}:{at + size}' for at, size in spans)}]"
-
-    def slices(self, starts: Sequence[int], lengths: Sequence[int]) -> Box:
-        """Return the part of the shard that is this box of the tensor."""
-        return box_of([at - own for at, own in zip(starts, self.offsets, strict=True)], lengths)
 
     def to_json(self) -> list[Any]:
         return [self.name, self.dtype, self.shape, self.offsets, self.lengths]
@@ -147,54 +142,58 @@ class ShardCopy:
 
 def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
     """Return this rank's shard of each tensor, by name; no empty ones."""
-    from lockstep.base.torch_private import local_box, to_local  # imports torch
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-    shards = {}
-    for name, tensor in state.items():
-        offsets, lengths = local_box(tensor)
-        if math.prod(lengths) or not tensor.numel():
-            dtype = str(to_local(tensor).dtype).removeprefix("torch.")
-            shards[name] = TensorShard(name, dtype, tuple(tensor.shape), offsets, lengths)
-    return shards
+    items = create_default_local_save_plan(dict(state), is_coordinator=True).items
+    shards = [_shard_of(item) for item in items]
+    return {
+        shard.name: shard
+        for shard in shards
+        if math.prod(shard.lengths) or not math.prod(shard.shape)
+    }
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
     """Return the shards that each rank writes: each shard once, with the bytes balanced over ranks.
-    Raises `CheckpointError` unless they cover each tensor."""
-    holders: dict[TensorShard, list[int]] = {}
-    for rank, shards in enumerate(everyone):
-        for shard in shards:
-            holders.setdefault(shard, []).append(rank)
+    Raises `CheckpointError` unless the shards cover each tensor."""
     try:
-        check_cover(holders)
+        check_cover(shard for shards in everyone for shard in shards)
     except ValueError as error:
         raise CheckpointError(
             f"the state cannot be saved: {error}; a tensor in a state_dict is the same on all"
             " ranks, or a DTensor; make it so, or leave it out"
         ) from error
-    written: list[list[TensorShard]] = [[] for _ in everyone]
-    written_bytes = [0] * len(everyone)
-    for shard, ranks in holders.items():
-        rank = min(ranks, key=written_bytes.__getitem__)
-        written[rank].append(shard)
-        written_bytes[rank] += shard.bytes
-    return written
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    plans, _ = planner.create_global_plan(
+        [SavePlan([_write_item(shard) for shard in shards]) for shards in everyone]
+    )
+    return [[_shard_of(item) for item in plan.items] for plan in plans]
 
 
 def plan_copies(state: Mapping[str, Tensor], saved: Sequence[TensorShard]) -> Iterator[ShardCopy]:
     """Yield the copies that fill this rank's tensors from saved shards of the same names and
     shapes."""
+    from lockstep.base.torch_private import is_distributed  # imports torch
+
     assert state.keys() <= {shard.name for shard in saved}
-    wanted = local_shards(state)
+    distributed = {name: tensor for name, tensor in state.items() if is_distributed(tensor)}
     for shard in saved:
-        if (target := wanted.get(shard.name)) is None:
-            continue
-        assert target.shape == shard.shape
-        starts = list(map(max, shard.offsets, target.offsets))
-        stops = map(min, shard.ends, target.ends)
-        lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        if all(length > 0 for length in lengths):
-            yield ShardCopy(shard, shard.slices(starts, lengths), target.slices(starts, lengths))
+        if shard.name in state and shard.name not in distributed:
+            assert tuple(state[shard.name].shape) == shard.shape
+            whole = box_of([0] * len(shard.shape), shard.lengths)
+            yield ShardCopy(shard, whole, box_of(shard.offsets, shard.lengths))
+    if not distributed:
+        return
+    from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+
+    metadata, by_name = _metadata(saved)
+    for item in create_default_local_load_plan(distributed, metadata).items:
+        shard = by_name[item.storage_index.fqn][item.storage_index.index or 0]
+        source = box_of(item.storage_offsets, item.lengths)
+        yield ShardCopy(shard, source, box_of(item.dest_offsets, item.lengths))
 
 
 def whole_number(value: Any) -> int:
@@ -253,6 +252,57 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _shard_of(item: WriteItem) -> TensorShard:
+    data = item.tensor_data
+    assert data is not None, "a state has tensors only"
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return TensorShard(
+        item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    )
+
+
+def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.lengths))
+
+
+def _write_item(shard: TensorShard) -> WriteItem:
+    import torch
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties(dtype=torch_dtype(shard.dtype))
+    return WriteItem(
+        MetadataIndex(shard.name, torch.Size(shard.offsets)),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(_chunk(shard), properties, torch.Size(shard.shape)),
+    )
+
+
+def _metadata(saved: Sequence[TensorShard]) -> tuple[Metadata, dict[str, list[TensorShard]]]:
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    by_name: dict[str, list[TensorShard]] = {}
+    for shard in saved:
+        by_name.setdefault(shard.name, []).append(shard)
+    tensors = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=torch_dtype(shards[0].dtype)),
+            torch.Size(shards[0].shape),
+            [_chunk(shard) for shard in shards],
+        )
+        for name, shards in by_name.items()
+    }
+    return Metadata(dict(tensors)), by_name
 
 
 def box_of(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
