@@ -64,6 +64,10 @@ def in_place(x: Tensor) -> Tensor:
     return out
 
 
+def attend(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
 LAYOUTS: dict[str, Compute] = {
     "features": drop,
     "tokens in front": lambda x: drop(x.flatten(0, 1)).view(x.shape),
@@ -93,6 +97,7 @@ LAYOUTS: dict[str, Compute] = {
         .sum(-1)
         .mT.repeat_interleave(WIDTH, -1)
     ),
+    "attention": lambda x: drop(attend(heads(x).transpose(1, 2)).transpose(1, 2)).flatten(2),
     "a number of each head": lambda x: x * drop(heads(x).mean(-1)).repeat_interleave(WIDTH, -1),
     "stacked": lambda x: drop(torch.stack([x, -x])).sum(0),
     "padded": lambda x: drop(F.pad(x, (0, 0, 1, 0)))[:, 1:],

@@ -105,7 +105,9 @@ def tensor_parallel(
     ]
     check = None
     if mesh is not None:
-        check = FirstForwardCheck(model, exposed, on_sequence, unsharded_now)
+        check = FirstForwardCheck(
+            model, exposed, on_sequence, unsharded_now, draws_alike=slices is None
+        )
     around = {"", *(name[: dot.start()] for name in styles for dot in re.finditer(r"\.", name))}
     for name, module in model.named_modules():
         if name in around:

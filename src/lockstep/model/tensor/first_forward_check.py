@@ -4,9 +4,9 @@ full layers?
 Code on a shard of the features can be wrong without an error: `query.view(batch, length, heads,
 -1)` makes heads of half the depth, and `qkv.chunk(3, -1)` gives a rank no value at all. So in its
 first forward in training, and in its first one in evaluation, a module is computed twice more,
-without gradients: with sharded and with full layers, and with the same random numbers. On an
-accelerator both are in evaluation mode, because its kernels draw other numbers for a shard; so
-are BatchNorm and other modules that update their buffers.
+without gradients: with sharded and with full layers, and with the same random numbers. With slices,
+whose tensors are laid out in memory otherwise, and on an accelerator, both are in evaluation mode,
+because masks of dropout differ; so are BatchNorm and other modules that update their buffers.
 Its inputs and outputs must be unsharded. Of several equal modules,
 only the first is checked. During the check, a rank has the full weights of these layers: those of
 one attention, or of one MLP. Both forwards leave out arguments other than tensors and plain values
@@ -56,15 +56,19 @@ class FirstForwardCheck:
         layers: Sequence[str],
         on_sequence: Sequence[str],
         unsharded_now: set[str],
+        *,
+        draws_alike: bool,
     ) -> None:
         """`on_sequence`: other layers, whose output is a shard of the sequence. `unsharded_now`:
-        filled with the layers that currently run with full weights."""
+        filled with the layers that currently run with full weights. `draws_alike`: False if sharded
+        layers may draw other random numbers than full ones, as with slices."""
         self._modules = {name: model.get_submodule(name) for name in layers}
         self._on_sequence = {name: model.get_submodule(name) for name in on_sequence}
         self._unchecked = {training: set(layers) for training in (True, False)}
         self._unsharded_now = unsharded_now
         self._checked_kinds: set[Any] = set()
         self._comparing = False
+        self._draws_alike = draws_alike
 
     def compare(
         self,
@@ -100,7 +104,7 @@ class FirstForwardCheck:
             given = tree_map(
                 lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, given
             )
-            is_on_accelerator = _on_accelerator(given)
+            in_evaluation = not self._draws_alike or _on_accelerator(given)
             self._comparing = True
             try:
                 with (
@@ -110,9 +114,7 @@ class FirstForwardCheck:
                     _evaluating(
                         each
                         for each in module.modules()
-                        if is_on_accelerator
-                        or isinstance(each, BatchNormBase)
-                        or self_updating(each)
+                        if in_evaluation or isinstance(each, BatchNormBase) or self_updating(each)
                     ),
                     _same_numbers(given),
                 ):

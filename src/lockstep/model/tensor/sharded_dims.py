@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import FakeTensor, tree_leaves
@@ -67,7 +68,8 @@ def shards_of(
 
 def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
     """Return what a function returns for twice as many heads or features, on the meta device; None
-    if it fails."""
+    if it fails. Attention is computed on its own device, which decides how its result is laid
+    out."""
 
     def twice(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -78,7 +80,9 @@ def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
             assert mark.dim is not None, "checked above"
             strides = mark.strides or strides_of_twice(item, mark.dim)
             shape[mark.dim] *= 2
-        return torch.empty_strided(shape, strides, dtype=item.dtype, device="meta")
+        is_fake = func is not F.scaled_dot_product_attention or isinstance(item, FakeTensor)
+        device = "meta" if is_fake else item.device
+        return torch.empty_strided(shape, strides, dtype=item.dtype, device=device)
 
     return _tensors(func, mapped(twice, args), mapped(twice, kwargs))
 
