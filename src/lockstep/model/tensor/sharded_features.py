@@ -80,15 +80,7 @@ from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 from lockstep.model.tensor.sliced import Slices, of_heads
 
 SEEDS = 2**32
-VALUES = frozenset(
-    getattr(owner, name)
-    for owner, names in {
-        torch: "allclose equal is_nonzero",
-        Tensor: "__array__ __bool__ __float__ __index__ __int__ allclose equal is_nonzero item"
-        " numpy register_hook tolist",
-    }.items()
-    for name in names.split()
-)
+VALUES = READS | {Tensor.__array__, Tensor.numpy, Tensor.register_hook}
 """Functions that give a tensor's values to code that lockstep does not see."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """The modules of autograd.Functions that a sharded tensor may come from."""
@@ -175,13 +167,6 @@ class ShardedFeatures(TorchFunctionMode):
         return out
 
     def _with_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in READS and self._sliced is None:  # with slices, `Forms` refuses more
-            raise RecipeError(
-                f"the model reads a number of a shard of the features ({func.__name__} of a tensor"
-                f" of shape {tuple(args[0].shape)}); each rank would read another number, and a"
-                " branch on it would compute another model; read it before the first sharded layer"
-                " or after the last; or give these layers 'colwise_gathered' and 'rowwise_split'"
-            )
         if self._sliced is not None:
             if checkpoints_saved_tensors() and saved_tensor_hooks() != self._entered[-1]:
                 raise unseen("torch.utils.checkpoint")
