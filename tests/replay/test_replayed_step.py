@@ -107,6 +107,7 @@ def test_rows_of_the_steps_on_the_way_are_compared() -> None:
     [
         ("replicate=2,shard=2,numerics=bitwise", "replicate=1,numerics=bitwise"),
         ("pipeline=2", "replicate=1"),
+        ("tensor=2,slices=4,numerics=bitwise", "slices=4,numerics=bitwise"),
         (
             "tensor=2,microbatch_splits=1,checkpointing=full",
             "checkpointing=full,microbatch_splits=1",

@@ -39,7 +39,7 @@ from lockstep.logging.run_files import (
     read_result,
     read_rows,
 )
-from lockstep.plan import Plan
+from lockstep.plan import FIXED_IN_BITWISE, Plan
 from lockstep.replay.not_finite import NotFinite, first_words
 from lockstep.replay.request import ReplayRequest
 from lockstep.replay.step import (
@@ -223,6 +223,7 @@ def replay_plan(run_plan: str) -> Plan:
         microbatch_splits=plan.microbatch_splits,
         logits=plan.logits,
         compile=plan.compile,
+        **{name: getattr(plan, name) for name in FIXED_IN_BITWISE},
     )
 
 
