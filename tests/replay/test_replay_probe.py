@@ -32,6 +32,12 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.2), network())
 
 
+def in_slices() -> nn.Module:
+    model = network()
+    model.tensor_plan = {"0": "colwise", "2": "rowwise"}  # type: ignore[assignment]
+    return model
+
+
 def of_the_rows(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return (model(batch[1]) - batch[2]).square().mean()
 
@@ -148,6 +154,13 @@ def test_without_a_checkpoint_it_begins_anew(made: Path, tmp_path: Path) -> None
     replay(tmp_path / "again", made, "replicate=1", network, 2)
     assert read(tmp_path / "again", 1)[0]["begin"] == 0
     assert row(tmp_path / "again" / "run", 2)[CHECKSUM] == row(made, 2)[CHECKSUM]
+
+
+def test_layers_in_slices_are_watched(tmp_path: Path) -> None:
+    made, again = tmp_path / "made", tmp_path / "again"
+    train(str(made), "slices=2", in_slices)
+    replay(again, made, "slices=2", in_slices, 4)
+    assert row(again / "run", 4)[CHECKSUM] == row(made, 4)[CHECKSUM]
 
 
 def test_a_damaged_checkpoint_is_passed_over(made: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lockstep.base.nested import tensors_in
+from lockstep.base.torch_private import without_torch_function_modes
 from lockstep.comm.mesh import to_local
 from lockstep.replay.not_finite import NotFinite
 
@@ -60,6 +61,7 @@ class FiniteWatch:
             node.register_hook(self._of_node(node))
 
     def _before(self, name: str) -> Callable[..., None]:
+        @without_torch_function_modes()  # that of slices refuses what it cannot follow
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._in_forward:
                 return  # recomputed by a checkpoint
@@ -73,6 +75,7 @@ class FiniteWatch:
         return before
 
     def _after(self, name: str) -> Callable[..., None]:
+        @without_torch_function_modes()
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._in_forward:
                 return
