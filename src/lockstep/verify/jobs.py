@@ -87,7 +87,9 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
             "no plan to verify; --plans takes at least one; give for example --plans replicate=2"
         )
     for text in texts:
-        plan = Plan.parse(text)
+        plan = Plan.parse(
+            f"{text},numerics=bitwise" if bitwise and "numerics" not in text else text
+        )
         sizes: dict[str, Any] = plan.axis_sizes
         if "auto" in sizes.values():
             axis = next(axis for axis, size in sizes.items() if size == "auto")
@@ -101,12 +103,11 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
                 " microbatch by microbatch, and parts of microbatches are other ones; leave"
                 " microbatch_splits out, or give the recipe a smaller microbatch"
             )
-        if bitwise and "fast" in text:
+        if bitwise and plan.numerics != "bitwise":
             raise PlanError(
                 f"numerics=fast in plan {text!r} with --bitwise, which requires the same bits under"
                 " every plan; leave out one of the two"
             )
-        plan = replace(plan, numerics="bitwise") if bitwise else plan
         if plan in [other for other, _ in found]:
             raise PlanError(f"plan {str(plan)!r} is given twice in --plans; give it once")
         found.append((plan, math.prod(sizes.values())))
