@@ -44,6 +44,7 @@ PLANS = [
     *(
         "replicate=2,pipeline=2",
         "shard=2,pipeline=2",
+        "shard=2,pipeline=2,schedule=zero-bubble",
         "tensor=2,pipeline=2",
         "replicate=2,tensor=2,pipeline=2",
     ),

@@ -309,19 +309,21 @@ CHECKED = ("--recompute-every", "4", "--save-every", "2")
 
 
 @pytest.mark.parametrize(
-    ("plan", "recovery", "size"),
+    ("plan", "nproc", "recovery", "size"),
     [
-        ("replicate=auto", "shrink", 2),
-        pytest.param("shard=auto", "shrink", 2, marks=pytest.mark.slow),
-        pytest.param("replicate=3", "in-place", 3, marks=pytest.mark.slow),
-        pytest.param("shard=3", "restart", 3, marks=pytest.mark.slow),
+        ("replicate=auto", 3, "shrink", 2),
+        pytest.param("shard=auto", 3, "shrink", 2, marks=pytest.mark.slow),
+        pytest.param("replicate=3", 3, "in-place", 3, marks=pytest.mark.slow),
+        pytest.param("shard=3", 3, "restart", 3, marks=pytest.mark.slow),
+        pytest.param("replicate=auto,pipeline=2", 6, "shrink", 4, marks=pytest.mark.slow),
+        pytest.param("replicate=3,pipeline=2", 6, "in-place", 6, marks=pytest.mark.slow),
     ],
 )
 def test_one_that_computes_wrong_results_leaves_and_the_bits_are_the_same(
-    tmp_path: Path, undisturbed: str, plan: str, recovery: str, size: int
+    tmp_path: Path, undisturbed: str, plan: str, nproc: int, recovery: str, size: int
 ) -> None:
     options = ("--recovery", recovery, *CHECKED)
-    ended = train(tmp_path / "folder", plan, 3, "wrong", "1", "13", options=options)
+    ended = train(tmp_path / "folder", plan, nproc, "wrong", "1", "13", options=options)
     assert ended.fingerprint == undisturbed
     assert json.loads((ended.run / "result.json").read_text())["world_size"] == size
     (event,) = ended.events("microbatch-differs")
