@@ -689,6 +689,19 @@ def test_stage_input_gradients(group):
     assert torch_private.stage_input_gradients(stage) is stage.bwd_cache
 
 
+def test_keep_gradients(mesh):
+    model = fully_shard(nn.Linear(1, 1), mesh=mesh["a"])
+    model(torch.ones(1, 1)).sum().backward()
+    gradients = [each.grad for each in model.parameters()]
+    stage = PipelineStage(nn.Sequential(model), 0, 1, torch.device("cpu"))
+    torch_private.keep_gradients(stage)
+    stage._post_metadata_inference_cleanup()
+    assert [each.grad for each in model.parameters()] == gradients != [None] * 2
+    del stage._post_metadata_inference_cleanup  # torch's own
+    stage._post_metadata_inference_cleanup()
+    assert [each.grad for each in model.parameters()] == [None] * 2
+
+
 def test_schedule_losses(group):
     stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
     for schedule in (

@@ -157,9 +157,12 @@ def train(plan: str, run_dir: str, precision: Precision = "fp32", known: bool = 
     )
 
 
-def train_in_float64(plan: str, run_dir: str) -> tuple[float, dict[str, float]]:
+def train_in_float64(
+    plan: str, run_dir: str, microbatch: int = 4
+) -> tuple[float, dict[str, float]]:
     """Where rounding is far from every mistake."""
-    result = ls.train(recipe(model=lambda: Staged().double()), plan=plan, run_dir=run_dir)
+    given = recipe(model=lambda: Staged().double(), microbatch=microbatch)
+    result = ls.train(given, plan=plan, run_dir=run_dir)
     return result.loss, result.metrics
 
 
@@ -266,6 +269,18 @@ def test_seven_microbatches_are_dealt_to_three_pipelines(tmp_path: Path, plan: s
         found = pool.run(6, train_in_float64, plan, str(tmp_path / "run"))
     state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
     torch.testing.assert_close((found, state), ([alone] * 6, truth), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_sharded_stages_keep_their_gradients_between_the_calls_of_a_step(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """A rank has five microbatches: torch's interleaved schedule takes four in one call."""
+    (alone,) = pool.run(1, train_in_float64, "replicate=1", str(tmp_path / "alone"), 3)
+    plan = "shard=2,pipeline=2,schedule=interleaved"
+    found = pool.run(4, train_in_float64, plan, str(tmp_path / "run"), 3)
+    state, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
+    torch.testing.assert_close((found, state), ([alone] * 4, truth), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow

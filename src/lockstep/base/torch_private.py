@@ -711,6 +711,13 @@ def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
     return cache
 
 
+def keep_gradients(stage: Any) -> None:
+    """Keep a stage's gradients, and its gathered parameters, in the first call of its schedule.
+    Torch clears those of FSDP2 there, as if it had found the shapes by a forward and a backward; a
+    stage that is given the shapes has run none."""
+    stage._post_metadata_inference_cleanup = lambda: None
+
+
 def schedule_losses(schedule: Any) -> list[Tensor]:
     losses: list[Tensor] = schedule._internal_losses
     return losses

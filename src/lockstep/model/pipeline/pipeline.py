@@ -39,7 +39,7 @@ from lockstep.model.pipeline.stage import (
 from lockstep.model.pipeline.stages import Stages, schedule_calls
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.separate_parts import PartLeaf
-from lockstep.model.shard import gathered_parameters, reshard
+from lockstep.model.shard import gathered_parameters
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.plan import Schedule
 
@@ -187,9 +187,6 @@ class Pipeline:
                 stop - start, schedule, self._routes[start], backward
             )
         run, stages = self._schedules[key]
-        # torch reshards in the first call of a schedule, which ranks may build in different steps
-        for module in self.modules:
-            reshard(module)
         for stage in stages:
             stage.first, stage.routes = start, self._routes[start:stop]
             stage.losses = schedule_losses(run)

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from lockstep.base.torch_private import stage_input_gradients
+from lockstep.base.torch_private import keep_gradients, stage_input_gradients
 from lockstep.comm.world import World
 from lockstep.model.pipeline.boundary import (
     Arguments,
@@ -61,6 +61,7 @@ class VariableShapeStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        keep_gradients(self)
         self.received: dict[int, tuple[Tensor, ...]] = {}
         """Inputs from the previous stage, by microbatch; kept until the microbatch's backward."""
 

@@ -153,7 +153,7 @@ class RoundsReducer:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        reshard(self._model)  # stages are gathered for all microbatches of a schedule's call
+        reshard(self._model)  # stages are gathered for all microbatches of the step
         for summed, places in chain(*self._stages):
             held = [self._parameters[place] for place in places]
             parts = torch.split(summed.finish(), [self._shards(each)[1] for each in held])
