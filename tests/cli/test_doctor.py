@@ -82,10 +82,13 @@ def test_sub_groups_of_four_ranks_exchange_at_the_same_time(tmp_path: Path) -> N
     assert [line for line in bad(ended).values() if line["section"] == "collectives"] == []
 
 
-@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("columns", "width"),
+    [("80", 80), ("", 100), pytest.param("120", 120, marks=pytest.mark.slow)],
+)
 @pytest.mark.forks
-def test_the_table_fits_and_says_what_to_do(tmp_path: Path, width: int) -> None:
-    ended = doctor("--nproc", "1", cwd=tmp_path, COLUMNS=str(width), NCCL_DEBUG="INFO")
+def test_the_table_fits_and_says_what_to_do(tmp_path: Path, columns: str, width: int) -> None:
+    ended = doctor("--nproc", "1", cwd=tmp_path, COLUMNS=columns, NCCL_DEBUG="INFO")
     assert ended.returncode == 1
     assert all(len(line) <= width for line in ended.stdout.splitlines())
     assert "  NCCL_DEBUG " in ended.stdout

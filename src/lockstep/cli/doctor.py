@@ -152,7 +152,8 @@ def _show(diagnosis: Diagnosis) -> None:
     from rich.text import Text
 
     results = diagnosis.results
-    console = foreign_text.console(int(os.environ.get("COLUMNS", _WIDTH)))
+    columns = os.environ.get("COLUMNS", "")
+    console = foreign_text.console(int(columns) if columns.isdecimal() else _WIDTH)
     console.width = min(console.width, _WIDTH)
     console.print(_checks(diagnosis.checks))
     if results.get("timed"):
