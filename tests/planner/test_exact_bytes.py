@@ -80,6 +80,7 @@ CASES = [
         for plan in (
             *("context=2", "context=2,exchange=keys", "shard=2,context=2"),
             *("pipeline=2,numerics=bitwise", "pipeline=2,context=2,numerics=bitwise"),
+            "shard=2,pipeline=2,numerics=bitwise",
         )
     ),
     *(("replicate=2,shard=2", name) for name in ("running statistics", "wide")),
