@@ -41,6 +41,7 @@ from lockstep.model.context.transformers import check_call, open_transformers
 from lockstep.model.context.trial import all_in_use, nothing_dropped, unchanged
 from lockstep.model.forwards import Forwards, WholeModel
 from lockstep.model.pipeline.boundary import Arguments, Around, Chunks, Run, within
+from lockstep.model.shard import SHARDED
 from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")
@@ -529,6 +530,8 @@ class SequenceCut:
                 with around(stage):
                     yield
             except (RuntimeError, ValueError, IndexError) as error:
+                if SHARDED.search(str(error)):
+                    raise  # it has nothing to do with sequences
                 raise RecipeError(
                     f"the model cannot compute the first {tokens} of {size[1]} tokens:"
                     f" {error}; a model of sequences takes any length: slice its tables, such as"

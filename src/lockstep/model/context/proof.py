@@ -33,6 +33,7 @@ from lockstep.model.context.trial import tolerance
 from lockstep.model.forwards import Forwards
 from lockstep.model.pipeline.boundary import Around
 from lockstep.model.running_statistics import ATTRIBUTE
+from lockstep.model.shard import SHARDED
 
 HIDDEN_ATTENTION = (
     nn.MultiheadAttention,
@@ -175,6 +176,8 @@ def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
+        if SHARDED.search(str(error)):
+            raise  # it has nothing to do with sequences
         raise RecipeError(
             f"the model cannot compute {layout.local} of {layout.tokens} tokens"
             f" ({layout.cut_by}): {error}; each rank calls it with its own tokens; compute"
