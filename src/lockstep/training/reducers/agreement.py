@@ -1,5 +1,5 @@
-"""The comparison of all that the ranks must do alike in a step, with the numbers of the step: it
-needs no collective besides theirs."""
+"""The comparison of all that the ranks must do alike in a step: its numbers are summed with those of
+the step."""
 
 from __future__ import annotations
 
