@@ -1,5 +1,5 @@
-"""The comparison of all that the ranks must do alike in a step: its numbers are summed with those of
-the step."""
+"""The comparison of all that the ranks must do alike in a step. Its numbers are summed with those
+of the step."""
 
 from __future__ import annotations
 
