@@ -24,6 +24,8 @@ NOT_TOKENS: Final = -1
 """The call is the same at every length."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
 """Modules whose slices do not belong to the model."""
+SHARDED = "lockstep.model.tensor."
+"""Modules that make the model's calls with sharded tensors."""
 OTHERWISE: Final = -2
 """The call changes with the length, but none of its dims is as long as the sequence, or several
 are."""
@@ -79,6 +81,9 @@ def is_call_of_model(caller: FrameType) -> bool:
 
 def _site(kind: Kind, caller: FrameType) -> Site:
     frame = outside_modes(caller)
+    # the first of several calls with sharded heads is made at another line than the rest
+    while frame.f_globals.get("__name__", "").startswith(SHARDED) and frame.f_back is not None:
+        frame = outside_modes(frame.f_back)
     return kind, frame.f_code.co_filename, frame.f_lineno
 
 
