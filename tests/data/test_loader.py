@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.assignment import microbatch_spans
 from lockstep.base.errors import DataError, WorkerError
-from lockstep.data.fetch import Fetcher
+from lockstep.data.fetch import ALIGNMENT_BYTES, Fetcher
 from lockstep.data.loader import CHUNK_POSITIONS, Loader, Span
 from lockstep.order import Order
 
@@ -241,6 +241,18 @@ def test_one_microbatch_of_tensors_may_be_changed_while_another_waits_for_its_ba
     second.zero_()
     loss.backward()
     assert torch.equal(weight.grad, first)
+
+
+@pytest.mark.parametrize("features", [1, 3, 6, 8, 16])
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 16])
+def test_a_microbatch_of_tensors_starts_where_a_tensor_of_its_own_would(load, features, size):
+    data = TensorDataset(torch.randn(64, features), torch.arange(64), torch.randn(64).double())
+    fetched = load(data, spans(64, size, steps=1))
+    assert all(
+        tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        for microbatch in fetched
+        for tensor in microbatch.batch
+    )
 
 
 def test_a_tensor_dataset_with_an_item_of_its_own_is_asked_for_it(load):

@@ -3,7 +3,8 @@ worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,13 @@ from lockstep.data.positions import Position
 from lockstep.keys import RandomStream, key
 
 CPU = torch.device("cpu")
+GATHERED_BYTES = 2**20
+GATHERED_REQUESTS = 16
+"""Largest number of microbatches of a TensorDataset whose rows are copied at once, up to
+GATHERED_BYTES."""
+ALIGNMENT_BYTES = 64
+"""The alignment of torch's allocations: with another one, a matrix product may round differently.
+"""
 
 
 class SampleRequest(NamedTuple):
@@ -69,7 +77,9 @@ class Fetcher:
         self.seeds = self._seed_of_samples is not None or self._seed_of_collate is not None
         self._set_epoch = getattr(data, "set_epoch", None)
         self._make: Callable[[SampleRequest], Any] = self._one_by_one
-        if tensors and collate is None:
+        self.gathers = tensors and collate is None
+        """True if a batch consists of rows of tensors, which `gathered` can copy."""
+        if self.gathers:
             self._make = self._by_rows
         elif _fetches_many(data):
             self._make = self._at_once
@@ -107,8 +117,31 @@ class Fetcher:
                 " the same"
             )
 
+    def gathered(
+        self, requests: Iterator[SampleRequest]
+    ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
+        """Yield each request and its batch. Rows of several small microbatches are copied at once,
+        into aligned parts of one allocation."""
+        widths = [tensor[:1].nbytes for tensor in self._data.tensors]
+        rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
+
+        def fits(size: int) -> bool:
+            return all(size * width % ALIGNMENT_BYTES == 0 for width in widths)
+
+        while several := list(_some_requests(requests, rows, fits)):
+            sizes = [len(request.samples) for request in several]
+            together = self._rows(np.concatenate([request.samples for request in several]))
+            columns = [torch.split(column, sizes) for column in together]
+            for request, parts in zip(several, zip(*columns, strict=True), strict=True):
+                self.check_length(request)
+                # .data: each may then be changed in place, because it is not a view of the others
+                yield request, [part.data for part in parts]
+
     def _by_rows(self, request: SampleRequest) -> list[Tensor]:
-        rows = torch.from_numpy(request.samples)
+        return self._rows(request.samples)
+
+    def _rows(self, samples: NDArray[np.int64]) -> list[Tensor]:
+        rows = torch.from_numpy(samples)
         return [
             tensor.index_select(0, rows if tensor.is_cpu else rows.to(tensor.device))
             for tensor in self._data.tensors
@@ -198,6 +231,17 @@ def batch_of(
     except Exception as error:
         error.add_note(f"raised by collate {request}: {describe()}")
         raise
+
+
+def _some_requests(
+    requests: Iterator[SampleRequest], rows: int, fits: Callable[[int], bool]
+) -> Iterator[SampleRequest]:
+    """Yield requests until they have `rows` rows together, or the next one would not be aligned."""
+    for request in islice(requests, GATHERED_REQUESTS):
+        yield request
+        rows -= len(request.samples)
+        if rows <= 0 or not fits(len(request.samples)):
+            return
 
 
 def _fetches_many(data: Any) -> bool:

@@ -152,12 +152,20 @@ class Loader(_BatchLoader):
         """Yield the microbatches of `spans`, in order. One call at a time. Raises `DataError` if
         the length changes, samples cannot be collated, or a batch's structure differs; and any
         error of the dataset or of `collate`."""
-        for request, batch in self._fetched(self._requests(spans)):
+        requests = self._requests(spans)
+        only_rows = self._fetcher.gathers and self._workers is None
+        for request, batch in (
+            self._fetcher.gathered(requests) if only_rows else self._checked(requests)
+        ):
+            of = request.step, request.microbatch, request.is_dummy, len(request.samples)
+            yield Microbatch(*of, self._pin(batch))
+
+    def _checked(self, requests: Iterator[SampleRequest]) -> Iterator[tuple[SampleRequest, Any]]:
+        for request, batch in self._fetched(requests):
             if self._workers is not None:
                 self._fetcher.check_length(request)
             self._check_structure(batch, request)
-            of = request.step, request.microbatch, request.is_dummy, len(request.samples)
-            yield Microbatch(*of, self._pin(batch))
+            yield request, batch
 
     def _requests(self, spans: Iterable[Span]) -> Iterator[SampleRequest]:
         remaining = iter(spans)
