@@ -29,12 +29,13 @@ DECIDES: dict[str, Callable[[Tensor], Any]] = {
     "tolist": lambda x: x.mean().tolist(),
     "equal": lambda x: torch.equal(x, x.abs()),
     "allclose": lambda x: torch.allclose(x, x.abs()),
-    "all": lambda x: bool((x > 0).sum() == x.numel()),
+    "number of all": lambda x: bool((x > 0).sum() == x.numel()),
     "majority": lambda x: bool((x > 0).sum() > 3),
     "max": lambda x: max(x.sum(), x.new_zeros(())),
 }
 MAY_DIFFER: dict[str, Callable[[Tensor], Any]] = {
     "any": lambda x: bool((x > 0).any()),
+    "all": lambda x: bool((x > 0).all()),
     "no token": lambda x: bool((x > 0).sum() == 0),
     "count": lambda x: int((x > 0).sum()),
     "each count": lambda x: [int(count) for count in F.one_hot((x > 0).long().view(-1), 2).sum(0)],

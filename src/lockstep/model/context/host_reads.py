@@ -2,7 +2,8 @@
 
 `if x.sum() > 0` decides by the tokens that a rank has. One process decides by all tokens, so the
 ranks must read the same number, or they compute another model. Counts of chosen tokens may differ:
-the loop over experts that skips an expert without tokens (`if chosen.any()`) computes the same.
+the loop over experts that skips an expert without tokens (`if chosen.any()`) computes the same, and
+so does code that leaves out a mask of ones (`if not mask.all()`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ READS = _named(
     *("equal", "allclose", "is_nonzero"),
 )
 """Functions that return a number on the host."""
-_COUNTING = _named("any", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere")
+_COUNTING = _named(
+    *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere")
+)
 _SUMS = _named("sum", "cumsum")
 _COMPARISONS = _named(
     *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
