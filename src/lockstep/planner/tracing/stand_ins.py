@@ -231,7 +231,7 @@ def without_values() -> Iterator[Patch]:
     # The originals read where documents begin: without values, a row is one document.
     yield Documents, {"by_document": _as_one_document, "earliest_key": partial(_answer, 0)}
     # The script's dataset and `collate` compute with values.
-    yield _with_values(Fetcher, "__getitem__")
+    yield from (_with_values(Fetcher, name) for name in ("__getitem__", "_rows"))
     yield _with_values(StreamFetcher, "__getitem__")
     # Counts the weights of the microbatches.
     yield _with_values(Microbatches, "weigh")
