@@ -7,24 +7,27 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training.subjects import (
     FEATURES,
     OUTPUTS,
+    each_of,
     network,
     recipe,
     rows,
     same,
     samples_at,
+    sgd,
     squared_error,
     state_of,
 )
@@ -553,3 +556,41 @@ def test_a_group_that_is_added_after_the_unfusing_is_not_fused() -> None:
         (False, None),
         (False, True),
     ]
+
+
+class Phases(nn.Module):
+    """A complex weight, as it is or as real numbers. Torch conjugates its gradient lazily."""
+
+    def __init__(self, as_real: bool) -> None:
+        super().__init__()
+        value = torch.complex(torch.ones(OUTPUTS), torch.arange(OUTPUTS).float())
+        self.inner = nn.Linear(FEATURES, OUTPUTS)
+        self.weight = nn.Parameter(torch.view_as_real(value) if as_real else value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if not weight.is_complex():
+            weight = torch.view_as_complex(weight)
+        found: Tensor = (self.inner(x).to(torch.complex64) @ weight.conj()).abs()
+        return found[:, None]
+
+
+def phases(folder: str, plan: str, as_real: bool) -> None:
+    ls.train(recipe(model=lambda: Phases(as_real), optimizer=sgd), plan=plan, run_dir=folder)
+
+
+def all_phases(folder: str, cases: Sequence[tuple[str, bool]]) -> None:
+    each_of(phases, folder, cases, may_refuse=False)
+
+
+def test_gradients_that_torch_conjugates_lazily_are_summed(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    pool.run(1, all_phases, str(tmp_path / "1"), [("replicate=1", True), ("replicate=1", False)])
+    pool.run(2, all_phases, str(tmp_path / "2"), [("replicate=2", False), ("shard=2", False)])
+    truth, *weights = (
+        load_file(tmp_path / run / "model.safetensors")["weight"]
+        for run in ("1/0", "1/1", "2/0", "2/1")
+    )
+    for weight in weights:
+        torch.testing.assert_close(torch.view_as_real(weight), truth)

@@ -46,8 +46,7 @@ class Spike:
 
 
 def spike_at(rows: Sequence[Mapping[str, Any]], place: int) -> Spike | None:
-    """Return the spike of a row of metrics.jsonl; None if its values are not above the rows before,
-    or too few are before it."""
+    """Return how unusual a row of metrics.jsonl is; None if too few rows are before it."""
     before = rows[max(0, place - WINDOW) : place]
     found = []
     for metric in ("loss", "gradient_norm"):

@@ -145,6 +145,7 @@ class TrainModule:
         self._chosen_trainable: list[str] | None = None  # by `set_trainable`
         self._tied = self._tied_gradients()
         self._counted = self._counted_now()
+        self._complex = [each for each in self.parameters if each.is_complex()]
         serial = (model, self.device, self.autocast, self.flops, parallel.streams)
         if parallel.pipeline is None:
             self.executor = (
@@ -210,6 +211,7 @@ class TrainModule:
         self.names, self.parameters = list(trainable), list(trainable.values())
         self._tied = self._tied_gradients()
         self._counted = self._counted_now()
+        self._complex = [each for each in self.parameters if each.is_complex()]
         self.snapshot.note_trainable()
         if self._reducer is not None:
             self._close_reducer()
@@ -317,6 +319,10 @@ class TrainModule:
         """Sum the gradients over all ranks and parts that have them. See
         `GradientReducer.reduce`."""
         self.agreement.refuse_late()
+        for parameter in self._complex:
+            if parameter.grad is not None:
+                # torch may conjugate it only when it is read
+                parameter.grad = parameter.grad.resolve_conj()
         stats = self.reducer.reduce(values, weights, flag=flag)
         if stats.agreement is not None:
             self.agreement.compare(stats.agreement, self.parameters)
