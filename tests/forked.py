@@ -36,6 +36,8 @@ from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import SITE
 from lockstep.base.errors import install_excepthook
 from lockstep.base.garbage import freeze_for_good
+from lockstep.launch.recovery import rejoin
+from lockstep.logging import recorder
 from lockstep.recipe.code import texts
 from lockstep.recipe.parameters import declared
 
@@ -327,6 +329,7 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
     tempfile.tempdir = None
     texts.cache_clear()
     declared.parameters, declared.values, declared.is_closed = {}, {}, False
+    recorder._opened, rejoin._session_was_opened = [], False  # by tests that train
     for name in own:
         sys.modules.pop(name, None)
     sys.excepthook = sys.__excepthook__

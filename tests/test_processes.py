@@ -15,6 +15,8 @@ import psutil
 import pytest
 from processes import IGNORED_IN_THE_BACKGROUND, started
 
+from lockstep.launch.recovery import rejoin
+from lockstep.logging import recorder
 from lockstep.testing.worker import loopback_store
 
 
@@ -146,3 +148,21 @@ def test_forks_of_a_forked_command_have_the_files_that_it_has_opened(tmp_path: P
     loopback_store()  # libuv opens its pipe
     with forked.use():
         assert subprocess.run([sys.executable, str(script)], check=False).returncode == 0
+
+
+def test_a_forked_command_has_not_trained_what_this_process_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_opened", [tmp_path / "run"])
+    monkeypatch.setattr(rejoin, "_session_was_opened", True)
+    (tmp_path / "script.py").write_text(
+        dedent("""
+            from lockstep.launch.recovery import rejoin
+            from lockstep.logging import recorder
+            print(recorder._opened, rejoin.session_was_opened())
+        """)
+    )
+    with forked.use():
+        script = [sys.executable, str(tmp_path / "script.py")]
+        ended = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("[] False\n", "")
