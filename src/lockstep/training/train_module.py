@@ -242,6 +242,7 @@ class TrainModule:
             in_chunks=self._bitwise and self.parallel.cut is not None,
         )
         if self._reducer is None or max_microbatches > self._max_microbatches:
+            self.agreement.refuse_late()
             self._close_reducer()
             self._max_microbatches = max_microbatches
             self.agreement = self._new_agreement()
