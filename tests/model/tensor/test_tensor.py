@@ -431,13 +431,18 @@ RANDOM: list[Callable[[Tensor], Tensor]] = [
     lambda x: F.alpha_dropout(x * 1, 0.4, True, True),
 ]
 """Functions that draw the random numbers of the full tensor. Also a softmax over all features."""
+ANSWERS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x * sum(bool((x > at / 8).any()) for at in range(16)),
+    lambda x: x * sum(bool(torch.all(x > -at / 8)) for at in range(16)),
+]
+"""Functions that decide by all features."""
 
 
 def noisy_gradients(ranks: int) -> list[list[Tensor]]:
     """For each function: the output, the gradients, and a random number that is drawn after."""
     mesh = mesh_of(tensor=ranks).torch_mesh
     found = []
-    for compute in RANDOM:
+    for compute in RANDOM + ANSWERS:
         torch.manual_seed(5)
         model, x = Noisy(compute).double(), torch.randn(3, 2, 4).double()
         if ranks > 1:
@@ -451,7 +456,7 @@ def noisy_gradients(ranks: int) -> list[list[Tensor]]:
     return found
 
 
-def test_random_functions_draw_the_numbers_of_one_process(pool: WorkerPool) -> None:
+def test_random_numbers_and_answers_are_those_of_one_process(pool: WorkerPool) -> None:
     (one,) = pool.run(1, noisy_gradients, 1)
     for rank in pool.run(2, noisy_gradients, 2):
         for found, truth in zip(rank, one, strict=True):

@@ -9,6 +9,7 @@ function that it calls:
 - If an unsharded tensor meets a sharded one (the weight of a norm over each head, a learned scale),
   each rank computes a part of its gradient, which is all-reduced: parameters without a style have
   equal gradients on all ranks.
+- `any` and `all` of a sharded tensor answer for the full one.
 - The sharded dim is followed from function to function (`following.py`).
 - Dropout of a sharded tensor draws the full mask, as one process does, and takes this rank's shard
   (law 2). Other random functions are called with the full tensor. In a GPU's attention kernels
@@ -82,6 +83,11 @@ from lockstep.model.tensor.sliced import Slices, of_heads
 SEEDS = 2**32
 VALUES = READS | {Tensor.__array__, Tensor.numpy, Tensor.register_hook}
 """Functions that give a tensor's values to code that lockstep does not see."""
+ANSWERS = {
+    **dict.fromkeys((torch.any, Tensor.any), dist.ReduceOp.MAX),
+    **dict.fromkeys((torch.all, Tensor.all), dist.ReduceOp.MIN),
+}
+"""Functions that ask about all elements, and the reduction of the ranks' answers."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """The modules of autograd.Functions that a sharded tensor may come from."""
 MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
@@ -172,6 +178,8 @@ class ShardedFeatures(TorchFunctionMode):
                 raise unseen("torch.utils.checkpoint")
             for tensor in tensors_of(args, kwargs):
                 check_backward(tensor)
+        if func in ANSWERS and len(args) == 1 and not kwargs:
+            return self._answer(func, *args)
         if func in VALUES and not _is_own_hook(args):
             raise _of_values(func)
         if func is F.scaled_dot_product_attention or func in MATMUL:
@@ -211,6 +219,15 @@ class ShardedFeatures(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention_in_slices(*args, **kwargs)
         return self._forms.call(func, args, kwargs)
+
+    def _answer(self, func: Any, tensor: Tensor) -> Tensor:
+        """Return `any` or `all` of the full tensor: `assert not x.isnan().any()`."""
+        own: Tensor = func(tensor)
+        if self._mesh is None:
+            return own
+        answer = own.int()
+        dist.all_reduce(answer, ANSWERS[func], self._mesh.get_group())
+        return answer.to(own.dtype)
 
     def _product(self, func: Any, input: Tensor, other: Tensor) -> Tensor:
         return self._of_heads(func, func, input, other)
