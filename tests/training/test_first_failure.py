@@ -76,5 +76,5 @@ def test_a_store_that_does_not_answer_ends_no_run_late(monkeypatch: pytest.Monke
     store.set_timeout(timedelta(seconds=1))
     monkeypatch.setattr(first_failure, "default_store", lambda: store)
     monkeypatch.setattr(first_failure, "MOST_SECONDS", 0.05)
-    world = World(0, 2, 0, 2, torch.device("cpu"), owns_group=False)
+    world = World(0, 1, 0, 1, torch.device("cpu"), owns_group=False)
     assert FirstFailure(world).cause(wait_seconds=0.0) is None

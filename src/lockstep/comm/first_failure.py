@@ -48,13 +48,13 @@ class FirstFailure:
     """The first error of the ranks of a run."""
 
     def __init__(self, world: World) -> None:
-        """Every rank makes one for each run, in the same order. It needs the default process
+        """Every rank makes one for each run, at the same time. It needs the default process
         group."""
         self._rank = world.rank
         store: Store = default_store()
-        # ranks count alike, and a store may serve several runs
-        turn = store.add(f"lockstep/failures/{world.rank}", 1)
-        self._store, self._key = store, f"lockstep/failure/{turn}"
+        # a store may serve several runs, not all of them with the same ranks
+        number = store.add("lockstep/runs", 1) if world.rank == 0 else 0
+        self._store, self._key = store, f"lockstep/failure/{sum(world.gather_values(number))}"
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of this rank's error, unless another rank has told of one. Returns

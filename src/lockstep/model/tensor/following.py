@@ -113,7 +113,8 @@ def _mark_written(target: Tensor, shard: Shard) -> None:
 def _pattern(item: Any) -> Any:
     """Return what decides about the sharded dim of a call's results."""
     if isinstance(item, Tensor):
-        return item.shape, mark_of(item)
+        mark = mark_of(item)
+        return item.shape, mark, mark and item.stride()
     if isinstance(item, list | tuple):
         return tuple(map(_pattern, item))
     if isinstance(item, dict):
