@@ -184,9 +184,9 @@ def test_the_canonical_sum_goes_from_the_device_to_gradients_on_the_cpu() -> Non
         for p, s in zip([first, frozen, second], sizes, strict=True)
     ]
     group = SimpleNamespace(fsdp_params=held)
-    orders: Any = SimpleNamespace(over=lambda _: None)
+    agreement: Any = SimpleNamespace(over=lambda _: None)
     scatter = OrderedScatter(
-        GPU, GPU, group, shards=2, leaves=[], places={}, label="", orders=orders
+        GPU, GPU, group, shards=2, leaves=[], places={}, label="", agreement=agreement
     )
     there = There(torch.arange(9.0))
     with SecondDevice() as device:

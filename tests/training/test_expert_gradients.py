@@ -25,6 +25,7 @@ from lockstep.model.shard import shard
 from lockstep.plan import Plan
 from lockstep.testing.pool import WorkerPool
 from lockstep.training.optim.gradient_norm import GradientNorm
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.reducer import build_reducer, choose_reducer
 
 EXPERTS, WIDTH, ROWS = 4, 6, 8
@@ -121,6 +122,7 @@ def step(text: str, count: int) -> dict[str, Any]:
         leaves=[],
         part_leaves=[],
         pipeline=None,
+        agreement=StepAgreement(mesh.summed()),
     )
     assignment, tokens = assignment_of(plan), mesh.tokens
     reducer.begin_step(count, assignment)

@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.base.torch_private import DropoutBase, in_backward
 from lockstep.keys import MASK, key
+from lockstep.model.context.trial import in_trial
 
 DRAWING = (
     DropoutBase,
@@ -101,7 +102,7 @@ class ModuleRandomStreams:
             if before in self._followers:
                 self._begin(self._followers[before])
             return
-        if self._position is None:
+        if self._position is None or in_trial():
             return
         places = self._places[id(module)]
         calls = self._calls.made.get(id(module), 0)

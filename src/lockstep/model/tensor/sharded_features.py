@@ -90,6 +90,7 @@ ANSWERS = {
 """Functions that ask about all elements, and the reduction of the ranks' answers."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """The modules of autograd.Functions that a sharded tensor may come from."""
+OWN_HOOKS = (*OWN_FUNCTIONS, "torch.autograd.graph", "torch.utils.module_tracker")
 MATMUL = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
@@ -543,8 +544,9 @@ def check_backward(tensor: Tensor) -> None:
 
 
 def _is_own_hook(args: Any) -> bool:
-    """True if a gradient hook is FSDP2's."""
-    return len(args) > 1 and str(getattr(args[1], "__module__", "")).startswith(OWN_FUNCTIONS)
+    """True if a gradient hook is FSDP2's, or torch's own, which counts uses of modules."""
+    hook = args[1] if len(args) > 1 else None
+    return str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS)
 
 
 def check_gradients(given: Tensor, layer: str) -> None:
