@@ -1951,6 +1951,9 @@ PLANS = "device/test_plan_remedies.py::test_the_plans_that_an_error_recommends_t
 RECOMPUTED = "training/test_recomputation.py::test_what_cannot_be_recomputed_is_refused_and_the_remedies_work"
 CONTEXT = "training/test_context_axis.py::test_what_cannot_be_cut_is_refused_on_all_ranks_and_the_remedies_train_the_model_of_one_process"
 ELSEWHERE = {
+    "decide for each token by itself (torch.where)": (
+        "training/test_host_reads.py::test_ranks_that_would_decide_differently_refuse_it"
+    ),
     "leave {said} out, or {axis}": CONTEXT,
     "give Recipe(sequence=ls.Sequence(chunks={least})), or a smaller context": CONTEXT,
     "leave {said} or sequence out": CONTEXT,

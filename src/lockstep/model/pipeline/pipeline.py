@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -175,10 +175,13 @@ class Pipeline:
         boundaries differ from the microbatch before; the same on ranks that must run the same
         forwards."""
         kinds = list(map(_signatures, self._routes))
-        differ = torch.tensor([1.0, *(float(one != other) for one, other in pairwise(kinds))])
+        starts = [
+            0,
+            *(place for place, (one, other) in enumerate(pairwise(kinds), 1) if one != other),
+        ]
         for world in self._forwards.lockstep_ranks:
-            world.all_reduce(differ)
-        return [place for place, flag in enumerate(differ.tolist()) if flag]
+            starts = sorted(set(chain(*world.gather_values(starts))))
+        return starts
 
     def _run_schedule(self, start: int, stop: int, schedule: str, backward: bool) -> None:
         key = stop - start, schedule, _signatures(self._routes[start]), backward
