@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Compute, str]] = {
     "item": (lambda x: x[0, 0, 0, 0].item(), "item of .* values of its heads"),
     "a list": (lambda x: x.detach().tolist(), "tolist of .* values of its heads"),
     "a hook": (lambda x: x.register_hook(torch.exp), "register_hook of .* values of its heads"),
-    "a branch": (lambda x: bool((x > 0).any()), "__bool__ of .* values of its heads"),
+    "a branch": (lambda x: bool(x[0, 0, 0, 0] > 0), "__bool__ of .* values of its heads"),
     "noise": (lambda x: x * torch.rand(x.shape), "mul of random numbers of shape"),
     "a noisy mask": (
         lambda x: F.scaled_dot_product_attention(x, x, x, torch.rand(*x.shape[:3], x.shape[2])),
