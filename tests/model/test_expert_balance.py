@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 from model.mixtures import Mixture
 from torch import Tensor
 
-from lockstep.model.context.trial import trial
 from lockstep.model.expert.balance import (
     MORE,
     balance_loss,
@@ -24,6 +23,7 @@ from lockstep.model.expert.balance import (
     z_loss,
 )
 from lockstep.model.expert.routers import RoutingRecorder, find_routers
+from lockstep.model.trial import trial
 
 seeds = st.integers(0, 2**31)
 counts = st.integers(1, 12)

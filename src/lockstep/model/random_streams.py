@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.base.torch_private import DropoutBase, in_backward
 from lockstep.keys import MASK, key
-from lockstep.model.context.trial import in_trial
+from lockstep.model.trial import in_trial
 
 DRAWING = (
     DropoutBase,

@@ -38,10 +38,10 @@ from lockstep.model.context.label_shift import (
 from lockstep.model.context.mode import SequenceMode
 from lockstep.model.context.proof import Provers, Trial, check_modules, prove
 from lockstep.model.context.transformers import check_call, open_transformers
-from lockstep.model.context.trial import all_in_use, nothing_dropped, unchanged
 from lockstep.model.forwards import Forwards, WholeModel
 from lockstep.model.pipeline.boundary import Arguments, Around, Chunks, Run, within
 from lockstep.model.shard import SHARDED
+from lockstep.model.trial import all_in_use, nothing_dropped, unchanged
 from lockstep.recipe.sequence import Sequence
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from lockstep.base.torch_private import tree_leaves
 from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.label_shift import total_of, windows
-from lockstep.model.context.trial import SINGLE, epsilon, tolerance
+from lockstep.model.trial import SINGLE, epsilon, tolerance
 
 MOST_TOKENS = 32
 """Largest number of tokens in each of the two documents with which the model is tried."""

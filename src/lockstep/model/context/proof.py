@@ -29,11 +29,11 @@ from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
-from lockstep.model.context.trial import tolerance
 from lockstep.model.forwards import Forwards
 from lockstep.model.pipeline.boundary import Around
 from lockstep.model.running_statistics import ATTRIBUTE
 from lockstep.model.shard import SHARDED
+from lockstep.model.trial import tolerance
 
 HIDDEN_ATTENTION = (
     nn.MultiheadAttention,

@@ -29,12 +29,12 @@ from lockstep.base.uncompiled import Uncompiled
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.model.context.active import active, handled
-from lockstep.model.context.trial import SMALL
 from lockstep.model.expert.find import ARGUMENTS, Experts
 from lockstep.model.expert.leaves import Key, Leaves, Parameters, divided_parameters
 from lockstep.model.expert.proof import prove, raise_on_all_ranks
 from lockstep.model.expert.routing import Routing, local_experts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
+from lockstep.model.trial import SMALL
 
 _PLAIN = (int, float, str, FunctionType, BuiltinFunctionType)
 ComputeRows = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]

@@ -19,7 +19,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes
 from lockstep.comm.world import World
-from lockstep.model.context.trial import tolerance
+from lockstep.model.trial import tolerance
 
 T = TypeVar("T")
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]

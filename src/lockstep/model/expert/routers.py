@@ -15,8 +15,8 @@ from lockstep.base.torch_private import in_backward, own_buffers, own_parameters
 from lockstep.comm.mesh import full_tensor
 from lockstep.model.blocks import matching_names
 from lockstep.model.context.active import active
-from lockstep.model.context.trial import in_trial
 from lockstep.model.expert.find import Experts, find_experts
+from lockstep.model.trial import in_trial
 
 BIAS = "e_score_correction_bias"
 """Name that transformers gives to a router's bias."""

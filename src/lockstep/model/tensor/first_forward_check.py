@@ -33,10 +33,10 @@ from lockstep.base.torch_private import (
     tree_leaves,
     tree_map,
 )
-from lockstep.model.context.trial import trial
 from lockstep.model.running_statistics import self_updating
 from lockstep.model.tensor.marks import is_sharded
 from lockstep.model.tensor.sharded_logits import gather_full
+from lockstep.model.trial import trial
 
 ROUNDINGS = 8.0
 """Tolerance of the relative error, in units of the square root of the dtype's eps, which is 3e-4 in
