@@ -312,8 +312,8 @@ def test_the_version_of_lockstep_torch_and_python_is_printed() -> None:
         (
             ["run", "--plan", "replicate", "train.py"],
             (
-                "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs with"
-                " commas between them, such as replicate=2,numerics=bitwise"
+                "PlanError: 'replicate' in plan 'replicate'; a plan is made of name=value pairs"
+                " with commas between them, such as replicate=2,numerics=bitwise"
             ),
         ),
     ],

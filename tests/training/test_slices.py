@@ -332,7 +332,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": lambda: Between(lambda _, x: x * x.softmax(0)), "tensor": BETWEEN},
-        "softmax of a tensor that is sharded over the tensor axis, which adds over dims before its last",
+        "softmax of a tensor that is sharded over the tensor axis, which adds over dims before its"
+        " last",
     ),
     (
         {"model": lambda: Between(lambda _, x: x * x[:1]), "tensor": BETWEEN},
@@ -340,7 +341,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model": lambda: Between(lambda _, x: x * torch.trapezoid(x, dim=0)), "tensor": BETWEEN},
-        "trapezoid of a tensor that is sharded over the tensor axis, which adds over dims before its last",
+        "trapezoid of a tensor that is sharded over the tensor axis, which adds over dims before its"
+        " last",
     ),
     (
         {"model": lambda: Between(lambda _, x: Doubled.apply(x)), "tensor": BETWEEN},

@@ -234,7 +234,7 @@ def _show(
 def _row(found: InspectedCheckpoint) -> dict[str, str]:
     plan, score = "", ""
     if found.plan is not None:
-        plan = f"{found.plan.replace(',', ', ')} on {counted(found.processes or 0, 'process')}"
+        plan = f"{found.plan.replace(',', ', ')}{_on_processes(found.processes)}"
     if found.score is not None:
         best = ", best" if found.is_best else ""
         score = f"{found.score['metric']} {found.score['value']:.5g}{best}"
@@ -250,12 +250,16 @@ def _row(found: InspectedCheckpoint) -> dict[str, str]:
     }
 
 
+def _on_processes(count: int | None) -> str:
+    """`count`: None if it is not known."""
+    return "" if count is None else f" on {counted(count, 'process')}"
+
+
 def _event_line(row: dict[str, Any]) -> str:
     name, checkpoint = row["event"], row.get("checkpoint")
     failed, reason = f" {checkpoint}: {row.get('reason')}", f": {row.get('reason')}"
-    processes = counted(row.get("world_size") or 0, "process")
     more = {
-        "run-started": f" under {row.get('plan')} on {processes}",
+        "run-started": f" under {row.get('plan')}{_on_processes(row.get('world_size'))}",
         "resumed": f" from {checkpoint}",
         "weights-loaded": f": {row.get('path')}",
         "rescued": f" as {checkpoint}",
