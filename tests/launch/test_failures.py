@@ -14,14 +14,13 @@ import torch.distributed as dist
 from containers import control_groups
 from hypothesis import given, strategies as st
 
-from lockstep.base.errors import DataError, RecipeError
+from lockstep.base.errors import DataError, DivergenceError, RecipeError, exit_status
 from lockstep.comm.segment import PeerDied, PeerStopped
 from lockstep.launch.failures import (
     Ending,
     FailureRecord,
     WorkerFailure,
     error_details,
-    exit_status,
     failure_record,
     out_of_memory,
     read_crash,
@@ -96,6 +95,23 @@ def test_a_record_says_what_was_raised_and_where() -> None:
 def test_a_user_error_is_marked_and_ends_with_status_2() -> None:
     made = record(DataError("text"))
     assert (made.kind, made.user_error, made.status) == ("lockstep.base.errors:DataError", True, 2)
+
+
+def test_a_failure_that_lockstep_names_is_shown_without_its_own_frames() -> None:
+    error = DivergenceError("replicas differ after step 3: rank 1 differs")
+    error.add_note("a note")
+    made = record(error)
+    assert (made.user_error, made.status) == (False, 1)
+    failure = WorkerFailure(rank=1, time=0.0, returncode=1, record=made)
+    assert Ending(failures=[failure]).report().splitlines() == [
+        "rank 1 failed (exit status 1):",
+        "DivergenceError: replicas differ after step 3: rank 1 differs",
+        "a note",
+    ]
+    other = WorkerFailure(rank=0, time=1.0, returncode=1, record=made)
+    assert Ending(failures=[failure, other]).report().splitlines()[-1] == (
+        "The others: rank 0 failed (exit status 1) too with the same error."
+    )
 
 
 def test_an_error_whose_text_cannot_be_had_is_recorded() -> None:

@@ -91,11 +91,42 @@ def test_outliers_are_many_times_the_median() -> None:
     assert outliers([1.0, 1.0]) == outliers([]) == []
 
 
+def rates(every: int, *values: float) -> list[dict[str, Any]]:
+    """Rows of the first step and of each step that is a multiple of `every`."""
+    steps = [1, *range(every, every * len(values), every)] if every > 1 else range(1, 999)
+    return [{"step": step, "lr": rate} for step, rate in zip(steps, values, strict=False)]
+
+
 def test_the_latest_jump_of_the_learning_rate_is_named() -> None:
-    given = [*rows(1.0, 1.0), *({**row, "step": row["step"] + 20} for row in rows(1.0, lr=0.3))]
-    assert learning_rate_jump(given, 30) == (given[1], given[2])
+    given = rates(10, *[0.1] * 3, *[0.3] * 9)
+    for step in (30, 39, 100):
+        assert learning_rate_jump(given, step) == (given[2], given[3])
     assert learning_rate_jump(given, 20) is None
-    assert learning_rate_jump(rows(1.0, 1.0), 20) is None
+    assert learning_rate_jump(given, 110) is None, "too long before the step"
+    assert learning_rate_jump(given[:3], 20) is None
+    again = [*given, {"step": 120, "lr": 1.0}]
+    assert learning_rate_jump(again, 120) == (again[-2], again[-1])
+
+
+WARM_UPS = [
+    rates(10, *(1e-4 * step for step in (1, 10, 20, 30, 40, 50, 60))),
+    rates(10, 1e-4, *[1e-3] * 9),
+    rates(10, 1e-4, 1e-3, *[1.5e-3] * 9),
+    rates(1, *(1e-4 * step for step in range(1, 9)), *[8e-4] * 9),
+    rates(1, *(1e-9 + 1e-4 * step for step in range(9)), *[8e-4] * 9),
+    rates(1, *(1e-8 * 3**step for step in range(11)), *[8e-4] * 9),
+    rates(10, *(1 - math.cos(step / 30) for step in (1, 10, 20, 30, 40, 50, 60, 70, 80, 90))),
+    rates(10, *(1 + math.cos(step / 50) for step in range(0, 150, 10))),
+]
+"""Linear ones, an exponential one, and cosines up and down."""
+
+
+@pytest.mark.parametrize("given", WARM_UPS)
+def test_a_smooth_schedule_is_no_jump(given: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in given if learning_rate_jump(given, row["step"])] == []
+    last = given[-1]
+    jump = {"step": last["step"] + 1, "lr": 10 * last["lr"]}
+    assert learning_rate_jump([*given, jump], jump["step"]) == (last, jump)
 
 
 def test_the_block_that_has_grown_most_is_named() -> None:
@@ -240,8 +271,7 @@ def test_the_cause_of_a_value_that_is_not_finite(
 
 
 def test_a_jump_of_the_learning_rate_is_blamed_if_nothing_is_finite() -> None:
-    given = [*rows(1.0), *({**row, "step": row["step"] + 10} for row in rows(1.0, lr=0.3))]
-    found = cause_of(replace(not_finite(*[IN_LAYER] * 3), step=21), given)
+    found = cause_of(replace(not_finite(*[IN_LAYER] * 3), step=31), JUMP)
     assert found.cause == "learning rate"
     assert "is in the output of layer b (Linear) in the forward" in found.text
 

@@ -1,8 +1,9 @@
 """The exceptions that lockstep raises.
 
 A `UserError` is a mistake that the user can fix. Its text gives value, rule and remedy; every rank
-raises it; the script ends with status 2 and no traceback. The other exceptions are failures of
-processes, machines or storage.
+raises it; the script ends with status 2. The other exceptions are failures of processes, machines
+or storage; the script ends with status 1. All of them are printed as one message without a
+traceback, because their texts say where to look.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ class LockstepError(Exception):
 
 
 class UserError(LockstepError):
-    """A mistake in the user's input or script. It ends the script with status 2 and one message,
-    without a traceback."""
+    """A mistake in the user's input or script. It ends the script with status 2."""
 
 
 class RecipeError(UserError):
@@ -120,6 +120,16 @@ def with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
+def named(error: BaseException) -> str:
+    """Return the text by which an exception of lockstep is shown."""
+    return f"{type(error).__name__}: {with_notes(error)}"
+
+
+def exit_status(error: BaseException) -> int:
+    """Return the exit status of a process that `error` ends."""
+    return USER_ERROR_STATUS if isinstance(error, UserError) else 1
+
+
 def say(text: str) -> None:
     """Print on stderr. A closed pipe or terminal does not end the run."""
     if sys.stderr is not None:
@@ -128,8 +138,8 @@ def say(text: str) -> None:
 
 
 def install_excepthook() -> None:
-    """Install an excepthook that prints an uncaught `UserError` as one message and exits with
-    status 2.
+    """Install an excepthook that prints an uncaught `LockstepError` as one message, and exits with
+    its status.
 
     It is called again after torch has installed its own hook, which prints nothing if an earlier
     hook exits.
@@ -141,13 +151,13 @@ def install_excepthook() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        if not isinstance(error, UserError):
+        if not isinstance(error, LockstepError):
             previous(kind, error, traceback)
             return
-        say(f"lockstep: {kind.__name__}: {with_notes(error)}")
+        say(f"lockstep: {named(error)}")
         # A SystemExit from the hook sets the exit status; without it, an uncaught exception gives
         # status 1.
-        raise SystemExit(USER_ERROR_STATUS)
+        raise SystemExit(exit_status(error))
 
     hook.is_lockstep = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -94,7 +94,7 @@ def _spike_json(step: int, spike: Spike | None) -> dict[str, Any]:
     """Return the unusual value of the step. None: the run ended in the step, which has no row."""
     if spike is None:
         return {"step": step, "metric": None, "value": None, "usual": None}
-    values = {"metric": spike.metric, "value": str(spike.value), "usual": spike.usual}
+    values = {"metric": spike.metric, "value": spike.value, "usual": spike.usual}
     return {"step": step, **values}
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from lockstep.base.container import memory_limit_bytes
 from lockstep.base.errors import (
-    USER_ERROR_STATUS,
     LockstepError,
     LossError,
     UserError,
+    named,
     with_notes,
 )
 from lockstep.base.files import write_atomically
@@ -86,7 +86,8 @@ class FailureRecord:
     message: str
     """Text of the exception: str(error)."""
     traceback: str
-    """The full traceback, without lockstep's launch frames."""
+    """The full traceback, without lockstep's launch frames; for a
+    `lockstep.base.errors.LockstepError` its message."""
     user_error: bool
     """True for a `lockstep.base.errors.UserError`: only its message is shown."""
     peer_lost: bool
@@ -254,7 +255,9 @@ class Ending:
             yield f"{_ranks(lost)} lost a peer"
         for failure in later:
             if not failure.lost_a_peer:
-                detail = f" with {failure.record.title}" if failure.record is not None else ""
+                title = failure.record.title if failure.record is not None else ""
+                is_same = first.record is not None and title == first.record.title
+                detail = " with the same error" if is_same else f" with {title}" if title else ""
                 yield f"rank {failure.rank} {failure.end} too{detail}"
         if self.stopped:
             yield f"{_ranks(self.stopped)} {'was' if len(self.stopped) == 1 else 'were'} stopped"
@@ -289,7 +292,9 @@ def failure_record(
         status=status,
         kind=f"{kind.__module__}:{kind.__qualname__}",
         message=with_notes(error) if isinstance(error, UserError) else _text(error),
-        traceback="".join(traceback.TracebackException(kind, error, frames).format()),
+        traceback=named(error) + "\n"
+        if isinstance(error, LockstepError)
+        else "".join(traceback.TracebackException(kind, error, frames).format()),
         user_error=isinstance(error, UserError),
         peer_lost=lost_a_peer(error),
     )
@@ -320,11 +325,6 @@ def out_of_memory(error: BaseException) -> bool:
     """True if the error, or one in its chain of causes, says that a device or this machine has run
     out of memory."""
     return any(_is_one_of(link, _MEMORY_ERRORS, _MEMORY_TEXT) for link in chain(error))
-
-
-def exit_status(error: BaseException) -> int:
-    """The exit status of a worker that `error` ends."""
-    return USER_ERROR_STATUS if isinstance(error, UserError) else 1
 
 
 def read_crash(path: Path) -> str:

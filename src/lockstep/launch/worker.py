@@ -34,10 +34,10 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, exit_status
 from lockstep.base.garbage import freeze_for_good
 from lockstep.base.processes import die_with_parent, use_parents_folder
-from lockstep.launch.failures import FailureRecord, exit_status, failure_record
+from lockstep.launch.failures import FailureRecord, failure_record
 from lockstep.launch.recovery.channel import Channel, worker_channel
 from lockstep.launch.recovery.rejoin import use_channel
 from lockstep.launch.seeding import seed_workers_generators

@@ -25,6 +25,8 @@ LEADS = 6.0
 RATIO = 4.0
 """A microbatch or a sample that is blamed has a gradient norm of so many times the median of the
 others."""
+JUMP_LEADS = 8
+"""A jump of the learning rate explains a spike in so many logged steps, its own included."""
 
 Cause = Literal["sample", "microbatch", "learning rate", "changed", "once", "machine", "all alike"]
 """`changed`: the run's bits do not come back, and something is not as in the run. `once`: they do
@@ -159,11 +161,22 @@ def suspected(replay: Replay) -> ReplayedMicrobatch | None:
 def learning_rate_jump(
     rows: Sequence[Mapping[str, Any]], step: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the latest two logged steps, one after the other and up to `step`, of which the second
-    has more than twice the learning rate. None: there are none in the window."""
+    """Return the latest two logged steps, one after the other, of which the second has more than
+    twice the learning rate to which the schedule had led. None: no such step is among the last
+    `JUMP_LEADS` logged steps up to `step`. The two first logged steps of a run are no jump."""
     near = [row for row in rows if row["step"] <= step and row.get("lr")][-WINDOW:]
-    jumps = [(before, row) for before, row in pairwise(near) if row["lr"] > 2 * before["lr"]]
-    return jumps[-1] if jumps else None
+    for place in range(len(near) - 1, max(1, len(near) - 1 - JUMP_LEADS), -1):
+        if near[place]["lr"] > 2 * _led_to(near[:place], near[place]["step"]):
+            return near[place - 1], near[place]
+    return None
+
+
+def _led_to(rows: Sequence[Mapping[str, Any]], step: int) -> float:
+    """Return the largest learning rate in `step` that continues a schedule: it adds as much a step
+    as between two of `rows`, or multiplies by as much as between the last two."""
+    (before, last), rate = rows[-2:], float(rows[-1]["lr"])
+    added = max((b["lr"] - a["lr"]) / (b["step"] - a["step"]) for a, b in pairwise(rows))
+    return max(rate, rate + added * (step - last["step"]), rate * rate / before["lr"])
 
 
 def cause_of(

@@ -1,0 +1,34 @@
+"""Tests of how an exception that nobody catches is shown."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lockstep.base.errors import (
+    DataError,
+    DivergenceError,
+    WrongResultError,
+    install_excepthook,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [(DataError, 2), (DivergenceError, 1), (WrongResultError, 1)]
+)
+def test_an_error_of_lockstep_is_one_message(
+    kind: type[Exception],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    others: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: others.append(kind))
+    install_excepthook()
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(kind, kind("value; rule; remedy"), None)
+    assert ended.value.code == status
+    assert capsys.readouterr().err == f"lockstep: {kind.__name__}: value; rule; remedy\n"
+    sys.excepthook(KeyError, KeyError("x"), None)
+    assert others == [KeyError]
