@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -21,17 +22,18 @@ import hypothesis
 import psutil
 import pytest
 import torch
-from processes import let_signals_end_what_tests_start
+from processes import command_line, keep_stacks_in, let_signals_end_what_tests_start, stacks
 from tiers import LONGEST
 
 from lockstep.base import garbage
 from lockstep.testing import leaks
-from lockstep.testing.pool import WorkerPool
+from lockstep.testing.pool import NURSERY, WorkerPool
 from lockstep.testing.worker import loopback_store
 
 PASSED = pytest.StashKey[bool]()
 FOLDER = pytest.StashKey[str]()
 WARM = pytest.StashKey[bool]()
+BEFORE = pytest.StashKey[leaks.Snapshot]()
 pools: list[WorkerPool] = []
 PRELOADED = (
     "lockstep.run",
@@ -51,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[FOLDER] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="lockstep-tests-")
     tempfile.tempdir = None
+    keep_stacks_in(Path(config.stash[FOLDER], "stacks"))
     # Importing torch._dynamo, which the first optimizer does, makes this folder.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(config.stash[FOLDER], "torchinductor")
     os.mkdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])
@@ -137,7 +140,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.session.stash.get(WARM, False):
         loopback_store()  # libuv keeps the pipe that it opens here for the life of the process
         request.session.stash[WARM] = True
-    before = leaks.take(exempt=_exempt())
+    before = request.node.stash[BEFORE] = leaks.take(exempt=_exempt())
     yield
     if request.node.stash.get(PASSED, False) and (
         found := leaks.remaining(before, exempt=_exempt())
@@ -147,15 +150,17 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[Any]:
-    """Let a test that times out kill what it started, so that nothing, such as `Popen.__exit__`,
-    waits for that without end."""
+    """Let a test that times out say what it started is doing, and kill that, so that nothing, such
+    as `Popen.__exit__`, waits for it without end."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 
     def kill_and_fail(number: int, frame: FrameType | None) -> None:
-        for child in _started():
+        started = _started(item.stash.get(BEFORE, None))
+        print(stacks(started), file=sys.stderr)
+        for process in started:
             with suppress(psutil.NoSuchProcess):
-                child.kill()
+                process.kill()
         if callable(fail):
             fail(number, frame)
 
@@ -180,10 +185,14 @@ def pytest_testnodedown(node: Any, error: object) -> None:
                 process.kill()
 
 
-def _started() -> list[psutil.Process]:
-    """The descendants of this process, without those of the pool."""
+def _started(before: leaks.Snapshot | None) -> list[psutil.Process]:
+    """The descendants of this process, without those of `before` and of pools, which end with their
+    fixtures."""
+    earlier = set() if before is None else {number for number, _ in before.found["process"]}
     children = [
-        child for child in psutil.Process().children() if child.pid not in _exempt().processes
+        child
+        for child in psutil.Process().children()
+        if child.pid not in earlier and NURSERY not in command_line(child)
     ]
     return [process for child in children for process in (*child.children(recursive=True), child)]
 

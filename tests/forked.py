@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from processes import write_stacks_when_asked
 
 from lockstep.audit.probes.begin import AFTER, begin_watching
 from lockstep.audit.probes.install import after_import
@@ -334,6 +335,7 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
         sys.modules.pop(name, None)
     sys.excepthook = sys.__excepthook__
     install_excepthook()
+    write_stacks_when_asked()
     status: Any = 0
     try:
         body()

@@ -3,17 +3,34 @@ fails."""
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 IGNORED_IN_THE_BACKGROUND = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 """Signals that `nohup`, or a shell that starts a job with `&`, has a process ignore. It passes that
 on to all that it starts."""
+
+DUMP_SIGNAL = signal.SIGRTMIN + 9
+
+_stacks: Path | None = None
+
+
+def keep_stacks_in(file: Path) -> None:
+    """Name the file to which forks of this process write their stacks."""
+    global _stacks
+    _stacks = file
+    file.touch()
 
 
 def let_signals_end_what_tests_start() -> None:
@@ -49,3 +66,46 @@ def started(line: Sequence[str], **keywords: Any) -> Iterator[subprocess.Popen[A
                 os.killpg(process.pid, signal.SIGKILL)
         with process:  # closes its pipes
             pass
+
+
+def write_stacks_when_asked() -> None:
+    """Install a handler: on `DUMP_SIGNAL` this process writes the stacks of all its threads."""
+    if _stacks is None:
+        return
+    descriptor = os.open(_stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    # the lowest numbers are those that tests expect to be free
+    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 900)
+    os.close(descriptor)
+    faulthandler.register(DUMP_SIGNAL, file=high, all_threads=True)
+
+
+def stacks(processes: Sequence[psutil.Process]) -> str:
+    """Return what the processes are doing: command line, state, function of the kernel, and the
+    stacks of Python where a process writes them."""
+    lines = []
+    for process in processes:
+        with suppress(psutil.Error, OSError):
+            kernel = Path(f"/proc/{process.pid}/wchan").read_text()
+            lines.append(
+                f"{process.pid} (child of {process.ppid()}) {process.status()} in {kernel}:"
+                f" {' '.join(command_line(process))[:300]}"
+            )
+            if _handles(process, DUMP_SIGNAL):
+                process.send_signal(DUMP_SIGNAL)
+    time.sleep(0.5)
+    written = "" if _stacks is None else _stacks.read_text()
+    return "\n".join([*lines, written])
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the words with which it was started; none if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _handles(process: psutil.Process, number: int) -> bool:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -59,7 +59,9 @@ def test_a_command_does_not_outlive_a_test_that_fails() -> None:
 
 
 TESTS_THAT_HANG = """
-import pathlib, signal, subprocess, sys, time
+import pathlib, pytest, signal, subprocess, sys, time
+
+earlier = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 
 def start(name):
     command = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
@@ -70,13 +72,22 @@ def test_waits_for_what_it_started():
     with start("waits"):
         pass
 
+@pytest.mark.forks
+def test_waits_for_a_fork():
+    pathlib.Path(__file__).with_name("asleep.py").write_text("import time; doze = lambda: time.sleep(1000); doze()")
+    subprocess.run([sys.executable, pathlib.Path(__file__).with_name("asleep.py")])
+
+def test_others_live():
+    assert earlier.poll() is None
+
 def test_is_where_no_signal_reaches_it():
     command = start("deaf")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     time.sleep(1000)
 
 def test_right():
-    pass
+    earlier.kill()
+    earlier.wait()
 """
 
 
@@ -105,12 +116,13 @@ def test_a_test_that_times_out_kills_what_it_started_and_lets_the_next_run(tmp_p
     ) as session:
         assert session.stdout is not None
         output = session.stdout.read()
-    assert "2 failed, 1 passed" in output, output
+    assert "3 failed, 2 passed" in output, output
     assert "Timeout (>1.0s)" in output
     assert (
         "worker 'gw0' crashed while running 'test_it.py::test_is_where_no_signal_reaches_it'"
         in output
     )
+    assert "in <lambda>" in output, output
     for name in ("waits", "deaf"):
         with suppress(psutil.NoSuchProcess):
             psutil.Process(int((tmp_path / name).read_text())).wait(timeout=10)
