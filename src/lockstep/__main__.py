@@ -1,6 +1,6 @@
 """`python -m lockstep`."""
 
-from lockstep.cli.main import main
+from lockstep.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forked import lockstep
+from safetensors.numpy import save_file
 
 from lockstep import __version__
 from lockstep.cli import main
@@ -64,6 +66,40 @@ def test_torch_is_not_imported_for_an_evaluation_that_is_refused(tmp_path: Path)
     ended = subprocess.run(line, capture_output=True, text=True, check=False)
     assert "LaunchError: --nproc x; it takes a whole number of processes" in ended.stderr
     assert ended.stdout == "False\n"
+
+
+CTRL_C_DURING_IMPORTS = """
+import importlib.abc, os, signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class CtrlC(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == arriving_at:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                print("swallowed, as by the import of a C extension")
+
+
+arriving_at = sys.argv.pop()
+sys.meta_path.insert(0, CtrlC())
+from lockstep.cli.entry import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["click", "lockstep.cli.average", "torch"])
+def test_ctrl_c_while_the_command_line_is_imported_ends_it(name: str, tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{each}.safetensors") for each in "ab"]
+    for file in files:
+        save_file({"weight": np.zeros(3, np.float32)}, file)
+    arguments = ["average", *files, "-o", str(tmp_path / "mean.safetensors")]
+    line = [sys.executable, "-c", CTRL_C_DURING_IMPORTS, *arguments, name]
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    assert not (tmp_path / "mean.safetensors").exists()
 
 
 def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:

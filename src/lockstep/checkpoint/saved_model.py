@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.files import open_below, open_named, parse_object
+from lockstep.base.system import signals_blocked
 from lockstep.checkpoint.manifest import DamagedError, read_block, read_manifest
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import (
@@ -94,7 +95,8 @@ class StoredCheckpoint:
         return {name: (shard.dtype, shard.shape) for name, shard in firsts.items()}
 
     def read(self, name: str) -> memoryview:
-        import numpy as np  # 80 ms
+        with signals_blocked():  # Ctrl-C in an import may be swallowed
+            import numpy as np  # 80 ms
 
         shards = list(self._shards[name].values())
         dtype, shape = shards[0][0].dtype, shards[0][0].shape

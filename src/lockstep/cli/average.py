@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from lockstep.base.errors import CheckpointError, DataError, LaunchError, say
 from lockstep.base.foreign_text import show
+from lockstep.base.interrupt import interrupts_end
 from lockstep.checkpoint.averaging import (
     COUNTER,
     AverageMember,
@@ -122,6 +123,8 @@ def command(
     runs = [_opened(source, module, part) for source, part in zip(sources, parts, strict=True)]
     for other in runs[1:]:
         _check_alike(runs[0], other)
+    with interrupts_end():
+        import torch  # noqa: F401
     metrics = None
     if line is not None:
         # next to the output, because a model may be too large for /tmp

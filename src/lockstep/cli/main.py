@@ -11,6 +11,7 @@ from importlib import import_module
 import click
 
 from lockstep.base.errors import USER_ERROR_STATUS, did_you_mean, say
+from lockstep.base.interrupt import interrupts_end
 from lockstep.base.system import check_surroundings, remedy_of
 from lockstep.base.version import __version__
 
@@ -40,7 +41,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
+        with interrupts_end():
+            command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
         return command
 
     def resolve_command(

@@ -1,0 +1,23 @@
+"""Ctrl-C while the command line is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def interrupts_end() -> Iterator[None]:
+    """End the process at once at Ctrl-C, with status 130. `KeyboardInterrupt` in an import prints a
+    traceback, or is swallowed by it. Enter it before there is anything to tidy up, such as
+    processes and temporary files. A process that ignores Ctrl-C still does."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

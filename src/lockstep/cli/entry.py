@@ -1,0 +1,11 @@
+"""The entry point `lockstep`. It imports next to nothing before it has seen to Ctrl-C."""
+
+from __future__ import annotations
+
+from lockstep.base.interrupt import interrupts_end
+
+
+def main() -> None:
+    with interrupts_end():
+        from lockstep.cli.main import main as run
+    run()
