@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ from lockstep.checkpoint.manifest import (
     merge_objects,
     split_blocks,
 )
-from lockstep.checkpoint.storage import CheckpointName, Storage
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    CheckpointName,
+    Storage,
+    discarding_after_failure,
+)
 from lockstep.checkpoint.tensor_shards import FileLayout, local_shards
 from lockstep.checkpoint.writer import note
 from lockstep.comm.mesh import to_local
@@ -49,28 +55,33 @@ def emergency_save(
     """Write this rank's `part` of `parts`; commit the checkpoint if it was the last part. Every
     living rank calls it.
 
-    Returns False if another rank has written this part. Raises `OSError`, and `StateChangedError`
-    if `is_unchanged()` is false after the copy.
+    Returns False if another rank has written this part. Raises `OSError`, after it has removed what
+    it wrote, and `StateChangedError` if `is_unchanged()` is false after the copy.
     """
     try:
-        folder.begin(name)
-        if not folder.claim(name, _file(part)):
-            return False
-        layout, content = _copy(tensors)
-        if not is_unchanged():
-            folder.remove(name, f"{_file(part)}.claim")
-            raise StateChangedError(
-                f"the device went on from step {name.step} while its state was copied"
-            )
-        data = content.numpy().data
-        folder.write(name, _file(part), split_blocks(data))
-        mine = FileEntry(hash_blocks(data), layout.starts)
-        text = json.dumps([mine.to_json(), values])
-        folder.write(name, note(_file(part)), [text.encode()])
-        notes = [_read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)]
-        # two ranks that finish at the same time both see all notes
-        if None not in notes and folder.claim(name, _COMMIT):
-            _commit(folder, name, notes, metadata)
+        with discarding_after_failure(folder, name) as written:
+            folder.begin(name)
+            if not folder.claim(name, _file(part)):
+                return False
+            written += _files(part)
+            layout, content = _copy(tensors)
+            if not is_unchanged():
+                folder.remove(name, f"{_file(part)}.claim")
+                raise StateChangedError(
+                    f"the device went on from step {name.step} while its state was copied"
+                )
+            data = content.numpy().data
+            folder.write(name, _file(part), split_blocks(data))
+            mine = FileEntry(hash_blocks(data), layout.starts)
+            text = json.dumps([mine.to_json(), values])
+            folder.write(name, note(_file(part)), [text.encode()])
+            notes = [
+                _read(folder.read_uncommitted(name, note(_file(each)))) for each in range(parts)
+            ]
+            # two ranks that finish at the same time both see all notes
+            if None not in notes and folder.claim(name, _COMMIT):
+                written += [MANIFEST, f"{_COMMIT}.claim", *chain(*map(_files, range(parts)))]
+                _commit(folder, name, notes, metadata)
     except OSError:
         if name in folder.names():  # another rank with the same part was faster
             return False
@@ -110,3 +121,7 @@ def _read(text: bytes | None) -> Any:
 
 def _file(part: int) -> str:
     return f"part-{part}.safetensors"
+
+
+def _files(part: int) -> list[str]:
+    return [_file(part), note(_file(part)), f"{_file(part)}.claim"]

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -178,6 +179,14 @@ class FolderStorage:
         os.rename(self._temporary(name), self.path / str(name))
         sync(self.path)
 
+    def discard(self, name: CheckpointName, files: Iterable[str]) -> None:
+        """Remove files of an uncommitted checkpoint as far as possible, and its folder if no other
+        rank has written to it."""
+        with suppress(OSError):
+            for file in files:
+                (self._temporary(name) / file).unlink(missing_ok=True)
+            self._temporary(name).rmdir()
+
     def size(self, name: CheckpointName, file: str) -> int:
         with self._opened(name, file) as opened:
             return os.fstat(opened.fileno()).st_size
@@ -215,6 +224,20 @@ class FolderStorage:
 
     def _temporary(self, name: CheckpointName) -> Path:
         return self.path / f".{name}"
+
+
+@contextmanager
+def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[list[str]]:
+    """Yield a list for names of files that this process may remove: its own, or all if no other
+    process writes any more. They are removed if `OSError` is raised: the disk may be full. An
+    object store, which may be down, is left to the next start."""
+    files: list[str] = []
+    try:
+        yield files
+    except OSError:
+        if isinstance(folder, FolderStorage):
+            folder.discard(name, files)
+        raise
 
 
 def _write_some(opened: int, data: memoryview) -> int:

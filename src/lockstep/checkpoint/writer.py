@@ -34,7 +34,12 @@ from lockstep.checkpoint.manifest import (
     split_blocks,
 )
 from lockstep.checkpoint.object_store import open_storage
-from lockstep.checkpoint.storage import CheckpointName, Storage
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    CheckpointName,
+    Storage,
+    discarding_after_failure,
+)
 from lockstep.checkpoint.tensor_shards import TensorShard
 
 Scores = Mapping[CheckpointName, float]
@@ -81,15 +86,29 @@ def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
 
 
 def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
-    """Write this rank's file; on rank 0 also commit the checkpoint. Raises `OSError`."""
-    folder, name, own = open_storage(job["folder"]), _name(job), job["file"]
+    """Write this rank's file; on rank 0 also commit the checkpoint. Raises `OSError`, and removes
+    what it wrote."""
+    folder, name = open_storage(job["folder"]), _name(job)
     folder.begin(name)
+    with discarding_after_failure(folder, name) as written:
+        _write(job, shards, content, folder, written)
+
+
+def _write(
+    job: dict[str, Any],
+    shards: Mapping[TensorShard, int],
+    content: memoryview,
+    folder: Storage,
+    written: list[str],
+) -> None:
+    name, own = _name(job), job["file"]
     blocks: list[str] = []
 
     def hashed(block: memoryview) -> memoryview:
         blocks.append(hash_bytes([block]))
         return block
 
+    written += [own, note(own)]
     folder.write(name, own, map(hashed, split_blocks(content)))
     files = {own: FileEntry(BlockHashes(len(content), tuple(blocks)), shards)}
     if "files" not in job:
@@ -102,6 +121,7 @@ def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memory
         entry, theirs = _awaited(folder, name, file, job["save"])
         files[file] = FileEntry.from_json(entry)
         values.append(theirs)
+    written += [MANIFEST, *others, *map(note, others)]
     for file in others:
         folder.remove(name, note(file))
     manifest = Manifest(
