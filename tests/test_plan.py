@@ -219,18 +219,30 @@ def test_axes_that_do_not_multiply_to_the_world_size_are_refused(
         ("replicate=", "'replicate=' in plan 'replicate='; a plan is made of name=value pairs"),
         ("2", "'2' in plan '2'; a plan is made of name=value pairs"),
         (
-            "tensor=4,numerics=bitwise,slices=2",
-            (
-                "tensor=4 with numerics=bitwise and slices=2; each rank sums inside a layer over the"
-                " same number of slices, so slices is a multiple of tensor, and a power of two; give"
-                " slices=4 (and"
-            ),
+            "tensor=2,numerics=bitwise",
+            "tensor=2 with numerics=bitwise and no slices; it needs slices, a power of two and a"
+            " multiple of tensor: then the sums inside a layer add the same parts on any number of"
+            " ranks; write tensor=2,slices=2,numerics=bitwise, with",
         ),
-        (
-            "tensor=6,numerics=bitwise,slices=8",
-            "tensor=6 with numerics=bitwise and slices=8; each rank sums inside a layer over the"
-            " same number of slices, so slices is a multiple of tensor, and a power of two; give"
-            " tensor=4,slices=8 (and",
+        *(
+            (
+                given,
+                f"{said}; it needs slices, a power of two and a multiple of tensor: then the sums"
+                f" inside a layer add the same parts on any number of ranks; write {instead},"
+                "numerics=bitwise, with",
+            )
+            for given, said, instead in (
+                (
+                    "tensor=4,numerics=bitwise,slices=2",
+                    "tensor=4 with numerics=bitwise and slices=2",
+                    "tensor=4,slices=4",
+                ),
+                (
+                    "tensor=6,numerics=bitwise,slices=8",
+                    "tensor=6 with numerics=bitwise and slices=8",
+                    "tensor=4,slices=8",
+                ),
+            )
         ),
         ("slices=6,numerics=bitwise", "slices=6; it counts the slices of each sharded layer"),
         ("slices=0", "slices=0; it counts the slices of each sharded layer"),

@@ -320,14 +320,15 @@ class Plan:
             self._check_slices(given)
         if self.numerics == "bitwise" and ranks != "auto" and self.slices % ranks:
             fitting = 1 << (ranks - 1).bit_length()
-            remedy = f"slices={ranks}"
+            remedy = f"tensor={ranks},slices={ranks}"
             if fitting != ranks:
                 remedy = f"tensor={fitting // 2},slices={max(self.slices, fitting // 2)}"
+            given_slices = f"slices={self.slices}" if self.slices != 1 else "no slices"
             raise PlanError(
-                f"tensor={ranks} with numerics=bitwise and slices={self.slices}; each rank sums"
-                " inside a layer over the same number of slices, so slices is a multiple of"
-                f" tensor, and a power of two; give {remedy} (and the same slices to the plans"
-                " whose bits are compared), or leave numerics=bitwise out"
+                f"tensor={ranks} with numerics=bitwise and {given_slices}; it needs slices, a power"
+                " of two and a multiple of tensor: then the sums inside a layer add the same parts"
+                f" on any number of ranks; write {remedy},numerics=bitwise, with the same slices in"
+                " each plan whose bits you compare, or leave numerics=bitwise out"
             )
 
     def _check_slices(self, given: dict[str, Any]) -> None:
