@@ -113,6 +113,9 @@ def test_the_step_that_led_to_the_end_is_blamed(tmp_path: Path) -> None:
     assert end.endswith("the run ended here, because the loss or the gradient is not finite")
     assert spike.startswith("step 8: gradient_norm ")
     assert cause.startswith("cause: sample 17 of microbatch 0: ")
+    ended = command("blame", "--json", run)
+    found = json.loads(ended.stdout)["spike"]
+    assert (found["metric"], f"{found['value']:.6g}") == ("gradient_norm", spike.split()[3][:-1])
     ended = command("blame", "--step", end.split(":")[0].removeprefix("step "), run)
     assert ended.stdout.splitlines()[0] == end
     assert "cause: no microbatch is finite" in ended.stdout

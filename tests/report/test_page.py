@@ -194,9 +194,10 @@ def test_several_runs_share_axes_and_what_differs_is_told(tmp_path: Path) -> Non
     (tmp_path / "b" / "run.json").write_text(json.dumps(later))
     runs = read_runs([str(tmp_path / "a"), str(tmp_path / "b")])
     assert run_differences(runs) == [
-        ("Recipe", "global_batch", ["64", "128"]),
-        ("Recipe", "steps", ["1000", "2000"]),
+        ("Recipe", "global_batch", [64, 128]),
+        ("Recipe", "steps", [1000, 2000]),
     ]
+    assert report_json(runs)["differences"][0]["values"] == [64, 128]
     text = report_page(runs, made=0.0)
     data = data_of(text)
     assert data["last"] == 2000

@@ -174,9 +174,9 @@ def learning_rate_jump(
 def _led_to(rows: Sequence[Mapping[str, Any]], step: int) -> float:
     """Return the largest learning rate in `step` that continues a schedule: it adds as much a step
     as between two of `rows`, or multiplies by as much as between the last two."""
-    (before, last), rate = rows[-2:], float(rows[-1]["lr"])
-    added = max((b["lr"] - a["lr"]) / (b["step"] - a["step"]) for a, b in pairwise(rows))
-    return max(rate, rate + added * (step - last["step"]), rate * rate / before["lr"])
+    rate, last = float(rows[-1]["lr"]), rows[-1]["step"]
+    added = max((b["lr"] - a["lr"]) / max(1, b["step"] - a["step"]) for a, b in pairwise(rows))
+    return max(rate, rate + float(added) * (step - last), rate**2 / float(rows[-2]["lr"]))
 
 
 def cause_of(

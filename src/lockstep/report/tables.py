@@ -140,8 +140,8 @@ def _digits(run: RunHistory, after: str = "") -> Html | None:
     return element("code", whole[:_DIGITS] + after, title=whole) if whole else None
 
 
-def flatten(value: Any, path: str = "") -> dict[str, str]:
-    """Flatten JSON to text by dotted path. Null and empty values are left out."""
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Flatten JSON by dotted path. Null and empty values are left out."""
     if isinstance(value, Mapping):
         found = {}
         for name, item in value.items():
@@ -149,10 +149,14 @@ def flatten(value: Any, path: str = "") -> dict[str, str]:
         return found
     if value is None or value == []:
         return {}
-    return {path: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}
+    return {path: value}
 
 
-def described_fields(run: RunHistory) -> dict[str, dict[str, str]]:
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def described_fields(run: RunHistory) -> dict[str, dict[str, Any]]:
     """Return the contents of run.json and result.json, by section."""
     metadata = run.metadata
     plan = {name: value for name, value in (metadata.get("plan") or {}).items() if name != "text"}
@@ -172,18 +176,25 @@ def described_fields(run: RunHistory) -> dict[str, dict[str, str]]:
     }
 
 
-def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[str | None]]]:
+def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[Any]]]:
     """Return the fields that differ between runs: section, field, and the value in each run or
     None."""
     described = [described_fields(run) for run in runs]
-    found: list[tuple[str, str, list[str | None]]] = []
+    found: list[tuple[str, str, list[Any]]] = []
     for about in ("Recipe", "Plan", "Environment"):
         names = dict.fromkeys(name for each in described for name in each[about])
         for name in names:
             values = [each[about].get(name) for each in described]
-            if len(set(values)) > 1 and name != "started":
+            if len(set(map(as_text, values))) > 1 and name != "started":
                 found.append((about, name, values))
     return found
+
+
+def _code(value: Any) -> Content:
+    if value is None:
+        return "–"
+    text = as_text(value)
+    return element("code", breakable(text), title=text)
 
 
 def difference_table(runs: Sequence[RunHistory]) -> Html:
@@ -193,11 +204,7 @@ def difference_table(runs: Sequence[RunHistory]) -> Html:
         head = element("th", about, colspan=len(runs) + 1, scope="rowgroup")
         rows.append(Row([head], kind="about"))
         for _, name, values in differences:
-            codes = (
-                "–" if each is None else element("code", breakable(each), title=each)
-                for each in values
-            )
-            rows.append([name, *codes])
+            rows.append([name, *map(_code, values)])
     different = {about for about, _, _ in found}
     same = [about.lower() for about in ("Recipe", "Plan") if about not in different]
     verb = "are" if len(same) > 1 else "is"
@@ -211,7 +218,7 @@ def description(run: RunHistory, index: int, *, several: bool) -> Html:
     """Return the tables of a run's recipe, plan, environment and result."""
     blocks = []
     for about, values in described_fields(run).items():
-        rows = [[name, element("code", breakable(value))] for name, value in values.items()]
+        rows = [[name, element("code", breakable(as_text(each)))] for name, each in values.items()]
         if rows:
             facts = table((), rows, kind="facts", box="", row_heads=True)
             blocks.append(element("section", element("h3", about), facts, kind="card"))
