@@ -19,7 +19,8 @@ TABLE = re.compile(r"(?<=\| event \| severity \| what happened \|\n\|---\|---\|-
 def recorded() -> Iterator[str]:
     """The names that the package gives to `event(...)` and `Remark(...)`."""
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if re.search(r"(event|Remark)\s*\(", text) else ():
             if isinstance(node, ast.Call) and node.args:
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 first = node.args[0]

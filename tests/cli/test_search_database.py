@@ -18,6 +18,7 @@ from lockstep.search.study import TrialStorage
 
 pytestmark = [
     pytest.mark.command,
+    pytest.mark.forks,
     pytest.mark.timeout(150),
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
 ]

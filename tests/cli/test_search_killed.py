@@ -56,6 +56,7 @@ def wait_until_nothing_runs(folder: Path) -> None:
         pytest.param("tpe", 1, 20, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.forks
 @pytest.mark.timeout(290)
 def test_killed_many_times_it_ends_with_the_trials_of_an_undisturbed_search(
     tmp_path: Path, sampler: str, parallel: int, kills: int

@@ -16,6 +16,8 @@ ROOT = SOURCES.parents[1]
 PATH = SOURCES / "path"
 """In sys.path when torch is imported, it makes torch load the device."""
 FLAGS = ["-std=c++20", "-O0", "-fPIC", "-DTORCH_EXTENSION_NAME=_stand_in"]
+# The compiler collects its garbage seldom: a quarter less time, and 1 GiB of memory.
+FLAGS += ["--param", "ggc-min-expand=400", "--param", "ggc-min-heapsize=2000000"]
 
 
 def environment(devices: int) -> dict[str, str]:
