@@ -255,7 +255,12 @@ def _watch() -> None:
 
 def _path() -> list[str]:
     """Return the path of a process that is started: without what pytest adds."""
-    return [entry for entry in sys.path if entry and Path(entry) not in (TESTS, TESTS.parent)]
+    asked = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [
+        entry
+        for entry in sys.path
+        if entry and (entry in asked or Path(entry) not in (TESTS, TESTS.parent))
+    ]
 
 
 def _pipes() -> dict[int, str]:
@@ -316,6 +321,7 @@ def _own_modules() -> list[str]:
         name
         for name, module in sys.modules.items()
         if str(getattr(module, "__dict__", {}).get("__file__")).startswith(str(TESTS))
+        and name != "standin"  # torch has loaded it
     ]
 
 

@@ -15,6 +15,15 @@ from lockstep.testing.pool import WorkerPool
 
 DEVICES = 4
 FOLDER = Path(__file__).parent
+PRELOADED = (
+    "lockstep.run",
+    "lockstep.model.pipeline.stage",
+    "torch.distributed.checkpoint",
+    "lockstep.launch.run_workers",
+    "lockstep.launch.worker",
+    "lockstep.cli.main",
+)
+"""What trainings import, and commands that are forks (`ranks.command`)."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,8 +46,5 @@ class DevicePool(WorkerPool):
 
 @pytest.fixture(scope="session")
 def devices() -> Iterator[WorkerPool]:
-    with DevicePool(
-        max_workers=4,
-        preload=["lockstep.run", "lockstep.model.pipeline.stage", "torch.distributed.checkpoint"],
-    ) as pool:
+    with DevicePool(max_workers=4, preload=PRELOADED) as pool:
         yield pool

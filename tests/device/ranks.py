@@ -1,14 +1,21 @@
-"""What tests run on ranks of the stand-in accelerator."""
+"""What tests run on ranks of the stand-in accelerator, and commands whose processes have it."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
+import forked
 import torch
 import torch.distributed as dist
+from stand_in import build
+
+from lockstep.testing.pool import WorkerPool
 
 T = TypeVar("T")
 
@@ -29,3 +36,34 @@ def on_device(function: Callable[..., T], *args: Any) -> T:
         timeout=timedelta(seconds=60),
     )
     return function(*args)
+
+
+def command(
+    devices: WorkerPool, folder: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` on two devices. Its Python processes are forks of a rank of the pool:
+    none of them imports torch."""
+    environment = {
+        **os.environ,
+        **build.environment(2),
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
+    (ended,) = devices.run(
+        1, _in_forks, [sys.executable, *arguments], environment, folder, timeout_seconds=120
+    )
+    return ended
+
+
+def _in_forks(
+    line: list[str], environment: dict[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    with forked.use():
+        return subprocess.run(
+            line, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+        )

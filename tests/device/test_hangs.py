@@ -4,19 +4,16 @@ hosts are ahead of."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from device.ranks import on_device
+from device.ranks import command, on_device
 from device.test_training import steps
-from stand_in import build
 
 import lockstep as ls
 from lockstep.launch.termination import HUNG_STATUS
@@ -60,23 +57,12 @@ def recipe() -> ls.Recipe:
 
 
 def run(
-    folder: Path, how: str, *options: str, ahead: str | None
+    devices: WorkerPool, folder: Path, how: str, *options: str, ahead: str | None
 ) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    environment = {
-        **os.environ,
-        **build.environment(2),
-        "TMPDIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
-    if ahead is not None:
-        environment["STAND_IN_HOST_AHEAD"] = ahead
-    command = ["-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run", *options]
-    line = [sys.executable, *command, "train.py", how]
-    return subprocess.run(
-        line, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False
-    )
+    line = ["-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run", *options, "train.py", how]
+    variables = {} if ahead is None else {"STAND_IN_HOST_AHEAD": ahead}
+    return command(devices, folder, *line, **variables)
 
 
 def event_rows(folder: Path) -> list[dict[str, Any]]:
@@ -164,9 +150,9 @@ def test_what_is_not_certainly_the_state_of_one_step_is_not_saved(
 @pytest.mark.command
 @pytest.mark.parametrize("ahead", [None, "3"], ids=["host waits", "host ahead"])
 def test_what_the_survivors_of_a_killed_rank_save_is_resumed_to_the_same_bits(
-    tmp_path: Path, undisturbed: str, ahead: str | None
+    devices: WorkerPool, tmp_path: Path, undisturbed: str, ahead: str | None
 ) -> None:
-    ended = run(tmp_path, "killed", "--max-restarts", "1", ahead=ahead)
+    ended = run(devices, tmp_path, "killed", "--max-restarts", "1", ahead=ahead)
     assert ended.returncode == 0, ended.stderr
     found = events(tmp_path)
     assert found["rescued"] == found["resumed"] == 4, ended.stderr
@@ -177,7 +163,7 @@ def test_what_the_survivors_of_a_killed_rank_save_is_resumed_to_the_same_bits(
 def test_a_rank_that_waits_for_its_device_is_named_with_the_one_it_waits_for(
     devices: WorkerPool, tmp_path: Path, undisturbed: str
 ) -> None:
-    ended = run(tmp_path, "sleeps", "--hang-after", "6s", ahead="2")
+    ended = run(devices, tmp_path, "sleeps", "--hang-after", "6s", ahead="2")
     assert ended.returncode == HUNG_STATUS, ended.stderr
     line = next(
         number for number, text in enumerate(SCRIPT.splitlines(), start=1) if "time.sleep" in text

@@ -15,8 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from device.ranks import on_device
-from device.test_device_path import lockstep
+from device.ranks import command, on_device
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from training.subjects import same
@@ -261,10 +260,11 @@ if __name__ == "__main__":
     [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
 )
 def test_a_command_goes_on_until_its_devices_have_room(
-    tmp_path: Path, undisturbed: str, fallbacks: int
+    devices: WorkerPool, tmp_path: Path, undisturbed: str, fallbacks: int
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(limit=LIMITS[fallbacks]))
-    options = ("--nproc", "2", "--run-dir", "run", "--plan", PLAN, "--out-of-memory", "halve")
-    lockstep("run", *options, "train.py", folder=tmp_path, seconds=200)
+    line = ["-m", "lockstep", "run", "--nproc", "2", "--run-dir", "run", "--plan", PLAN]
+    ended = command(devices, tmp_path, *line, "--out-of-memory", "halve", "train.py")
+    assert ended.returncode == 0, ended.stderr
     assert ended_well(tmp_path / "run", LIMITS[fallbacks], fallbacks=fallbacks)
     assert (fingerprint(tmp_path / "run") == undisturbed) == (fallbacks < 3)
