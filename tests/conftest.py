@@ -123,6 +123,13 @@ def pool() -> Iterator[WorkerPool]:
         pools.remove(pool)
 
 
+@pytest.fixture(scope="session")
+def transformers_in_pool(pool: WorkerPool) -> None:
+    import warm_transformers
+
+    pool.run(1, warm_transformers.imported)
+
+
 @pytest.fixture(scope="module")
 def nothing_is_frozen() -> Iterator[None]:
     """As in a user's process: the collector sees all objects."""

@@ -38,32 +38,30 @@ def on_device(function: Callable[..., T], *args: Any) -> T:
     return function(*args)
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a command with two devices, which may import what tests do."""
+    given = {**os.environ, **build.environment(2), "OMP_NUM_THREADS": "1"}
+    given["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
+    return {**given, "TMPDIR": str(folder)}  # torchrun leaves a folder
+
+
 def command(
-    devices: WorkerPool, folder: Path, *arguments: str, **variables: str
+    devices: WorkerPool, folder: Path, *arguments: str, seconds: float = 100, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` on two devices. Its Python processes are forks of a rank of the pool:
     none of them imports torch."""
-    environment = {
-        **os.environ,
-        **build.environment(2),
-        "TMPDIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
-    environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
-    (ended,) = devices.run(
-        1, _in_forks, [sys.executable, *arguments], environment, folder, timeout_seconds=120
-    )
+    line, given = [sys.executable, *arguments], {**environment(folder), **variables}
+    (ended,) = devices.run(1, _in_forks, line, given, folder, seconds, timeout_seconds=seconds + 10)
     return ended
 
 
 def _in_forks(
-    line: list[str], environment: dict[str, str], folder: Path
+    line: list[str], given: dict[str, str], folder: Path, seconds: float
 ) -> subprocess.CompletedProcess[str]:
     dist.destroy_process_group()
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(given)
     with forked.use():
         return subprocess.run(
-            line, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+            line, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False
         )

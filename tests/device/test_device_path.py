@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.states import ATTEMPT
+from device import ranks
 from device.ranks import on_device
 from device.test_training import steps
-from stand_in import build
 
 import lockstep as ls
 from lockstep.base import accelerator
@@ -90,24 +89,17 @@ if __name__ == "__main__":
 """
 
 
-def command(*arguments: str, folder: Path, seconds: float) -> subprocess.CompletedProcess[str]:
-    # torchrun leaves a folder
-    environment = {**os.environ, **build.environment(2), "TMPDIR": str(folder)}
-    environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
-    given = [sys.executable, *arguments]
-    return subprocess.run(
-        given,
-        env=environment,
+def started(*arguments: str, folder: Path) -> str:
+    """Run a command whose processes are no forks."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *arguments],
+        env=ranks.environment(folder),
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=100,
         check=False,
     )
-
-
-def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
-    done = command("-m", "lockstep", *arguments, folder=folder, seconds=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -116,7 +108,7 @@ def lockstep(*arguments: str, folder: Path, seconds: float = 100) -> str:
 def test_a_command_starts_a_process_for_each_device(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     found = {
-        lockstep("run", "--nproc", count, "--plan", "numerics=bitwise", "train.py", folder=tmp_path)
+        started("run", "--nproc", count, "--plan", "numerics=bitwise", "train.py", folder=tmp_path)
         for count in ("auto", "1")
     }
     assert len(found) == 1
@@ -148,12 +140,14 @@ if __name__ == "__main__":
     ],
 )
 def test_a_rank_that_fails_ends_without_waiting_for_the_others(
-    tmp_path: Path, launcher: list[str]
+    devices: WorkerPool, tmp_path: Path, launcher: list[str]
 ) -> None:
     """The shutdown of a group waits for all ranks, and the other one waits in a collective for this
     one."""
     (tmp_path / "train.py").write_text(FAILING)
-    done = command(*launcher, "train.py", folder=tmp_path, seconds=50)  # it would wait for 60
+    done = ranks.command(
+        devices, tmp_path, *launcher, "train.py", seconds=50
+    )  # it would wait for 60
     assert done.returncode != 0
     assert "on purpose" in done.stdout + done.stderr
 

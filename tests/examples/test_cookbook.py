@@ -68,6 +68,8 @@ def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("COOKBOOK_DATA", str(tmp_path / "data"))
     if request.param in NEEDS:
         pytest.importorskip(NEEDS[request.param])
+    if NEEDS.get(request.param) in ("peft", "transformers"):
+        request.getfixturevalue("transformers_in_pool")
     chosen: str = request.param
     return chosen
 

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.command,
     pytest.mark.timeout(300),  # importing transformers takes half a minute on a busy machine
     pytest.mark.skipif(find_spec("peft") is None, reason="pip install -e .[dev]"),
+    pytest.mark.usefixtures("transformers_in_pool"),
 ]
 
 PLANS = ["replicate=2", "shard=2", "tensor=2"]
@@ -32,14 +33,6 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2, "use_cache": False,
 }  # fmt: skip
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> None:
-    """Import transformers before the first test. End its progress bar, which leaves a thread."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
 
 
 class SaveAdapters(ls.Hook):
