@@ -203,14 +203,15 @@ def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object
         return lambda: _module("lockstep", line[1:], isolated=True)
     if line[0] != sys.executable:
         return None
-    rest = line[2:] if watched and line[1:2] == ["-u"] else line[1:]
+    unbuffered = line[1:2] == ["-u"]
+    rest = line[2:] if unbuffered else line[1:]
     isolated = rest[:1] == ["-P"]
     if isolated:
         del rest[0]
     if rest[:1] == ["-m"] and rest[1] not in STARTED:
         return lambda: _module(rest[1], rest[2:], isolated=isolated)
     if rest and rest[0].endswith(".py"):
-        return lambda: _script(rest, watched=watched)
+        return lambda: _script(rest, watched=watched, unbuffered=unbuffered)
     return None
 
 
@@ -231,8 +232,10 @@ def _module(name: str, arguments: list[str], *, isolated: bool) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _script(line: list[str], *, watched: bool) -> None:
+def _script(line: list[str], *, watched: bool, unbuffered: bool) -> None:
     sys.argv = line
+    if unbuffered:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     sys.path[:] = [os.path.dirname(os.path.realpath(line[0])), *_path()]
     if watched:
         sys.path[1:1] = os.environ["PYTHONPATH"].split(os.pathsep)
@@ -242,7 +245,6 @@ def _script(line: list[str], *, watched: bool) -> None:
 
 def _watch() -> None:
     """Install the probes of an audit, as its `sitecustomize` does once torch has been imported."""
-    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     request = AuditRequest.read(os.environ)
     if request is None:
         return

@@ -14,6 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
 BIN = Path(sys.executable).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PREAMBLE = """
 import os, sys, torch
 from torch import nn
@@ -43,7 +44,7 @@ def launch(
     script.write_text(PREAMBLE + body)
     launchers = {
         "lockstep": [BIN / "lockstep", "run", "--nproc", nproc, *arguments, script],
-        "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", nproc, script],
+        "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node", nproc, script],
         "verify": [BIN / "lockstep", "verify", script, *arguments],
     }
     # torchrun leaves its log folder behind where a rank fails.
