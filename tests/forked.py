@@ -17,6 +17,7 @@ import gc
 import importlib
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -25,6 +26,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +62,7 @@ PRELOADED = (
     "lockstep.cli.main",
 )
 """What most of the processes import."""
+OMP_PAUSE_HARD = 2
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -152,6 +155,7 @@ def _fork(
     # here: a look at all modules in the fork would copy the pages that they are on
     own = _own_modules()
     pipes = _pipes()
+    _end_threads_of_openmp()
     number = os.fork()
     if number == 0:
         try:
@@ -263,6 +267,18 @@ def _path() -> list[str]:
         for entry in sys.path
         if entry and (entry in asked or Path(entry) not in (TESTS, TESTS.parent))
     ]
+
+
+def _end_threads_of_openmp() -> None:
+    """A fork has none of OpenMP's threads, and would wait for them without end."""
+    for library in _openmp():
+        library.omp_pause_resource_all(OMP_PAUSE_HARD)
+
+
+@cache
+def _openmp() -> list[ctypes.CDLL]:
+    maps = Path("/proc/self/maps").read_text()
+    return [ctypes.CDLL(name) for name in set(re.findall(r"/.*libgomp.*", maps))]
 
 
 def _pipes() -> dict[int, str]:

@@ -13,6 +13,7 @@ from textwrap import dedent
 import forked
 import psutil
 import pytest
+import torch
 from processes import IGNORED_IN_THE_BACKGROUND, started
 
 from lockstep.launch.recovery import rejoin
@@ -143,6 +144,20 @@ def test_the_end_of_a_forked_command_waits_for_its_threads(tmp_path: Path) -> No
             check=False,
         )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "thread\nend\n", "")
+
+
+COMPUTE = "import torch; torch.set_num_threads(2); torch.ones(1000, 1000).exp().sum()"
+
+
+@pytest.mark.forks
+def test_a_forked_command_computes_on_threads_of_its_own(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        exec(COMPUTE)
+    finally:
+        torch.set_num_threads(threads)
+    (tmp_path / "compute.py").write_text(COMPUTE)
+    subprocess.run([sys.executable, str(tmp_path / "compute.py")], check=True, timeout=50)
 
 
 def test_forks_of_a_forked_command_have_the_files_that_it_has_opened(tmp_path: Path) -> None:
