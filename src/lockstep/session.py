@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.base.errors import CheckpointError, UserError
 from lockstep.comm.first_failure import FirstFailure
 from lockstep.comm.gather import gather, mean
-from lockstep.comm.segment import PeerStopped
+from lockstep.comm.segment import CallsDiffer, PeerStopped
 from lockstep.comm.world import World
 from lockstep.house_hooks import HouseHooks
 from lockstep.launch.failures import lost_a_peer
@@ -397,14 +397,18 @@ def _shared(
     """Return the error to raise instead of `error`: if another rank's error has caused it, the same
     mistake as there. Another cause becomes a note of `error`. Tells the other ranks of an error
     that is this rank's own."""
-    if explained is None and lost_a_peer(error):
+    # a rank that has failed in a forward makes another call than those that go on
+    differ = isinstance(error, CallsDiffer)
+    if differ or (explained is None and lost_a_peer(error)):
         # the other rank may have stopped this one's exchange, and be on its way out of its script
-        seconds = TELLING_SECONDS if isinstance(error, PeerStopped) else 0.0
-        if (cause := failure.cause(wait_seconds=seconds)) is None:
-            return None
-        if (mistake := cause.as_user_error()) is None:
+        seconds = TELLING_SECONDS if differ or isinstance(error, PeerStopped) else 0.0
+        if (cause := failure.cause(wait_seconds=seconds)) is not None:
+            if (mistake := cause.as_user_error()) is not None:
+                return mistake
             error.add_note(cause.line)
-        return mistake
+            return None
+        if not differ:
+            return None
     if isinstance(error, Exception):
         failure.tell(explained or error)
     return explained

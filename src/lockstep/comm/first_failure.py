@@ -34,7 +34,11 @@ class PeerError:
 
     @property
     def line(self) -> str:
-        return f"rank {self.rank} failed first: {self.kind}: {self.text}"
+        return f"rank {self.rank} failed first: {self.described}"
+
+    @property
+    def described(self) -> str:
+        return f"{self.kind}: {self.text}"
 
     def as_user_error(self) -> UserError | None:
         """Return the same error, if it is one that every rank raises; else None."""

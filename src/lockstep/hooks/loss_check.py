@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.base import accelerator
-from lockstep.base.errors import LossError, PlanError, RecipeError
+from lockstep.base.errors import DataError, LossError, PlanError, RecipeError
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.base.torch_private import (
     MODULE_ATTRIBUTES,
@@ -77,6 +77,19 @@ class Talks(str):
     """The collective that the loss called."""
 
     __slots__ = ()
+
+
+class Failed(str):
+    """The error of a trial, as text."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        first_line = str(error).partition(chr(10))[0][:200]
+        failed = cls(f"{type(error).__name__}: {first_line}")
+        failed.error = error
+        return failed
 
 
 Outcome = Tried | str
@@ -254,7 +267,7 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
         tried: list[Outcome] = []
         for _ in range(2):
             tried.append(_computed(run, recipe, _piece(item, (0, None), 0), training=training))
-            if run.context.world.any(isinstance(tried[-1], str)):
+            if _any_failed(run, tried[-1]):
                 break
         trials.append(tried)
     kept = next(filter(None, (_kept(run, tried) for tried in trials)), None)
@@ -263,6 +276,17 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
     if found == NOTHING and failed:
         return Findings(unchecked=f"{what}: it fails in the trial: {failed[0]}")
     return found
+
+
+def _any_failed(run: Run, outcome: Outcome) -> bool:
+    """Return True if the trial of any rank failed. Every rank calls it. If the others cannot, they
+    wait in an exchange of the forward that failed here: raises that error."""
+    try:
+        return run.context.world.any(isinstance(outcome, str))
+    except Exception as lost:
+        if isinstance(outcome, Failed):
+            raise outcome.error from lost
+        raise
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
@@ -322,7 +346,7 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
     except CollectiveCalled as error:
         return Talks(error)
     except Exception as error:  # a loss may accept microbatches of one size only
-        return _words(error)
+        return Failed.of(error)
 
 
 def _measured(loss: Any, *, samples: int, batch: Any, weights: Weights | None) -> Sums:
@@ -362,7 +386,7 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
         if training:
             reshard(run.model)
     except Exception as error:
-        if training and isinstance(error, RecipeError | PlanError):
+        if training and isinstance(error, RecipeError | PlanError | DataError):
             raise  # raised by a check that runs once, in the first forward
         if isinstance(error, ExchangeError):
             raise  # the ranks cannot exchange any more
@@ -371,7 +395,7 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
             # collectives
             raise
         reset_after_error(run.model)
-        return Talks(error) if isinstance(error, CollectiveCalled) else _words(error)
+        return Talks(error) if isinstance(error, CollectiveCalled) else Failed.of(error)
     if versions != [version(parameter) for parameter in parameters]:
         # the step reports this too, and names the parameter
         return "it changes a parameter"
@@ -395,10 +419,6 @@ def _watching(run: Run) -> AbstractContextManager[Any]:
 
 def _talks(tried: Sequence[Outcome]) -> str | None:
     return next((str(each) for each in tried if isinstance(each, Talks)), None)
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:

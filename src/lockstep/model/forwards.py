@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import nn
 
 from lockstep.comm.world import World
 from lockstep.model.pipeline.boundary import Arguments, Chunks, Run
-
-T = TypeVar("T")
 
 
 class Forwards(Protocol):
@@ -36,9 +34,6 @@ class Forwards(Protocol):
         """Return the model's output, or None on ranks without it. An error is raised on all
         ranks."""
 
-    def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
-        """Return `compute()`. If it fails on any rank, every rank raises."""
-
 
 class WholeModel:
     """The forwards of a model that is whole on this rank."""
@@ -56,6 +51,3 @@ class WholeModel:
 
     def try_forward(self, arguments: Arguments | Chunks, run: Run) -> Any:
         return run(0, lambda given: given.call(self._model), arguments)
-
-    def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
-        return compute()

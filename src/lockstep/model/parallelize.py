@@ -282,17 +282,22 @@ def _sequence_cut(
 ) -> SequenceCut | None:
     if mesh.tokens.size == 1 and sequence is None:
         return None
+    beside = [
+        mesh.axis(axis.name)
+        for axis in mesh.larger
+        if axis.in_forward and not {"tokens", "layers"} & set(axis.divides)
+    ]
     if plan.numerics == "bitwise":
         from lockstep.model.context.chunked_sequence import ChunkedSequenceCut
 
         assert sequence is not None, "refused without"
         in_two = plan.schedule == "zero-bubble"
         return ChunkedSequenceCut(
-            *(model, mesh.tokens, sequence, leaves, separate, pipeline), in_two=in_two
+            *(model, mesh.tokens, sequence, leaves, separate, pipeline, beside), in_two=in_two
         )
     from lockstep.model.context.cut import SequenceCut
 
-    return SequenceCut(model, mesh.tokens, sequence, plan.exchange, pipeline)
+    return SequenceCut(model, mesh.tokens, sequence, plan.exchange, pipeline, beside)
 
 
 def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:

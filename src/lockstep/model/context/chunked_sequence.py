@@ -45,12 +45,13 @@ class ChunkedSequenceCut(SequenceCut):
         leaves: Sequences[Leaves],
         separate: SeparateParts | None,
         forwards: Forwards | None,
+        beside: Sequences[World],
         *,
         in_two: bool,
     ) -> None:
-        """`leaves`: see `ParameterLeaves`. `forwards`: of a model that is not whole on this rank.
+        """`leaves`: see `ParameterLeaves`. `forwards`, `beside`: as in `SequenceCut`.
         `in_two`: True if its schedule computes the gradients of weights after those of inputs."""
-        super().__init__(model, processes, sequence, "keys", forwards)
+        super().__init__(model, processes, sequence, "keys", forwards, beside)
         self._in_two = in_two
         self._leaves = {
             stage: _leaves_of_stage(nn.ModuleList(parts), leaves, separate)

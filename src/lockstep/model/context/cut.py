@@ -97,14 +97,17 @@ class SequenceCut:
         sequence: Sequence | None,
         exchange: Literal["auto", "keys", "heads"] = "auto",
         forwards: Forwards | None = None,
+        beside: Sequences[World] = (),
     ) -> None:
         """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers.
-        `forwards`: of a model that is not whole on this rank."""
+        `forwards`: of a model that is not whole on this rank. `beside`: the other axes along which
+        ranks exchange in the forward, except for a pipeline."""
         self.dim = (Sequence() if sequence is None else sequence).dim
         """The dim of the tokens."""
         self._model = model
         self._world = world
         self._forwards = forwards or WholeModel(model, world)
+        self._provers = Provers([*beside, world, self._forwards.world])
         self._draws_by_chunk = sequence is not None or world.size == 1
         self._sequence = Sequence() if sequence is None else sequence
         _check_positions(model, self._sequence.positions)
@@ -239,16 +242,16 @@ class SequenceCut:
         return self._model.training in self._checked
 
     def check(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Check that the model and the loss can be cut. Every rank of the axis, and of the
-        pipeline, calls it, once in each mode, with the arguments of `run`. Generators and buffers
-        are unchanged afterwards. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the
+        """Check that the model and the loss can be cut. Every rank that exchanges in the forward
+        calls it, once in each mode, with the arguments of `run`. Generators and buffers are
+        unchanged afterwards. Raises `RecipeError`, `LossError`, `DataError` or `PlanError`, the
         same on all ranks."""
-        self._checked.add(self._model.training)
         self._know_sequences(arguments, self._size_of(arguments)[1])
         self._know_dims(arguments)
         if self._is_cut:
             self._prove(arguments, loss, batch)
         self._check_documents(arguments, loss, batch)
+        self._checked.add(self._model.training)
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
         """Return the loss of this rank's tokens, in the form in which `loss` returns it. Summed
@@ -326,7 +329,7 @@ class SequenceCut:
                     cut = MicrobatchCut(samples, self._layout_of(tokens), None)
                     self._find_shift(loss, output, layout, batch, cut)
 
-            self._forwards.raise_on_all_ranks(find_shift)
+            self._provers.raise_on_all_ranks(find_shift)
 
     @property
     def _alone(self) -> World:
@@ -334,9 +337,8 @@ class SequenceCut:
 
     def _proved(self, sample: Any, whole: TokenLayout) -> Any:
         """Return the output for the tokens of this rank, after comparing it with that for all."""
-        ranks = Provers(self._world, self._forwards)
         cut = self._cut_trial(sample, whole.tokens)
-        return prove(cut, self._trial(sample, whole), self.dim, ranks)
+        return prove(cut, self._trial(sample, whole), self.dim, self._provers)
 
     def _cut_trial(self, sample: Any, tokens: int) -> Trial:
         return self._trial(sample, self._layout_of(tokens))
@@ -483,7 +485,7 @@ class SequenceCut:
             all_in_use(self._model),
         ):
             self._know_dims(arguments)
-            self._forwards.raise_on_all_ranks(check)
+            self._provers.raise_on_all_ranks(check)
 
     def _check_labels(
         self, loss: LossFunction, output: Any, has: int, batch: Any, cut: MicrobatchCut

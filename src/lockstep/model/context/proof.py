@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,19 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.nested import tensors_in
 from lockstep.base.torch_private import BatchNormBase
+from lockstep.comm.first_failure import PeerError
 from lockstep.comm.world import World
 from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
-from lockstep.model.forwards import Forwards
 from lockstep.model.pipeline.boundary import Around
 from lockstep.model.running_statistics import ATTRIBUTE
 from lockstep.model.shard import SHARDED
 from lockstep.model.trial import tolerance
 
+T = TypeVar("T")
 HIDDEN_ATTENTION = (
     nn.MultiheadAttention,
     nn.Transformer,
@@ -118,19 +119,39 @@ def _torch_name(module: nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Provers:
-    """The ranks that prove a model together: of the axis `context`, and of a pipeline."""
+    """The ranks that prove a model together: those that exchange in its forward."""
 
-    tokens: World
-    forwards: Forwards
+    worlds: Sequence[World]
+    """The axes along which ranks exchange in the forward: each is a part of each other's trial."""
 
     def any(self, flag: bool) -> bool:
         """Return True on all ranks if `flag` is true on any."""
-        return self.forwards.world.any(self.tokens.any(flag))
+        for world in self.worlds:
+            flag = world.any(flag)
+        return flag
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks."""
-        everyone = self.forwards.world.gather_values(self.tokens.gather_values(value))
-        return [each for of_stage in everyone for each in of_stage]
+        values = [value]
+        for world in self.worlds:
+            values = [each for theirs in world.gather_values(values) for each in theirs]
+        return values
+
+    def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`. If it fails on any rank, every rank raises."""
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = compute()
+        except Exception as error:
+            failure = error
+        if not self.any(failure is not None):
+            return cast(T, result)
+        known = self.gather(failure and (type(failure).__name__, str(failure)))
+        if failure is not None:
+            raise failure
+        cause = PeerError(0, *next(filter(None, known)))
+        raise cause.as_user_error() or RecipeError(f"another rank failed: {cause.described}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +180,7 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
             " draw by dropout, torch.rand, torch.randn, rand_like, randn_like or bernoulli, for"
             " tensors of (samples, tokens, ...)"
         )
-    differences = ranks.forwards.raise_on_all_ranks(
+    differences = ranks.raise_on_all_ranks(
         lambda: [
             _difference(part, expected[0], each, dim)
             for part, each in zip(found, cut.layouts, strict=False)
