@@ -282,7 +282,9 @@ def _any_failed(run: Run, outcome: Outcome) -> bool:
     """Return True if the trial of any rank failed. Every rank calls it. If the others cannot, they
     wait in an exchange of the forward that failed here: raises that error."""
     try:
-        return run.context.world.any(isinstance(outcome, str))
+        # first the ranks of these exchanges, whose shared memory compares the calls
+        failed = run.context.mesh.shards().any(isinstance(outcome, str))
+        return run.context.world.any(failed)
     except Exception as lost:
         if isinstance(outcome, Failed):
             raise outcome.error from lost
