@@ -151,6 +151,7 @@ class Session:
                 threading.Event().wait()
         rejoins = (
             error is not None
+            and self.house.hang.mistake is None
             and self._recovery is not None
             and self._recovery.rejoined(error, self.run, self.house.hang.close)
         )
@@ -166,7 +167,7 @@ class Session:
         if self.plan.numerics == "bitwise":
             explained = explained or error_of_determinism(error, self.plan)
         if error is not None and not rejoins and self._failure is not None:
-            explained = _shared(self._failure, explained, error)
+            explained = _shared(self._failure, explained, error, self.house.hang.mistake)
         with self._stack:
             if not rejoins:
                 self._end(explained or error)
@@ -392,22 +393,27 @@ class Session:
 
 
 def _shared(
-    failure: FirstFailure, explained: UserError | None, error: BaseException
+    failure: FirstFailure,
+    explained: UserError | None,
+    error: BaseException,
+    found: UserError | None,
 ) -> UserError | None:
     """Return the error to raise instead of `error`: if another rank's error has caused it, the same
     mistake as there. Another cause becomes a note of `error`. Tells the other ranks of an error
-    that is this rank's own."""
+    that is this rank's own. `found`: the mistake for which the watchdog has ended the exchanges."""
     # a rank that has failed in a forward makes another call than those that go on
     differ = isinstance(error, CallsDiffer)
     if differ or (explained is None and lost_a_peer(error)):
         # the other rank may have stopped this one's exchange, and be on its way out of its script
-        seconds = TELLING_SECONDS if differ or isinstance(error, PeerStopped) else 0.0
+        waits = differ or found is not None or isinstance(error, PeerStopped)
+        seconds = TELLING_SECONDS if waits else 0.0
         if (cause := failure.cause(wait_seconds=seconds)) is not None:
             if (mistake := cause.as_user_error()) is not None:
                 return mistake
             error.add_note(cause.line)
             return None
-        if not differ:
+        explained = explained or found
+        if explained is None and not differ:
             return None
     if isinstance(error, Exception):
         failure.tell(explained or error)

@@ -27,9 +27,12 @@ class CollectiveCall:
     """Dtype and shape of this process's tensor: float32 (4,)."""
     on_device: bool = False
     """True if the device executes the call, independently of the process."""
+    label: str = ""
+    """What the call does for the model, such as "gathers block 'a'"; "" if it is not known."""
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.tensors}" if self.tensors else self.name
+        text = f"{self.name} of {self.tensors}" if self.tensors else self.name
+        return f"{text}, which {self.label}" if self.label else text
 
 
 @contextmanager
@@ -46,7 +49,13 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 def active_calls() -> list[CollectiveCall]:
     """Return the collectives that this process is executing, then the unfinished ones of its
     device, oldest first. Any thread may call it."""
-    calls = [*_announced, *(CollectiveCall(*call) for call in SharedMemoryGroup.active_calls())]
+    calls = [
+        *_announced,
+        *(
+            CollectiveCall(name, group, number, tensors, label=label)
+            for name, group, number, tensors, label in SharedMemoryGroup.active_calls()
+        ),
+    ]
     if not (dist.is_available() and dist.is_initialized()):
         return calls
     calls += [_call(entry) for entry in _entries(active_collectives_json()) if not entry["retired"]]

@@ -103,14 +103,16 @@ class SharedMemoryGroup(Closing):
         _groups.add(self)
 
     @classmethod
-    def active_calls(cls) -> "list[tuple[str, str, int, str]]":
-        """Return (collective, group, number, dtype and size) of each call in progress. Any thread
-        may call it."""
+    def active_calls(cls) -> "list[tuple[str, str, int, str, str]]":
+        """Return (collective, group, number, dtype and size, label) of each call in progress. Any
+        thread may call it."""
         calls = []
         for group in _groups_now():
             if group._is_called:
-                collective, what = called(group._rounds.signature)
-                calls.append((collective, group.name, group._calls_made, what))
+                signature = group._rounds.signature
+                collective, what = called(signature)
+                label = group._rounds.label_in(signature)
+                calls.append((collective, group.name, group._calls_made, what, label))
         return calls
 
     @classmethod

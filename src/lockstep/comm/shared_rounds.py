@@ -148,14 +148,14 @@ class Rounds:
         has_labels = any(label_of(each) for _, each in pair) and len(set(done.values())) > 1
         return CallsDiffer((peer,), text, done if has_labels else None)
 
+    def label_in(self, signature: int) -> str:
+        """Return the label of a call; "" if it has none."""
+        number = label_of(signature)
+        return self.labels[number] if number < len(self.labels) else ""
+
     def _done(self, signature: int) -> str:
         """Return what a rank does in a call."""
-        number = label_of(signature)
-        return (
-            self.labels[number]
-            if 0 < number < len(self.labels)
-            else f"calls {called(signature)[0]}"
-        )
+        return self.label_in(signature) or f"calls {called(signature)[0]}"
 
     def _make_views(self, dtype: torch.dtype) -> BufferViews:
         if dtype not in DTYPES:

@@ -281,13 +281,14 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
 def _any_failed(run: Run, outcome: Outcome) -> bool:
     """Return True if the trial of any rank failed. Every rank calls it. If the others cannot, they
     wait in an exchange of the forward that failed here: raises that error."""
+    run.training.modules[0].agreement.end_trial()
     try:
         # first the ranks of these exchanges, whose shared memory compares the calls
         failed = run.context.mesh.shards().any(isinstance(outcome, str))
         return run.context.world.any(failed)
-    except Exception as lost:
+    except Exception:
         if isinstance(outcome, Failed):
-            raise outcome.error from lost
+            raise outcome.error from None
         raise
 
 

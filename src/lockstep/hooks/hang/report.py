@@ -13,10 +13,13 @@ from typing import Literal
 from lockstep.base.words import listed
 from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.snapshot import Frame, StackSnapshot, innermost_line
+from lockstep.model.shard import error_of_order
+from lockstep.training.reducers.exchange_order import first_difference
 
-Kind = Literal["missing", "differ", "between"]
+Kind = Literal["missing", "differ", "between", "order"]
 """`missing`: some ranks do not reach the call in which others wait. `differ`: all wait, in
-different calls. `between`: all wait in the same call."""
+different calls. `between`: all wait in the same call. `order`: ranks gather or reduce different
+blocks, so their exchanges never end."""
 _SAME_SHAPE_ON_ALL_RANKS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _IN_WORDS = {
     "waits": "waits",
@@ -33,6 +36,26 @@ class Hang:
     ranks: tuple[int, ...]
     summary: str  # one line
     report: str  # lines about each rank
+
+
+def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
+    """Return the hang of ranks that exchange different blocks of a sharded model; None if they do
+    not. It is certain: ranks that wait for each other, or that will."""
+    everyone = [snapshots[rank] for rank in sorted(snapshots)]
+    calls = first_difference([told for each in everyone for told in each.exchanges])
+    if calls is None:
+        return None
+    ranks = tuple(each.rank for each in everyone if each.exchanges)
+    lines = [line for each in everyone for line in _exchanging(each)]
+    return Hang("order", ranks, str(error_of_order(calls)), "\n".join(lines))
+
+
+def _exchanging(snapshot: StackSnapshot) -> list[str]:
+    """Return lines about the latest exchange of a rank, with its place in the user's code."""
+    if not snapshot.exchanges:
+        return []
+    latest = f"rank {snapshot.rank} {snapshot.exchanges[-1].latest}"
+    return [latest, *_stack(snapshot)]
 
 
 def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) -> Hang | None:
@@ -52,7 +75,8 @@ def diagnose(snapshots: Mapping[int, StackSnapshot], silent: Mapping[int, str]) 
         f"all ranks wait in {everyone[0].call}: the data that one sends does not reach the others;"
         " check the network between their hosts"
     )
-    return Hang("between", tuple(snapshots), text, "\n".join(_waiting(everyone)))
+    lines = [*_waiting(everyone), *_latest_exchanges(everyone)]
+    return Hang("between", tuple(snapshots), text, "\n".join(lines))
 
 
 def _missing(
@@ -65,6 +89,7 @@ def _missing(
     lines = [line for each in late for line in [_late_line(each), *_stack(each)]]
     lines += [f"rank {rank}: {reason}" for rank, reason in silent.items()]
     lines += _waiting([each for each in everyone if each.rank not in ranks])
+    lines += _latest_exchanges(everyone)
     head = f"{listed('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} waited for"
     if len(everyone) + len(silent) == 1:
         head = "this process is late"
@@ -79,7 +104,7 @@ def _different_calls(everyone: Sequence[StackSnapshot]) -> Hang:
         f"{listed('rank', [each.rank for each in group])} in {_call(group[0])} at {group[0].line}"
         for group in groups
     ]
-    lines = _waiting(everyone)
+    lines = [*_waiting(everyone), *_latest_exchanges(everyone)]
     for group in groups:
         if (line := group[0].line) is not None and line.is_user_code:
             lines += [f"the call at {line} is inside {block}" for block in enclosing(line)]
@@ -122,6 +147,15 @@ def _waiting(snapshots: Sequence[StackSnapshot]) -> list[str]:
         since = f"since {first.seconds:.0f} s, after step {first.step}, {first.phase}"
         lines += [f"{ranks} {verb} in {_call(first)} {since}", *_stack(first)]
     return lines
+
+
+def _latest_exchanges(snapshots: Sequence[StackSnapshot]) -> list[str]:
+    """Return lines about the blocks that ranks exchange, if they are known."""
+    return [
+        f"rank {each.rank}'s latest exchange: it {each.exchanges[-1].latest}"
+        for each in snapshots
+        if each.exchanges
+    ]
 
 
 def _call(snapshot: StackSnapshot) -> str:

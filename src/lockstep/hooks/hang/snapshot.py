@@ -27,6 +27,7 @@ from lockstep.base.contents import is_users_file
 from lockstep.comm import torch_collectives
 from lockstep.comm.active_calls import CollectiveCall, active_calls
 from lockstep.logging.phases import Phases
+from lockstep.training.reducers.exchange_order import Exchanges
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
 """`waits`: in a collective, or for its device, which is in one. `runs`: executes Python.
@@ -77,6 +78,8 @@ class StackSnapshot:
     threads: Mapping[str, Stack]  # the stacks of other threads, by name
     children: Mapping[int, Stack] = field(default_factory=dict)
     """Stacks of the main threads of forked loader workers, by process id, if the rank is late."""
+    exchanges: tuple[Exchanges, ...] = ()
+    """The latest exchanges of sharded parameters over Gloo or NCCL."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StackSnapshot:
@@ -87,6 +90,7 @@ class StackSnapshot:
             "stack": _frames(values["stack"]),
             "threads": {name: _frames(frames) for name, frames in threads},
             "children": {int(process): _frames(frames) for process, frames in children},
+            "exchanges": tuple(map(Exchanges.from_json, values["exchanges"])),
         }
         return cls(**{**values, **typed})
 
@@ -116,7 +120,13 @@ def _frames(values: Sequence[Mapping[str, Any]]) -> Stack:
 
 
 def take_snapshot(
-    rank: int, thread: threading.Thread, phases: Phases, *, limit_seconds: float, is_first: bool
+    rank: int,
+    thread: threading.Thread,
+    phases: Phases,
+    *,
+    limit_seconds: float,
+    is_first: bool,
+    exchanges: Sequence[Exchanges] = (),
 ) -> StackSnapshot:
     """Take a snapshot of this process in a fifth of a second. `thread`: the training thread."""
     assert thread.ident is not None
@@ -145,6 +155,7 @@ def take_snapshot(
         activity=activity(stack, calls=calls, moves=moves, cpu_use=cpu_use),
         calls=tuple(calls),
         stack=stack,
+        exchanges=tuple(exchanges),
         threads={
             names.get(ident, str(ident)): frames
             for ident, frames in stacks.items()

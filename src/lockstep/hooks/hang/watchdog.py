@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -26,10 +26,18 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.base.container import process_id_space
-from lockstep.base.errors import HangError, cannot_write, say
+from lockstep.base.errors import (
+    USER_ERROR_STATUS,
+    HangError,
+    LockstepError,
+    RecipeError,
+    cannot_write,
+    say,
+)
 from lockstep.base.torch_private import clone_store, default_store
 from lockstep.comm import gloo_sockets
-from lockstep.hooks.hang.report import Hang, diagnose
+from lockstep.comm.native_end import NativeEnd
+from lockstep.hooks.hang.report import Hang, diagnose, different_exchanges
 from lockstep.hooks.hang.snapshot import (
     StackSnapshot,
     StackWriter,
@@ -45,6 +53,7 @@ from lockstep.options import WatchdogTimeouts
 from lockstep.training.context import Context
 from lockstep.training.hook import Hook
 from lockstep.training.recovery import Recovery
+from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.run import Run
 
 TICK_SECONDS = 0.2
@@ -55,6 +64,11 @@ SILENCE_SECONDS = 10.0
 STUCK_SECONDS = 1.0
 # after a diagnosis that no rank is late, this rank waits this long before it asks again
 AGAIN_SECONDS = 2.0
+EXCHANGE_SECONDS = 5.0
+"""A rank whose exchange of a sharded model has begun this long ago compares it with the others."""
+ABORT_SECONDS = 10.0
+"""The longest time for a rank to raise its error after its exchanges were ended, or for the
+watchdogs to find the reason why Gloo ends the process."""
 
 
 class Mailbox:
@@ -108,6 +122,8 @@ class Watchdog:
     """True if the launcher replaces the hanging ranks, and no other rank needs to end."""
     # called in the watchdog's thread if this rank still waits after `STUCK_SECONDS`
     on_stuck: Callable[[], None]
+    agreements: Callable[[], Sequence[StepAgreement]]
+    """Returns what has the exchanges of each model."""
     # True if the watchdog's thread is about to end this process; then no other thread may
     ends_the_process: bool = False
     _shutting_down_since: float | None = None
@@ -116,6 +132,11 @@ class Watchdog:
     _is_cut_off: bool = False
     _round: int = 0
     _not_before: float = 0.0
+    _compares_after: float = EXCHANGE_SECONDS
+    """Doubled after each comparison that found no difference."""
+    _is_ending: bool = False
+    """True if native code is about to end this process."""
+    _compared: threading.Event = field(default_factory=threading.Event)
     _reported_since: float | None = None
     _silent_since: dict[int, float] = field(default_factory=dict)
     _stacks: StackWriter = field(default_factory=StackWriter)
@@ -172,10 +193,22 @@ class Watchdog:
 
     def _must_ask(self) -> bool:
         return (
-            self.phases.seconds >= self._limit_seconds()
+            (self.phases.seconds >= self._limit_seconds() or self._must_compare())
             and time.monotonic() >= self._not_before
             and self._reported_since != self.phases.since
         )
+
+    def _must_compare(self) -> bool:
+        """True if an exchange of this rank began long ago, for the first time or again."""
+        if self._is_ending:
+            return not self._compared.is_set()
+        seconds = max((each.seconds for each in self.agreements()), default=0.0)
+        if seconds < EXCHANGE_SECONDS:
+            self._compares_after = EXCHANGE_SECONDS
+        if self.mailbox is None or seconds < self._compares_after:
+            return False
+        self._compares_after = 2 * seconds
+        return True
 
     def _take(self, key: str) -> str | None:
         return None if self.mailbox is None else self.mailbox.take(key)
@@ -188,6 +221,7 @@ class Watchdog:
             self.phases,
             limit_seconds=self._limit_seconds(),
             is_first=self.timeouts.fixed_seconds is None and not has_usual,
+            exchanges=[told for each in self.agreements() for told in each.told()],
         )
         if mine.is_late and mine.activity != "waits":
             return replace(mine, children=self._stacks.of_children())
@@ -207,7 +241,9 @@ class Watchdog:
         snapshots: dict[int, StackSnapshot] = {}
         if collects:
             snapshots = {self.rank: mine} | self._collect(number, deadline)
-            hang = diagnose(snapshots, self._silent(snapshots))
+            hang = different_exchanges(snapshots)
+            if hang is None and any(each.is_late for each in snapshots.values()):
+                hang = diagnose(snapshots, self._silent(snapshots))
             text: str | None = json.dumps(hang and asdict(hang))
             self.mailbox.put(f"{number}/diagnosis", str(text))
         else:
@@ -219,6 +255,8 @@ class Watchdog:
             fields = text and json.loads(text)
             hang = Hang(**{**fields, "ranks": tuple(fields["ranks"])}) if fields else None
         self._round += 1
+        if self._is_ending and hang is None:
+            self._compared.set()
         self._conclude(hang, snapshots, mine, collected=collects)
 
     def _collect(self, number: int, deadline: float) -> dict[int, StackSnapshot]:
@@ -260,8 +298,22 @@ class Watchdog:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             return
         self._reported_since = self.phases.since
-        self.ends_the_process = self.timeouts.on_hang == "end" and not self.is_recovered(hang)
+        self.ends_the_process = (
+            self.timeouts.on_hang == "end" and not self.is_recovered(hang) and hang.kind != "order"
+        )
         self.on_hang(hang, snapshots, collected, mine)
+
+    def before_native_end(self) -> None:
+        """Called in a thread of Gloo that ends the process, because it got a tensor of another
+        size. If a sharded model exchanges something, let the watchdogs compare it."""
+        if any(each.seconds for each in self.agreements()):
+            self._is_ending = True
+            self._compared.wait(ABORT_SECONDS)
+
+    def wait_until_closed(self, seconds: float) -> bool:
+        """Return True if the run has ended within this time; else end the process."""
+        self.ends_the_process = self._is_ending or not self._closed.wait(seconds)
+        return not self.ends_the_process
 
     def _report_alone(self) -> None:
         """Report only this rank's snapshot, because other ranks cannot be asked."""
@@ -322,6 +374,9 @@ class HangHook(Hook):
         self._rescue = rescue
         self._run: Run | None = None
         self._watchdog: Watchdog | None = None
+        self._native_end: NativeEnd | None = None
+        self.mistake: RecipeError | None = None
+        """The cause of the end of this rank's exchanges, if the watchdog has ended them."""
         if timeouts is None:
             return
         world, mailbox = context.world, None
@@ -337,7 +392,14 @@ class HangHook(Hook):
             is_shutting_down=is_shutting_down,
             is_recovered=self._is_recovered,
             on_stuck=self._on_stuck,
+            agreements=self._agreements,
         )
+        if mailbox is not None and sys.platform == "linux" and context.device.type == "cpu":
+            self._native_end = NativeEnd(self._watchdog.before_native_end)
+
+    def _agreements(self) -> list[StepAgreement]:
+        modules = () if self._run is None else self._run.training.modules
+        return [module.agreement for module in list(modules)]
 
     def watch(self, run: Run) -> None:
         """From now on, save `run` if it hangs."""
@@ -349,6 +411,8 @@ class HangHook(Hook):
 
     def close(self) -> None:
         """Stop watching. May be called again."""
+        if self._native_end is not None:
+            self._native_end.close()
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             watchdog.close()
@@ -391,22 +455,31 @@ class HangHook(Hook):
             )
         if self._timeouts is None or self._timeouts.on_hang != "end":
             return
-        error = HangError(hang.summary)
-        if self._recovery is not None and self._is_recovered(hang):
+        error: LockstepError = HangError(hang.summary)
+        status = HUNG_STATUS
+        if hang.kind == "order":
+            error = self.mistake = RecipeError(hang.summary)
+            status = USER_ERROR_STATUS
+            time.sleep(EXIT_DELAY_SECONDS)
+            gloo_sockets.shut_down_gloo_sockets()
+            if self._watchdog is not None and self._watchdog.wait_until_closed(ABORT_SECONDS):
+                return  # the training thread has raised it
+            say(f"lockstep: RecipeError: {error}")
+        elif self._recovery is not None and self._is_recovered(hang):
             if collected:
                 self._recovery.report_hang(hang.ranks, failure_record(error, None, HUNG_STATUS))
             return
-        timer = threading.Timer(SAVING_SECONDS, os._exit, [HUNG_STATUS])
+        timer = threading.Timer(SAVING_SECONDS, os._exit, [status])
         timer.daemon = True
         timer.start()
         time.sleep(EXIT_DELAY_SECONDS)
         if mine.activity == "waits":  # otherwise the training thread may be changing the state
             self._save(error)
-        write_failure(failure_record(error, None, HUNG_STATUS))
+        write_failure(failure_record(error, None, status))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        os._exit(HUNG_STATUS)
+        os._exit(status)
 
     def _on_stuck(self) -> None:
         """End this rank, which waits for a rank that has ended. See `Watchdog.on_stuck`."""
@@ -415,7 +488,7 @@ class HangHook(Hook):
         self._save(HangError("the run was ended while this process waited for another"))
         os._exit(128 + signal.SIGTERM)
 
-    def _save(self, error: HangError) -> None:
+    def _save(self, error: LockstepError) -> None:
         if self._run is not None:
             with defer_kill():
                 self._rescue(self._run, error)

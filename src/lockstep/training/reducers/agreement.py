@@ -14,7 +14,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
-from lockstep.training.reducers.exchange_order import ExchangeOrder
+from lockstep.training.reducers.exchange_order import END, Doing, Exchanges, ExchangeOrder
 
 
 class Alike(Protocol):
@@ -48,6 +48,8 @@ class StepAgreement:
         self._summed = summed
         self._alike = list(alike)
         self._orders: dict[int, ExchangeOrder] = {}
+        self.doing = Doing()
+        """Set by the reducer, to be told with an exchange."""
         self._late: tuple[Tensor, torch.Event] | None = None
         """True if the ranks differed in the previous step, while it is copied to the host."""
 
@@ -57,7 +59,7 @@ class StepAgreement:
         if world.size == 1 or world.shared_memory is not None:
             return None
         if id(world) not in self._orders:
-            order = self._orders[id(world)] = ExchangeOrder(world, self._summed)
+            order = self._orders[id(world)] = ExchangeOrder(world, self._summed, self.doing)
             self._alike.append(order)
         return self._orders[id(world)]
 
@@ -73,6 +75,23 @@ class StepAgreement:
     def end_step(self) -> None:
         for each in self._alike:
             each.end_step()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the latest exchange began; 0 between steps. Any thread may read it."""
+        return min(filter(None, (each.seconds for each in self._of_orders())), default=0.0)
+
+    def told(self) -> list[Exchanges]:
+        """Return the latest exchanges of this rank. Any thread may call it."""
+        return [told for each in self._of_orders() for told in each.told() if told.calls]
+
+    def _of_orders(self) -> list[ExchangeOrder]:
+        return list(self._orders.values())
+
+    def end_trial(self) -> None:
+        """Note the end of a forward that belongs to no microbatch, after which ranks meet."""
+        for each in self._of_orders():
+            each.note(END)
 
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `RecipeError` if the ranks differ. On an accelerator, whose host need not wait,
@@ -97,8 +116,9 @@ class StepAgreement:
         steps."""
         if not self._alike:
             return
-        everyone = self._summed.gather_values(self.numbers())
+        numbers = self.numbers()
         self.end_step()
+        everyone = self._summed.gather_values(numbers)
         if any(map(sum, zip(*everyone, strict=True))):
             self._refuse()
 

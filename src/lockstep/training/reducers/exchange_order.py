@@ -1,13 +1,19 @@
 """The order of a rank's exchanges in one process group, which all ranks of the group must share.
 
 Shared memory compares the label of each exchange. Gloo and NCCL compare nothing: exchanges of
-different blocks that have one size give wrong sums. So each rank keeps a digest of the order of its
-exchanges, and the ranks compare it with the numbers of each step.
+different blocks that have one size give wrong sums, and those of different sizes wait, or end the
+process. So each rank keeps the order of its exchanges, and a digest of it. The ranks compare the
+digests with the numbers of each step. While a rank waits, the watchdogs compare the exchanges.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -17,23 +23,104 @@ from lockstep.model.shard import error_of_order
 
 BITS = 24
 """Bits of the digest that are compared."""
+END = 0
+"""The label of the end of a step, an evaluation or a trial."""
+MOST_TOLD = 200
+"""Number of latest exchanges that a rank tells while it waits."""
+
+
+class Doing:
+    """The part of a step that a rank computes now."""
+
+    text = ""
+    """Such as "in the forward of microbatch 3"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """The exchanges of a rank in one process group, in one step. Sent as JSON."""
+
+    rank: int
+    order: int
+    """The number of the `ExchangeOrder`, the same on all ranks of the group."""
+    group: int
+    """The first rank of the group."""
+    step: int
+    """Number of steps, evaluations and trials before."""
+    first: int
+    """Number of exchanges in the step before these."""
+    calls: tuple[tuple[str, str], ...]
+    """Of each, what the rank does, and in which part of the step: "gathers block 'a'", "in the
+    forward of microbatch 3"."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Exchanges:
+        return cls(**{**values, "calls": tuple((what, when) for what, when in values["calls"])})
+
+    @property
+    def latest(self) -> str:
+        return f"{self._text(-1)}, exchange {self.first + len(self.calls)} of the step"
+
+    def at(self, place: int) -> str:
+        """Return what the rank does in an exchange, with the part of the step."""
+        return f"rank {self.rank} {self._text(place - self.first)}"
+
+    def _text(self, place: int) -> str:
+        return " ".join(self.calls[place]).rstrip()
+
+
+def first_difference(everyone: Sequence[Exchanges]) -> str | None:
+    """Return the first difference between the exchanges of two ranks that both have made; None if
+    there is none. Ranks may be in different steps."""
+    alike: dict[tuple[int, int, int], list[Exchanges]] = {}
+    for each in everyone:
+        alike.setdefault((each.order, each.group, each.step), []).append(each)
+    for one, *others in alike.values():
+        for other in others:
+            start = max(one.first, other.first)
+            stop = min(each.first + len(each.calls) for each in (one, other))
+            for place in range(start, stop):
+                if one.calls[place - one.first][0] != other.calls[place - other.first][0]:
+                    return f"{one.at(place)} and {other.at(place)}"
+    return None
+
+
+Calls = list[tuple[int, str]]
+"""The label of each exchange, and the part of the step."""
+
+
+class _Steps(NamedTuple):
+    """The exchanges of two steps. Other threads read them, so a step ends in one assignment."""
+
+    number: int
+    """Number of steps that have ended."""
+    before: Calls
+    """Of the previous step."""
+    calls: Calls
+    """Of this step."""
 
 
 class ExchangeOrder:
     """The order of this rank's exchanges over `world`."""
 
-    def __init__(self, world: World, summed: World) -> None:
+    def __init__(self, world: World, summed: World, doing: Doing) -> None:
         """Every rank of `summed`, the ranks that sum the numbers of a step, makes one. They
-        contain `world`."""
-        first = min(dist.get_process_group_ranks(world.group))
-        groups = sorted(set(summed.gather_values(first)))
+        contain `world`. `doing`: what the rank computes at each exchange."""
+        self._ranks = dist.get_process_group_ranks(world.group)
+        # a run that failed may have made more of them on some ranks
+        firsts, numbers = zip(
+            *summed.gather_values([min(self._ranks), next(_numbers)]), strict=True
+        )
+        groups = sorted(set(firsts))
+        self._number = max(numbers)
         self._world = world
-        self._place = groups.index(first)
+        self._place = groups.index(min(self._ranks))
         self._groups = len(groups)
-        self._labels: list[str] = []
+        self._doing = doing
+        self._labels = ["ends the step"]
         self._digest = 0
-        self._calls: list[int] = []
-        self._before: list[int] = []
+        self._steps = _Steps(0, [], [])
+        self._latest = 0.0
 
     def label(self, text: str) -> int:
         """Return the number of an exchange. Every rank gives the same texts in the same order."""
@@ -43,8 +130,9 @@ class ExchangeOrder:
 
     def note(self, label: int) -> None:
         """Note an exchange of this rank."""
-        self._calls.append(label)
+        self._steps.calls.append((label, self._doing.text))
         self._digest = zlib.crc32(label.to_bytes(4, "little"), self._digest)
+        self._latest = time.monotonic()
 
     @property
     def count(self) -> int:
@@ -63,25 +151,46 @@ class ExchangeOrder:
 
     def end_step(self) -> None:
         """Keep the exchanges since the previous step, to be named if they differ."""
-        self._before, self._calls = self._calls, []
+        self.note(END)
+        self._steps = _Steps(self._steps.number + 1, self._steps.calls, [])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the latest exchange of this step began; 0 if there is none."""
+        return time.monotonic() - self._latest if self._steps.calls else 0.0
+
+    def told(self, most: int = MOST_TOLD) -> list[Exchanges]:
+        """Return the exchanges of the previous step and of this one. Any thread may call it."""
+        number, before, calls = self._steps
+        return [
+            self._exchanges(number - 1, before, most),
+            self._exchanges(number, list(calls), most),
+        ]
+
+    def _exchanges(self, step: int, calls: Calls, most: int) -> Exchanges:
+        first = max(0, len(calls) - most)
+        texts = tuple((self._labels[label], doing) for label, doing in calls[first:])
+        mine = self._ranks[self._world.rank]
+        return Exchanges(mine, self._number, min(self._ranks), step, first, texts)
 
     def difference(self) -> str | None:
         """Return the first difference between the ranks' exchanges in the last step; None if there
         is none. Every rank of `world` calls it."""
-        everyone = self._world.gather_values(self._before)
-        ranks = dist.get_process_group_ranks(self._world.group)
-        for place in range(max(map(len, everyone))):
-            called = [
-                self._labels[each[place]] if place < len(each) else "ends the step"
-                for each in everyone
+        number, before, _ = self._steps
+        mine = self._exchanges(number - 1, before, len(before))
+        everyone = self._world.gather_values([mine.rank, mine.step, mine.calls])
+        return first_difference(
+            [
+                Exchanges(rank, mine.order, mine.group, step, 0, tuple(map(tuple, calls)))
+                for rank, step, calls in everyone
             ]
-            other = next((at for at, text in enumerate(called) if text != called[0]), None)
-            if other is not None:
-                return " and ".join(f"rank {ranks[at]} {called[at]}" for at in (0, other))
-        return None
+        )
 
     def error(self, difference: str | None) -> RecipeError:
         return error_of_order(difference or "ranks gather or reduce different blocks")
+
+
+_numbers = count()
 
 
 def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:

@@ -86,6 +86,7 @@ class FsdpReducer:
         self._bitwise = bitwise
         self._unused = UnusedParameters(self._parameters, mesh.summed())
         agreement = agreement or StepAgreement(mesh.summed())
+        self._doing = agreement.doing
         self._scatters: list[Scatter] = []
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._groups = fsdp_groups(model)
@@ -201,6 +202,14 @@ class FsdpReducer:
             stage.next_round(is_dummy=False, last=False)
         for each in self._part_sums:
             each.begin(count)
+        self._tell("forward", 0)
+
+    def _tell(self, what: str, place: int) -> None:
+        """Tell other ranks what this one computes now. `place`: of the microbatch on this rank."""
+        if self._mesh.stages.size > 1:  # the schedule computes several microbatches in turn
+            return
+        of = f"microbatch {self._mine[place]}" if place < len(self._mine) else "a dummy microbatch"
+        self._doing.text = f"in the {what} of {of}"
 
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
@@ -209,10 +218,12 @@ class FsdpReducer:
         del own_parameters_only
         (whole,) = self._stages
         whole.next_round(is_dummy=is_dummy, last=whole.round + 1 == self._rounds)
+        self._tell("backward", whole.round)
         self._backward(total, grad_output, is_dummy=is_dummy)
         for leaf in self._part_sums:
             leaf.push(leaf.take(self.recording.at()))
         self._end_round(whole)
+        self._tell("forward", whole.round)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
         """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
@@ -262,6 +273,7 @@ class FsdpReducer:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
+        self._doing.text = ""
         for leaf in self._part_sums:
             leaf.finish()
         used = self._used.flags
