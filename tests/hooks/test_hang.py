@@ -14,11 +14,12 @@ import pytest
 
 from lockstep.base.container import process_id_space
 from lockstep.comm.active_calls import CollectiveCall, open_entries
-from lockstep.hooks.hang.report import Hang, diagnose, enclosing
+from lockstep.hooks.hang.report import Hang, diagnose, different_exchanges, enclosing
 from lockstep.hooks.hang.snapshot import Activity, Frame, StackSnapshot, activity
 from lockstep.hooks.hang.watchdog import _why_silent
 from lockstep.logging.phases import FADES
 from lockstep.options import WatchdogTimeouts
+from lockstep.training.reducers.exchange_order import Exchanges
 
 REDUCE = CollectiveCall("all_reduce", "default_pg", 7, "float32 (4,)")
 USER, TORCH = (
@@ -119,6 +120,38 @@ def test_a_phase_may_take_long_the_first_time_if_no_rank_waits() -> None:
         found(snapshot(0, "runs")).summary
         == "this process is late: it runs Python code at /home/me/train.py:12 in loss"
     )
+
+
+def gathering(rank: int, *blocks: str) -> dict[str, Any]:
+    calls = tuple((f"gathers block {each!r}", "in the forward of microbatch 3") for each in blocks)
+    return {"exchanges": (Exchanges(rank, 0, 0, 7, 0, calls),)}
+
+
+def test_ranks_that_gather_different_blocks_are_named_with_block_and_microbatch() -> None:
+    snapshots = {
+        0: snapshot(0, "waits", REDUCE, seconds=5.0, **gathering(0, "a", "c")),
+        1: snapshot(1, "runs", seconds=5.0, **gathering(1, "a", "b", "c")),
+    }
+    hang = different_exchanges(snapshots)
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("order", (0, 1))
+    assert hang.summary.startswith(
+        "rank 0 gathers block 'c' in the forward of microbatch 3 and rank 1 gathers block 'b' in"
+    )
+    assert "rank 1 gathers block 'c' in the forward of microbatch 3, exchange 3" in hang.report
+    snapshots[1] = snapshot(1, "runs", seconds=5.0, **gathering(1, "a"))
+    assert different_exchanges(snapshots) is None, "it is behind"
+
+
+def test_the_block_that_ranks_wait_for_is_named() -> None:
+    hang = found(
+        snapshot(0, "waits", REDUCE, **gathering(0, "a", "b")),
+        snapshot(1, "runs", **gathering(1, "a")),
+    )
+    assert "rank 0's latest exchange: it gathers block 'b' in the forward" in hang.report
+    call = replace(REDUCE, label="gathers block 'a'")
+    labelled = found(snapshot(0, "waits", call), snapshot(1, "runs"))
+    assert "waits in all_reduce of float32 (4,), which gathers block 'a', call 7" in labelled.report
 
 
 def test_a_silent_rank_is_named_with_the_reason() -> None:

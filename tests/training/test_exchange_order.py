@@ -1,10 +1,19 @@
-"""Digests of the order of exchanges, which are compared by a sum."""
+"""The order of exchanges: digests, which are compared by a sum, and the exchanges themselves, which
+ranks that wait compare."""
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
+from typing import Any
 
-from lockstep.training.reducers.exchange_order import BITS, numbers_of
+from lockstep.training.reducers.exchange_order import (
+    BITS,
+    Exchanges,
+    first_difference,
+    numbers_of,
+)
 
 
 def sums(digests: list[list[int]]) -> list[float]:
@@ -35,3 +44,34 @@ def test_sums_are_zero_exactly_if_the_ranks_of_each_group_agree() -> None:
 
 def test_groups_that_differ_in_opposite_ways_do_not_cancel() -> None:
     assert any(sums([[1, 0], [0, 1]]))
+
+
+def exchanges(rank: int, *blocks: str, **where: Any) -> Exchanges:
+    calls = tuple((f"gathers block {each!r}", f"in microbatch {rank}") for each in blocks)
+    made = Exchanges(rank, **{"order": 1, "group": 0, "step": 4, "first": 0, **where}, calls=calls)
+    return Exchanges.from_json(json.loads(json.dumps(asdict(made))))
+
+
+def test_the_first_exchange_that_differs_is_named_for_both_ranks() -> None:
+    found = first_difference([exchanges(0, *"abc"), exchanges(1, *"abc"), exchanges(2, *"aacb")])
+    assert found == (
+        "rank 0 gathers block 'b' in microbatch 0 and rank 2 gathers block 'a' in microbatch 2"
+    )
+
+
+def test_a_rank_that_is_behind_another_does_not_differ() -> None:
+    drawn = random.Random(0)
+    for _ in range(200):
+        order = [drawn.choice("abc") for _ in range(20)]
+        ranks = []
+        for rank in range(3):
+            first, stop = drawn.randint(0, 19), drawn.randint(0, 20)
+            ranks.append(exchanges(rank, *order[first:stop], first=first))
+        assert first_difference(ranks) is None
+
+
+def test_exchanges_of_other_steps_groups_and_models_are_not_compared() -> None:
+    one = exchanges(0, "a")
+    for other in ({"step": 5}, {"group": 2}, {"order": 2}):
+        assert first_difference([one, exchanges(1, "b", **other)]) is None
+    assert first_difference([one, exchanges(1, "b")]) is not None
