@@ -14,7 +14,7 @@ from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
-from lockstep.training.reducers.exchange_order import END, Doing, Exchanges, ExchangeOrder
+from lockstep.training.reducers.exchange_order import END, Doing, ExchangeOrder, Exchanges
 
 
 class Alike(Protocol):

@@ -25,7 +25,7 @@ BITS = 24
 """Bits of the digest that are compared."""
 END = 0
 """The label of the end of a step, an evaluation or a trial."""
-MOST_TOLD = 200
+MOST_TOLD = 50
 """Number of latest exchanges that a rank tells while it waits."""
 
 
