@@ -28,7 +28,7 @@ class CollectiveCall:
     on_device: bool = False
     """True if the device executes the call, independently of the process."""
     label: str = ""
-    """What the call does for the model, such as "gathers block 'a'"; "" if it is not known."""
+    """The purpose of the call, such as "gathers block 'a'"; "" if it is not known."""
 
     def __str__(self) -> str:
         text = f"{self.name} of {self.tensors}" if self.tensors else self.name

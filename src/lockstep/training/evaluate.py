@@ -120,6 +120,8 @@ class Evaluator:
         ahead: deque[tuple[int, _ToHost]] = deque()
         collected: dict[str, dict[int, Columns]] = {name: {} for name in self._metrics(Gathered)}
         executor, items = self.module.executor, self.loader.fetch(spans)
+        agreement = self.module.agreement
+        agreement.doing.text = "in an evaluation"
         for item, (sums, parts) in executor.evaluate(
             items,
             partial(self._position, step),
@@ -135,7 +137,8 @@ class Evaluator:
                 _arrive(*ahead.popleft(), collected)
         for index, parts in ahead:
             _arrive(index, parts, collected)
-        self.module.agreement.compare_now()
+        agreement.compare_now()
+        agreement.doing.text = ""
         found: dict[str, float] = executor.on_output_rank(
             lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)}
         )

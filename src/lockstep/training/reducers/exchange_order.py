@@ -50,8 +50,8 @@ class Exchanges:
     first: int
     """Number of exchanges in the step before these."""
     calls: tuple[tuple[str, str], ...]
-    """Of each, what the rank does, and in which part of the step: "gathers block 'a'", "in the
-    forward of microbatch 3"."""
+    """(an exchange, the part of the step): "gathers block 'a'", "in the forward of microbatch
+    3"."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Exchanges:
@@ -95,9 +95,9 @@ class _Steps(NamedTuple):
     number: int
     """Number of steps that have ended."""
     before: Calls
-    """Of the previous step."""
+    """The exchanges of the previous step."""
     calls: Calls
-    """Of this step."""
+    """The exchanges of this step."""
 
 
 class ExchangeOrder:
