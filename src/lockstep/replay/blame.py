@@ -174,9 +174,10 @@ def learning_rate_jump(
 def _led_to(rows: Sequence[Mapping[str, Any]], step: int) -> float:
     """Return the largest learning rate in `step` that continues a schedule: it adds as much a step
     as between two of `rows`, or multiplies by as much as between the last two."""
-    rate, last = float(rows[-1]["lr"]), rows[-1]["step"]
+    before, rate = (float(row["lr"]) for row in rows[-2:])
     added = max((b["lr"] - a["lr"]) / max(1, b["step"] - a["step"]) for a, b in pairwise(rows))
-    return max(rate, rate + float(added) * (step - last), rate**2 / float(rows[-2]["lr"]))
+    by_sum = rate + float(added) * int(step - rows[-1]["step"])
+    return max(rate, by_sum, rate * rate / before)
 
 
 def cause_of(
