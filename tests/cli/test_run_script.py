@@ -1,14 +1,23 @@
-"""The script that a run directory names."""
+"""The script that a run directory names, and the workers that run it."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
 from lockstep.base.errors import LaunchError
 from lockstep.cli.run_script import script_of
+from lockstep.launch.failures import Ending, FailureRecord, WorkerFailure
+from lockstep.launch.worker_files import WorkerFiles, WorkerStart
+from lockstep.options import LaunchOptions
+from lockstep.scripts.launch import launch_script
+from lockstep.scripts.line import ScriptLine
 
 WORKER = ["python", "-P", "-m", "lockstep.launch.worker"]
 
@@ -56,3 +65,24 @@ def test_the_script_is_found_behind_pythons_own_options(
         return
     found = script_of(tmp_path, "runs/a", "a step is made again by the script")
     assert [word.removeprefix(f"{tmp_path}/") for word in found.words] == words
+
+
+def test_an_interrupt_of_a_worker_that_is_being_imported_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("print('it has begun')")
+    files = WorkerFiles(tmp_path / "rank-0")
+
+    def run_workers(start: Callable[[Mapping[str, str]], Popen[bytes]], **_: object) -> Ending:
+        told = WorkerStart(launcher=os.getpid(), files=str(files.stem)).variables()
+        worker = start({"LOCAL_RANK": "0", **told})
+        worker.send_signal(signal.SIGINT)
+        return Ending(failures=[WorkerFailure(rank=0, time=0.0, returncode=worker.wait())])
+
+    monkeypatch.setattr("lockstep.launch.run_workers.run_workers", run_workers)
+    line = ScriptLine(str(tmp_path / "train.py"))
+    assert launch_script(line, LaunchOptions(), count=1, began=0.0) == 130
+    record = FailureRecord.read(files.failure)
+    assert record is not None
+    assert record.kind == "builtins:KeyboardInterrupt", "it has arrived in the script"
+    assert "Traceback" not in capfd.readouterr().err

@@ -126,13 +126,14 @@ def signals_handled(
 
 
 @contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block the signals `PASSED_ON` in this thread while the context is entered; a signal that
-    arrives takes effect afterwards. Does nothing on Windows."""
+def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Block signals in this thread while the context is entered, by default `PASSED_ON`; a signal
+    that arrives takes effect afterwards. A process that is started here begins with them blocked.
+    Does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers or PASSED_ON)
     try:
         yield
     finally:

@@ -125,6 +125,8 @@ def run(body: Callable[[], object], record: Path | None) -> NoReturn:
     hook = sys.excepthook
     in_a_worker()
     try:
+        if sys.platform != "win32":  # a launcher starts workers with SIGINT blocked
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         body()
     except BaseException as error:
         # A child process forked by the user's code may return here. It is not this worker.

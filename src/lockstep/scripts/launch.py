@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ from typing import TextIO
 
 from lockstep.base.errors import USER_ERROR_STATUS, say
 from lockstep.base.processes import own_python
-from lockstep.base.system import refuse_on_windows
+from lockstep.base.system import refuse_on_windows, signals_blocked
 from lockstep.base.torch_import import importing_torch
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.channel import inherited
@@ -47,13 +48,14 @@ def launch_script(
     def start(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         added = [f"--local_rank={environment['LOCAL_RANK']}"] if options.local_rank_argument else []
         words = line.words[: len(line.words) - len(line.arguments)]
-        return subprocess.Popen(
-            own_python("-m", "lockstep.launch.worker", *words, *added, *line.arguments),
-            env={**os.environ, **(request or {}), **environment},
-            start_new_session=True,
-            stdout=stdout,
-            pass_fds=inherited(environment),
-        )
+        with signals_blocked(signal.SIGINT):  # until the worker has been imported: see its `run`
+            return subprocess.Popen(
+                own_python("-m", "lockstep.launch.worker", *words, *added, *line.arguments),
+                env={**os.environ, **(request or {}), **environment},
+                start_new_session=True,
+                stdout=stdout,
+                pass_fds=inherited(environment),
+            )
 
     default_run_dir = str(default_run_path(line.script, datetime.now()).absolute())
     on_all_machines = [f"nnodes={machines.count}"] if machines is not None else []
