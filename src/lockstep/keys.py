@@ -45,6 +45,9 @@ class RandomStream(IntEnum):
     RECOMPUTATION = 12
     """The choice of the microbatches that another rank recomputes: (seed, RECOMPUTATION, step,
     number of the choice)."""
+    OPTIMIZER = 13
+    """A step of an optimizer that is not torch's, for its own random numbers: (seed, OPTIMIZER,
+    steps done, number of the model)."""
 
 
 def mix(state: int) -> int:

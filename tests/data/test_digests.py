@@ -18,6 +18,7 @@ from lockstep.data.digests import (
     Digests,
     changing,
     check_same_samples,
+    counting,
     differing_part,
     not_compared,
     sample_digests,
@@ -184,3 +185,18 @@ def test_a_sample_that_changes_when_it_is_fetched_again_is_named() -> None:
     assert reason is not None
     assert reason.startswith("data: sample 0 on rank 1 has other bits each time that it is fetched")
     assert changing("data", [digests([1]), UNREAD]) is None
+
+
+@pytest.mark.parametrize(("again", "expected"), [(lambda i: i + 1, "n"), (lambda i: 1, None)])
+def test_a_number_that_each_fetch_changes_is_named(again: Any, expected: str | None) -> None:
+    counts = {"n": 0}
+
+    def fetch(_: int) -> int:
+        counts["n"] = again(counts["n"])
+        return 0
+
+    found = Digests.of(["sample 0"], fetch, numbers=counts.copy)
+    assert found.counted == expected
+    reason = counting("data", [digests([1]), found])
+    assert (reason is None) == (expected is None)
+    assert reason is None or "fetch of a sample on rank 1 changes the dataset's number n" in reason

@@ -40,6 +40,18 @@ class SavedTeacher(Teacher):
         self.teacher.load_state_dict(state["teacher"])
 
 
+NETWORK = nn.Linear(2, 2)
+
+
+class MovesAnother(ls.Hook):
+    """Moves a network that a variable around it holds."""
+
+    @torch.no_grad()
+    def after_step(self, run: Any) -> None:
+        for parameter in NETWORK.parameters():
+            parameter += 1.0
+
+
 class Replaced(ls.Hook):
     def __init__(self) -> None:
         self.centre = [torch.zeros(3)]
@@ -71,6 +83,7 @@ def told(run_dir: str, hook: type[ls.Hook]) -> list[dict[str, Any]]:
     ("hook", "expected"),
     [
         (Teacher, [{"hook": "Teacher", "attributes": ["teacher"]}]),
+        (MovesAnother, [{"hook": "MovesAnother", "attributes": ["NETWORK"]}]),
         (Replaced, [{"hook": "Replaced", "attributes": ["centre"]}]),
         (SavedTeacher, []),
         (Constant, []),

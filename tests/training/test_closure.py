@@ -44,12 +44,39 @@ class Sam(torch.optim.SGD):
         return loss
 
 
+class SamOfItsPaper(Sam):
+    """As it is often written: it moves with the gradient that is there, then calls the closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "it needs a closure"
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        before = [p.clone() for p in parameters]
+        for parameter in parameters:
+            parameter += 0.05 * parameter.grad / norm
+        self.zero_grad()
+        loss = closure()
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.data = value
+        torch.optim.SGD.step(self)
+        return loss
+
+
+class SamUnnamed(SamOfItsPaper):
+    needs_closure = False
+
+
 def lbfgs(model: nn.Module) -> Optimizer:
     return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
 def sam(model: nn.Module) -> Optimizer:
     return Sam(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def sam_of_its_paper(model: nn.Module) -> Optimizer:
+    return SamOfItsPaper(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def noisy() -> nn.Module:
@@ -61,6 +88,7 @@ def noisy() -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizer]]] = {
     "lbfgs": (network, lbfgs),
     "sam": (network, sam),
+    "sam of its paper": (network, sam_of_its_paper),
     "sam, dropout, BatchNorm": (noisy, sam),
 }
 
@@ -76,6 +104,7 @@ def loss(output: Tensor, batch: list[Tensor]) -> Tensor:
 def given(name: str, **changes: Any) -> ls.Recipe:
     model, optimizer = CASES[name]
     options = {
+        "optimizer": optimizer,
         "data": rows(24),
         "global_batch": 24,
         "microbatch": 4,
@@ -84,7 +113,7 @@ def given(name: str, **changes: Any) -> ls.Recipe:
         "loss": loss,
         **changes,
     }
-    return recipe(model=model, optimizer=optimizer, **options)
+    return recipe(model=model, **options)
 
 
 def train(name: str, run_dir: str, plan: str = "replicate=1", **options: Any) -> str:
@@ -134,7 +163,7 @@ class Initial(ls.Hook):
         self.model = run.model
 
 
-@pytest.mark.parametrize("name", ["lbfgs", "sam"])
+@pytest.mark.parametrize("name", ["lbfgs", "sam", "sam of its paper"])
 def test_it_is_the_update_of_a_loop_by_hand_on_the_whole_batch(tmp_path: Path, name: str) -> None:
     initial = Initial()
     ls.train(given(name), run_dir=str(tmp_path / "run"), hooks=[initial])
@@ -151,6 +180,8 @@ def test_it_is_the_update_of_a_loop_by_hand_on_the_whole_batch(tmp_path: Path, n
         return found
 
     for _ in range(4):
+        if name == "sam of its paper":
+            closure()
         optimizer.step(closure)  # type: ignore[arg-type]
     final = state_of(initial.model)
     for key, value in model.state_dict().items():
@@ -190,6 +221,14 @@ def test_a_commit_without_a_closure_is_refused(tmp_path: Path) -> None:
         LossError, match="a commit without a closure; LBFGS computes the gradient more than once"
     ):
         without_a_closure(str(tmp_path / "run"))
+
+
+def test_an_optimizer_that_asks_for_a_closure_in_its_step_is_told_the_remedy(
+    tmp_path: Path,
+) -> None:
+    unnamed = given("sam", optimizer=lambda model: SamUnnamed(model.parameters(), lr=0.1))
+    with pytest.raises(RecipeError, match=r"it needs a closure; if it .*needs_closure = True"):
+        ls.train(unnamed, run_dir=str(tmp_path / "run"))
 
 
 def lost_and_resumed(name: str, run_dir: str) -> str:

@@ -65,6 +65,18 @@ def changes_its_batch(output: Tensor, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(output, batch[1])
 
 
+def of_one_class(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(output, torch.zeros_like(batch[1]), weight=WEIGHTS)
+
+
+def rescaled(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return class_weighted(output, batch) * WEIGHTS[batch[1]].mean()
+
+
+def sum_of_errors(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch[1], reduction="sum")
+
+
 def fails_on_halves(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
     if len(output) != 8:
         raise ValueError("eight samples at a time")
@@ -103,6 +115,29 @@ class Remembers(nn.Module):
         self.hidden = hidden.detach().mean(0)
         output: Tensor = self.last(hidden)
         return output
+
+
+class Draws(nn.Module):
+    """Draws random numbers in evaluation mode too, as a variational autoencoder does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+def variational() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), Draws(), nn.Linear(16, CLASSES))
+
+
+class Counts(nn.Linear):
+    """Counts its forwards, for something that sets in later."""
+
+    def __init__(self) -> None:
+        super().__init__(6, CLASSES)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) * (1.0 if self.calls < 1000 else 2.0)
 
 
 class Carried(nn.Module):
@@ -260,6 +295,14 @@ CHANGES = ("LossError: ", "keeps a value that it changes")
 TABLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (EVERY, {"loss": class_weighted}, DEPENDS_THERE),
     (EVERY, {"loss": contrastive}, DEPENDS_THERE),
+    (
+        UNSPLIT,
+        {"loss": of_one_class},
+        ("loss-depends-on-microbatches: it is a mean over class weights",),
+    ),
+    (UNSPLIT, {"loss": rescaled}, IS_FINE),
+    (f"{ALONE} replicate=2 shard=2", {"model": variational, "loss": sum_of_errors}, DEPENDS_THERE),
+    (f"{ALONE} replicate=2", {"model": variational}, ("not", "loss-")),
     *((UNSPLIT, {"loss": loss}, IS_FINE) for loss in (plain, noisy, fails_on_halves)),
     *(
         (ALONE, {"loss": loss, "precision": "bf16"}, IS_FINE)
@@ -293,6 +336,12 @@ TABLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         (f"{NOT_CHECKED}its first microbatch cannot be cut in two",),
     ),
     (UNSPLIT, {"loss": Centred}, (KEEPS,)),
+    (
+        f"{ALONE} replicate=2 shard=2",
+        {"model": Counts},
+        ("loss-keeps-state: each forward changes the number calls",),
+    ),
+    (BITWISE, {"model": Counts}, ("LossError: each forward changes the number calls",)),
     (BITWISE, {"loss": Centred}, (REFUSED, "make it a buffer", "; or drop numerics=bitwise")),
     (BITWISE, {"model": Remembers}, (REFUSED, "the loss or the model keeps a value")),
     (BITWISE, {"model": partial(Carried, "both")}, CHANGES),

@@ -133,6 +133,14 @@ def frozen_in_part() -> nn.Module:
     return model
 
 
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper of another optimizer that leaves its own base class out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizer = torch.optim.SGD(model.parameters())
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+
+
 STRANGER = nn.Parameter(torch.zeros(1))
 Factory = Callable[[Any], Any]
 REFUSED: dict[str, tuple[Factory, str]] = {
@@ -154,6 +162,10 @@ REFUSED: dict[str, tuple[Factory, str]] = {
         lambda model: [torch.optim.SGD(model.parameters()), "more"],
         "the optimizer factory returned 'more' (a str); it must return a torch.optim.Optimizer,"
         " or a list of them",
+    ),
+    "one that is not initialized": (
+        Lookahead,
+        "Lookahead.__init__ does not call torch.optim.Optimizer.__init__, without which",
     ),
     "an empty list": (
         lambda model: [],

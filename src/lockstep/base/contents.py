@@ -275,9 +275,7 @@ class Reader:
         yield from self.read(defaults, f"{path}'s defaults")
         for name, content in vars(function).items():
             yield from self.read(content, f"{path}.{name}")
-        used = {name for code in _inner(function.__code__) for name in code.co_names}
-        found = {name: each for name, each in function.__globals__.items() if name in used}
-        for name, content in (*_closed_over(function), *sorted(found.items())):
+        for name, content in variables_of(function).items():
             yield from self._used(function, name, content)
 
     def _used(self, function: FunctionType, name: str, content: Any) -> Iterator[Part]:
@@ -404,6 +402,15 @@ def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
         return [part.__wrapped__]  # type: ignore[attr-defined]  # the `step` of an optimizer's class; torch wraps it when the first one is made
     is_descriptor = hasattr(type(part), "__get__")  # such as the member of a slot
     return [part] if isinstance(part, FunctionType) or (is_data and not is_descriptor) else []
+
+
+def variables_of(function: FunctionType) -> dict[str, Any]:
+    """Return the variables that a function uses: of its closure, then of its module."""
+    used = {name for code in _inner(function.__code__) for name in code.co_names}
+    found = dict(_closed_over(function))
+    for name in sorted(used & function.__globals__.keys() - found.keys()):
+        found[name] = function.__globals__[name]
+    return found
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:

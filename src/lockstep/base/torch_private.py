@@ -408,6 +408,11 @@ def has_compiled_forward(module: nn.Module) -> bool:
 # Optimizers
 
 
+def is_initialized(optimizer: Optimizer) -> bool:
+    """True if `Optimizer.__init__` was called, or its attributes were set by hand."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks

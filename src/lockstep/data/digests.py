@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.base import contents
 from lockstep.base.contents import Reader
+from lockstep.base.counters import Numbers, changed_each_time
 from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
@@ -38,6 +39,8 @@ class Digests:
     again."""
     unread: str | None = None
     """The sample or batch that could not be made, and the error."""
+    counted: str | None = None
+    """Numbers of the dataset that each fetch changes."""
 
     @classmethod
     def of(
@@ -47,9 +50,12 @@ class Digests:
         collated: Callable[[], Any] | None = None,
         *,
         again: bool = True,
+        numbers: Callable[[], Numbers] = dict,
     ) -> Digests:
         """Fetch samples. `fetch`: position in `names` -> sample. `collated`: a function that makes
-        a batch by the user's `collate`. `again`: see `DigestRequest`."""
+        a batch by the user's `collate`. `again`: see `DigestRequest`. `numbers`: a function that
+        returns the numbers of the dataset."""
+        before = numbers()
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
         for position, name in enumerate(names):
@@ -58,13 +64,17 @@ class Digests:
                 break
         if not again:
             return cls(samples, None)
+        between, counted = numbers(), None
         began = time.monotonic()
         for position, (name, parts) in enumerate(samples):
             if (part := differing_part(parts, sample_digests(fetch(position)))) is not None:
                 return cls(samples, f"{name}{part}")
             if time.monotonic() - began > SECONDS:
                 break
-        return cls(samples, *(_collated_again(collated) if collated is not None else (None,)))
+        else:  # after the same samples, the place of the latest one is the same
+            counted = first_few(changed_each_time(before, between, numbers())) or None
+        of_collate = (None, None) if collated is None else _collated_again(collated)
+        return cls(samples, *of_collate, counted)
 
 
 def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None]:
@@ -150,6 +160,20 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
                 " fetched; a sample follows from its index, a batch of collate from its samples,"
                 " and both from the default generators of python, numpy and torch, which are"
                 " seeded before each sample and each batch"
+            )
+    return None
+
+
+def counting(name: str, everyone: Sequence[Digests]) -> str | None:
+    """Return text that names the numbers of the dataset that each fetch changes; None if there are
+    none."""
+    for rank, found in enumerate(everyone):
+        if found.counted is not None:
+            return (
+                f"{name}: each fetch of a sample on rank {rank} changes the dataset's number"
+                f" {found.counted}; each rank and each loader worker would count its own samples;"
+                " what changes in the course of training follows from the epoch (set_epoch), or is"
+                " set by a hook"
             )
     return None
 

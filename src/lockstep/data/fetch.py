@@ -4,6 +4,7 @@ worker."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from lockstep.base.container import LARGER_SHARED_MEMORY
+from lockstep.base.counters import numbers_of_dataset
 from lockstep.base.errors import DataError
 from lockstep.base.torch_private import collate as collate_with, default_collate_fn_map
 from lockstep.data.digests import COLLATED, DigestRequest, Digests, spread
@@ -97,16 +99,22 @@ class Fetcher:
         few = np.array(indices[:COLLATED], np.int64)
         request = SampleRequest(0, 0, False, np.zeros_like(few), few)
         collated = None if self._collate is None else lambda: self._make(request)
+        numbers = partial(numbers_of_dataset, self._data)
         if _fetches_many(self._data):
             return Digests.of(
                 [f"samples {some(indices)}"],
                 lambda _: self._many(indices, 0, during),
                 collated,
                 again=again,
+                numbers=numbers,
             )
         names = [f"sample {index}" for index in indices]
         return Digests.of(
-            names, lambda place: self._one(indices[place], 0, during), collated, again=again
+            names,
+            lambda place: self._one(indices[place], 0, during),
+            collated,
+            again=again,
+            numbers=numbers,
         )
 
     def check_length(self, request: SampleRequest) -> None:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.base import accelerator
-from lockstep.base.errors import DataError, LossError, PlanError, RecipeError
+from lockstep.base.counters import (
+    Numbers,
+    changed_each_time,
+    numbers_of_functions,
+    numbers_of_model,
+)
+from lockstep.base.errors import DataError, LossError, PlanError, RecipeError, first_few
 from lockstep.base.nested import map_tensors, tensors_in
 from lockstep.base.torch_private import (
     MODULE_ATTRIBUTES,
@@ -27,9 +33,10 @@ from lockstep.base.torch_private import (
 )
 from lockstep.comm.mesh import to_local
 from lockstep.comm.segment import ExchangeError
-from lockstep.comm.torch_collectives import CollectiveCalled, CollectivesRefused
+from lockstep.comm.torch_collectives import CollectiveCalled
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
+from lockstep.hooks.label_means import LabelMean, LabelMeans
 from lockstep.keys import RandomStream, key
 from lockstep.launch.failures import out_of_memory
 from lockstep.logging.flops import is_compiled
@@ -58,6 +65,8 @@ class Findings(NamedTuple):
 
     kept: str | None = None
     """Text if the loss of one microbatch changes from call to call."""
+    counts: str | None = None
+    """Text if each forward changes a number."""
     cut: str | None = None
     """Text if the loss of a microbatch differs from the loss of its halves."""
     unchecked: str | None = None
@@ -67,10 +76,12 @@ class Findings(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """The loss of a piece of a microbatch, and checksums of the model's output."""
+    """The loss of a piece of a microbatch, checksums of the model's output, and the means over
+    labels whose value is weighted by samples."""
 
     sums: Sums
     output: list[int]
+    means: Sequence[LabelMean] = ()
 
 
 class Talks(str):
@@ -95,6 +106,7 @@ class Failed(str):
 Outcome = Tried | str
 """The loss of a piece of a microbatch, or the error as text."""
 NOTHING = Findings()
+IS_RANDOM = Findings(unchecked="it draws random numbers, without dropout too")
 
 
 @dataclass(eq=False)
@@ -105,7 +117,8 @@ class LossCheck(ControlHook):
     In a forward with collectives (shard, tensor, pipeline), a failure on a half would leave ranks
     waiting; a compiled forward would compile each new shape. In these cases, the loss is tried on
     halves of the first output, and all ranks try their first microbatch twice, unless the forward
-    is compiled or a pipeline stage has collectives.
+    is compiled or a pipeline stage has collectives. It is tried on halves of the first output, too,
+    if the forward draws random numbers in evaluation mode (a variational autoencoder).
     """
 
     _is_done: bool = False
@@ -123,9 +136,14 @@ class LossCheck(ControlHook):
         with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
             if not _takes_outputs(run):
                 item = run.training.source.peek() if run.training.source is not None else None
-                _tell(run, NOTHING if item is None else _tried_alone(run, run.recipe, item))
-                return
-            if _may_fail(run) and _tell(run, _tried_twice(run, run.recipe)):
+                found = NOTHING if item is None else _tried_alone(run, run.recipe, item)
+                is_random = run.context.world.any(found == IS_RANDOM)
+                if run.recipe.inputs is None or not is_random:
+                    _tell(run, found)
+                    return
+                if _tell(run, NOTHING if found == IS_RANDOM else found):
+                    return
+            elif _may_fail(run) and _tell(run, _tried_twice(run, run.recipe)):
                 return
         if run.recipe.inputs is not None:
             assert run.training.source is not None, "a step begins"
@@ -197,7 +215,7 @@ def _tell(run: Run, found: Findings) -> bool:
     """Report the ranks' findings. Returns True if there are any. Every rank calls it. Raises
     `LossError` with bitwise numerics."""
     everyone = run.context.world.gather_values(found)
-    kept, cut, unchecked, talks = (
+    kept, counts, cut, unchecked, talks = (
         next((each for each in reasons if each), None) for reasons in zip(*everyone, strict=True)
     )
     if talks is not None:
@@ -208,7 +226,9 @@ def _tell(run: Run, found: Findings) -> bool:
             " microbatch's, which lockstep sums; for samples of all ranks, give Recipe.batch_loss"
         )
     if kept is not None:
-        tell_kept(run, f"{kept}, with the same random numbers")
+        tell_kept(run, kept)
+    elif counts is not None:
+        tell_state(run, counts)
     elif cut is not None:
         run.training.remark(
             Remark(
@@ -223,28 +243,38 @@ def _tell(run: Run, found: Findings) -> bool:
         )
     if unchecked is not None:
         run.event("loss-not-checked", reason=unchecked)
-    return kept is not None or cut is not None
+    return kept is not None or counts is not None or cut is not None
 
 
 def tell_kept(run: Run, kept: str) -> None:
     """Report a kept value. Every rank calls it. Raises `LossError` with bitwise numerics."""
-    text = (
+    tell_state(
+        run,
         f"{kept}; the loss or the model keeps a value that it changes (a hidden state, a running"
         " centre, a queue), and each rank would change its own, by its own microbatches; make it a"
         " buffer of the model, named in self_updating_buffers, or change it between steps, in a"
         " hook for instance; a value for each sample (the hidden state of a text that goes on in"
         " the next batch) has no place in a model: compute it in the forward, from a sample that"
-        " holds the text before it too"
+        " holds the text before it too",
     )
+
+
+def tell_state(run: Run, text: str) -> None:
+    """Report state that each rank changes by its own microbatches. Every rank calls it. Raises
+    `LossError` with bitwise numerics."""
     if run.context.plan.numerics == "bitwise":
         raise LossError(f"{text}; or drop numerics=bitwise")
-    run.training.remark(Remark("loss-keeps-state", {"reason": kept}, f"warning: {text}"))
+    run.training.remark(Remark("loss-keeps-state", {"reason": text}, f"warning: {text}"))
 
 
 def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
     """Try a microbatch that no other rank waits for."""
-    twice = [_computed(run, recipe, _piece(item, (0, None), 0), training=True) for _ in range(2)]
-    found = Findings(talks=_talks(twice), kept=_kept(run, twice))
+    twice, numbers = [], [_numbers(run, recipe)]
+    for _ in range(2):
+        twice.append(_computed(run, recipe, _piece(item, (0, None), 0), training=True))
+        numbers.append(_numbers(run, recipe))
+    counts = counted(changed_each_time(*numbers))
+    found = Findings(talks=_talks(twice), kept=_kept(run, twice), counts=counts)
     if found != NOTHING:
         return found
     return _tried_on(item, lambda piece: _computed(run, recipe, piece), run)
@@ -262,16 +292,19 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
         why = "the ranks' first microbatches have unequally many samples"
         return Findings(unchecked=f"{what}: {why}")
     trials: list[list[Outcome]] = []
+    numbers = [_numbers(run, recipe)]
     # always both: a rank that stopped early would leave the others waiting
     for training in (True, False):
         tried: list[Outcome] = []
         for _ in range(2):
             tried.append(_computed(run, recipe, _piece(item, (0, None), 0), training=training))
+            numbers.append(_numbers(run, recipe))
             if _any_failed(run, tried[-1]):
                 break
         trials.append(tried)
     kept = next(filter(None, (_kept(run, tried) for tried in trials)), None)
-    found = Findings(kept=kept, talks=next(filter(None, map(_talks, trials)), None))
+    counts = counted(changed_each_time(*numbers[:3])) if len(trials[0]) == 2 else None
+    found = Findings(kept=kept, counts=counts, talks=next(filter(None, map(_talks, trials)), None))
     failed = [tried[0] for tried in trials if isinstance(tried[0], str)]
     if found == NOTHING and failed:
         return Findings(unchecked=f"{what}: it fails in the trial: {failed[0]}")
@@ -292,6 +325,22 @@ def _any_failed(run: Run, outcome: Outcome) -> bool:
         raise
 
 
+def _numbers(run: Run, recipe: Recipe) -> Numbers:
+    functions = [each for each in (recipe.loss, recipe.inputs, recipe.weight) if each is not None]
+    return {**numbers_of_model(run.model), **numbers_of_functions(functions)}
+
+
+def counted(names: Sequence[str]) -> str | None:
+    """Describe the numbers that each forward changes; None if there are none."""
+    if not names:
+        return None
+    return (
+        f"each forward changes the number {first_few(names)}; each rank would count its own"
+        " microbatches; to count steps, set it from run.step in a hook's before_step; if it is for"
+        " a log, leave it out, or keep it in a list"
+    )
+
+
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
     """Try a microbatch twice, then with other random numbers, then its halves."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
@@ -308,13 +357,18 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
                 " per sample, and two or more"
             )
         )
-    sums = [whole[0].sums]
+    sums, means = [whole[0].sums], [[mean.weight for mean in whole[0].means]]
     for index, span in enumerate([(0, None), (0, rows // 2), (rows // 2, rows)], start=1):
         tried = compute(_piece(item, span, index))
         if isinstance(tried, str):
             return Findings(unchecked=f"it fails on a half of the first microbatch: {tried}")
         sums.append(tried.sums)
-    return _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
+        means.append([mean.weight for mean in tried.means])
+    found = _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
+    if found.cut is None and whole[0].means and (found == IS_RANDOM or means[-2] == means[-1]):
+        # labels of one class, or none ignored yet: the halves cannot show it
+        return Findings(cut=f"it is a mean over {whole[0].means[0].over}")
+    return found
 
 
 def _common_rows(batch: Any) -> int:
@@ -343,9 +397,10 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
     seed_generators(stream, run.context.device)
     try:
         weights = None if weight is None else weights_of(weight(batch))
-        with _watching(run):
+        with _watching(run) as watched:
             value = loss(output, batch)
-        return Tried(_measured(value, samples=piece.size, batch=batch, weights=weights), [])
+        measured = _measured(value, samples=piece.size, batch=batch, weights=weights)
+        return Tried(measured, [], _of_samples(value, watched))
     except CollectiveCalled as error:
         return Talks(error)
     except Exception as error:  # a loss may accept microbatches of one size only
@@ -366,16 +421,20 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         tensors = map(hidden_states, leaves)
         sums = [int(checksum(to_local(tensor)).item()) for tensor in tensors]
-        return Tried(_measured(loss, samples=item.size, batch=item.batch, weights=weights), sums)
+        measured = _measured(loss, samples=item.size, batch=item.batch, weights=weights)
+        return Tried(measured, sums, _of_samples(loss, watched[-1]))
 
     def position(item: Microbatch) -> tuple[int, ...]:
         return recipe.seed, RandomStream.EVALUATION, run.step, item.index
 
     def loss(output: Any, batch: Any) -> Any:
         assert recipe.loss is not None, "a batch loss is not checked"
-        with nullcontext() if recipe.inputs is None and _takes_outputs(run) else _watching(run):
+        is_unwatched = recipe.inputs is None and _takes_outputs(run)
+        with nullcontext() if is_unwatched else _watching(run) as mode:
+            watched.append(mode)
             return recipe.loss(output, batch)
 
+    watched: list[LabelMeans | None] = []
     parameters = list(run.model.parameters())
     versions = [version(parameter) for parameter in parameters]
     try:
@@ -415,9 +474,17 @@ def _buffers_restored(run: Run) -> Iterator[None]:
         statistics.discard()
 
 
-def _watching(run: Run) -> AbstractContextManager[Any]:
-    """Watch a loss for collectives, except for tensors that are split over ranks."""
-    return nullcontext() if run.context.plan.divides("features") else CollectivesRefused()
+def _watching(run: Run) -> AbstractContextManager[LabelMeans | None]:
+    """Watch a loss for collectives and means over labels, except for tensors that are split over
+    ranks."""
+    return nullcontext() if run.context.plan.divides("features") else LabelMeans()
+
+
+def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
+    """Return the means over labels in a loss with a term that is weighted by samples."""
+    terms = loss.values() if isinstance(loss, Mapping) else [loss]
+    by_samples = any(isinstance(term, Tensor) for term in terms)
+    return watched.found if watched is not None and by_samples else ()
 
 
 def _talks(tried: Sequence[Outcome]) -> str | None:
@@ -431,7 +498,8 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
         return None
     if isinstance(again, str):
         return (
-            f"the loss of the first microbatch can be computed, and a second time fails ({again})"
+            "the loss of the first microbatch can be computed, and a second time, with the same"
+            f" random numbers, fails ({again})"
         )
     is_bitwise = run.context.plan.numerics == "bitwise"
     allowed = 0.0 if is_bitwise else SAME
@@ -440,10 +508,13 @@ def _kept(run: Run, tried: Sequence[Outcome]) -> str | None:
         if abs(second - total) > allowed * max(abs(total), abs(second)):
             return (
                 f"{name} of the first microbatch is {total / divisor:.6g} the first time, and"
-                f" {second / divisor:.6g} the second"
+                f" {second / divisor:.6g} the second, with the same random numbers"
             )
     if is_bitwise and whole.output != again.output:
-        return "the output for the first microbatch has other bits the second time"
+        return (
+            "the output for the first microbatch has other bits the second time, with the same"
+            " random numbers"
+        )
     return None
 
 
@@ -454,7 +525,7 @@ def _cut_differs(
     whole microbatch with other random numbers."""
     for name, (total, weight) in whole.items():
         if otherwise[name] != (total, weight):
-            return Findings(unchecked="it draws random numbers, without dropout too")
+            return IS_RANDOM
         halves, weights = first[name][0] + second[name][0], first[name][1] + second[name][1]
         if not weight or not weights:
             return Findings(unchecked=f"{name} has no weight in the first microbatch")
@@ -584,16 +655,24 @@ class CarriedState(ControlHook):
         if not self._watches:
             return
         self._steps += 1
-        found = sorted({name for watch in self._watches for name in watch.found})
-        everyone = next(filter(None, run.context.world.gather_values(found)), None)
-        if everyone is not None or self._steps == STEPS:
+        mine = {
+            "read": sorted({name for watch in self._watches for name in watch.found}),
+            "changed": sorted({name for watch in self._watches for name in watch.counted}),
+        }
+        everyone = run.context.world.gather_values(mine)
+        read: list[str] = next((found["read"] for found in everyone if found["read"]), [])
+        changed: list[str] = next((found["changed"] for found in everyone if found["changed"]), [])
+        counts = counted(changed)
+        if read or counts or self._steps == STEPS:
             self._close()
-        if everyone is not None:
+        if read:
             tell_kept(
                 run,
-                f"the model's forward reads {', '.join(everyone)}, which the forward of another"
+                f"the model's forward reads {', '.join(read)}, which the forward of another"
                 " microbatch has set",
             )
+        elif counts:
+            tell_state(run, counts)
 
     def after_steps(self, run: Run) -> None:
         self._close()
@@ -611,6 +690,11 @@ class _Watch:
         self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
     ) -> None:
         self.found: set[str] = set()
+        self.counted: set[str] = set()
+        """Numbers that the forwards of two microbatches have changed."""
+        self._changed: set[str] = set()  # in this microbatch
+        self._changed_before: set[str] = set()
+        self._numbers = numbers_of_model(model)
         self._model, self._held, self._microbatches = model, held, microbatches
         self._first = self._latest = microbatches()
         self._known = self._before = self._marks()
@@ -631,6 +715,8 @@ class _Watch:
             return
         if self._microbatches() != self._latest:
             self._latest, self._before = self._microbatches(), self._marks()
+            self._changed_before |= self._changed
+            self._changed = set()
             known = {
                 (id(tensor), writes)
                 for tensors in self._known.values()
@@ -643,6 +729,7 @@ class _Watch:
                 if (id(tensor), writes) not in known
             }
             self._uses = _Uses(left)
+        self._numbers = numbers_of_model(self._model)
         entered = ExitStack()
         entered.enter_context(self._uses)
         self._entered.append(entered)
@@ -651,6 +738,11 @@ class _Watch:
         if (entered := self._entered.pop()) is None:
             return
         entered.close()
+        numbers = numbers_of_model(self._model)
+        self._changed |= {
+            name for name, value in self._numbers.items() if numbers.get(name) != value
+        }
+        self.counted |= self._changed & self._changed_before
         if self._uses.names:
             now = self._marks()
             self.found |= {

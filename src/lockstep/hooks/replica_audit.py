@@ -4,15 +4,18 @@ bits and changed models."""
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.base.contents import variables_of
 from lockstep.base.errors import CheckpointError, DivergenceError, first_few
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.checkpoint.json_state import encode
@@ -223,7 +226,9 @@ def _owners(run: Run) -> Iterator[tuple[str, nn.Module | Optimizer]]:
             if type(part).get_extra_state is nn.Module.get_extra_state:
                 yield name or type(part).__name__, part
         yield from (
-            (type(each).__name__, each) for each in module.optimizers if not has_own_pair(each)
+            (type(each).__name__, each)
+            for each in module.optimizers
+            if not has_own_pair(each) and not type(each).__module__.startswith("torch.optim.")
         )
 
 
@@ -245,9 +250,18 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the versions of tensors that belong to the hook, not to the models."""
+    """Return the versions of tensors that the hook holds, or that its methods find in variables
+    around them; those of the models are left out."""
     versions: Versions = {}
-    for name, value in vars(hook).items():
+    methods = [
+        inspect.unwrap(method)  # of `torch.no_grad()`, for example
+        for kind in type(hook).__mro__
+        if issubclass(kind, Hook) and not kind.__module__.startswith("lockstep.")
+        for method in vars(kind).values()
+        if isinstance(method, FunctionType)
+    ]
+    around = [item for method in methods for item in variables_of(method).items()]
+    for name, value in (*around, *vars(hook).items()):
         tensors = [tensor for leaf in tree_leaves(value) for tensor in _tensors_of(leaf)]
         if own := [tensor for tensor in tensors if id(tensor) not in models]:
             versions[name] = [(id(tensor), version(tensor)) for tensor in own]

@@ -104,7 +104,8 @@ class ModuleRandomStreams:
             return
         if self._position is None or in_trial():
             return
-        places = self._places[id(module)]
+        if (places := self._places.get(id(module))) is None:
+            return  # a copy of the model
         calls = self._calls.made.get(id(module), 0)
         self._calls.made[id(module)] = calls + 1
         following = places[calls % len(places)] + 1
@@ -123,6 +124,9 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.made: dict[int, int] = {}
+
+    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
+        return _Calls, ()  # a hook may copy the model, with the hooks on its modules
 
 
 def _may_draw(part: nn.Module) -> bool:

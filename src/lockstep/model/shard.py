@@ -279,6 +279,12 @@ def error_of_sharding(error: BaseException | None, plan: object) -> UserError | 
             "first layer; torch refuses this after FSDP2's node in autograd's graph; leave "
             "inplace out, or use replicate"
         )
+    if isinstance(error, AssertionError) and "does not support deepcopy" in str(error):
+        return PlanError(
+            f"{plan}: a deepcopy of the model, whose parameters are sharded; for averaged weights,"
+            " give ls.ExponentialMovingAverage as a hook; for a second network, such as a teacher,"
+            " make both parts of one model in the recipe's factory; or use replicate"
+        )
     if not isinstance(error, RuntimeError) or not (found := SHARDED.search(str(error))):
         return None
     return PlanError(

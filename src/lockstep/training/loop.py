@@ -17,6 +17,7 @@ from lockstep.data.digests import (
     changing,
     check_same_samples,
     check_unchanged,
+    counting,
     not_compared,
 )
 from lockstep.data.loader import Loader, StreamLoader
@@ -372,19 +373,22 @@ def compare_data(
     check_same_samples(name, everyone, lengths_only=reason is not None)
     if (unread := not_compared(name, everyone)) is not None:
         training.run.event("data-not-compared", parts=unread)
-    if reason is None:
-        if is_trained_on:
-            now = training.loop.data[str(training.loop.loops)] = next(
-                (dict(found.samples) for found in everyone if found.samples), {}
+    if reason is None and is_trained_on:
+        now = training.loop.data[str(training.loop.loops)] = next(
+            (dict(found.samples) for found in everyone if found.samples), {}
+        )
+        if training.loop.resumed is not None:
+            check_unchanged(
+                name, training.loop.resumed["data"].get(str(training.loop.loops), {}), now
             )
-            if training.loop.resumed is not None:
-                check_unchanged(
-                    name, training.loop.resumed["data"].get(str(training.loop.loops), {}), now
-                )
-    elif training.context.bitwise:
-        raise DataError(f"{reason}; draw from these generators, or drop numerics=bitwise")
-    else:
-        training.remark(Remark("data-not-reproducible", {"reason": reason}, f"warning: {reason}"))
+    for text, remedy in (
+        (reason, "; draw from these generators"),
+        (counting(name, everyone), ""),
+    ):
+        if text is not None and training.context.bitwise:
+            raise DataError(f"{text}{remedy}, or drop numerics=bitwise")
+        if text is not None:
+            training.remark(Remark("data-not-reproducible", {"reason": text}, f"warning: {text}"))
 
 
 def steps(

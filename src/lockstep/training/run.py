@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base.errors import CheckpointError, DataError, RecipeError, first_few
+from lockstep.base.torch_private import without_torch_function_modes
 from lockstep.comm.mesh import full_tensor
 from lockstep.logging.metrics import as_number
 from lockstep.logging.recorder import ROW_NAMES
@@ -146,7 +147,8 @@ class Run:
                 "run.evaluate() without Recipe.evaluation; it measures the recipe's"
                 " evaluations; give ls.Evaluation(data=...)"
             )
-        self.training.measure()
+        with without_torch_function_modes():  # those around a hook
+            self.training.measure()
         return dict(self.metrics)
 
     def event(self, name: str, step: int | None = None, **details: Any) -> None:

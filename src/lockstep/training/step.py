@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import LossError, RecipeError
+from lockstep.base.torch_private import version
 from lockstep.data.generators import seed_generators
 from lockstep.data.loader import Microbatch
 from lockstep.keys import RandomStream, key
@@ -490,6 +491,10 @@ class Step:
         self._training.hooks.call("after_backward", self._run, module.model)
         result.applied, result.terms = None, self._terms
         again = self._again(number, result, closure) if module.needs_closure else None
+        if module.may_draw:
+            context = self._training.context
+            seed = key(context.seed, RandomStream.OPTIMIZER, self._run.step, number)
+            seed_generators(seed, context.device)
         result.norm, result.applied = module.apply(
             self.index, clip_norm, measure=self._run.is_logging_step, closure=again
         )
@@ -508,13 +513,16 @@ class Step:
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
         """The closure for an optimizer: it returns the loss and sets the gradient. The first call
-        uses the gradient of this step; later calls compute it again at the current parameters, with
-        the same random numbers. `closure`: the script's closure; None: repeat `compute`."""
+        uses the gradient of this step, unless the optimizer has changed the parameters with it;
+        later calls compute it again at the current parameters, with the same random numbers.
+        `closure`: the script's closure; None: repeat `compute`."""
         module, calls = self._modules[number], count()
+        marks = [_marks(parameter) for parameter in module.parameters]
         repeat = closure or partial(self._train, number, *(self._computed or ()))
 
         def again() -> Tensor:
-            if next(calls) == 0:
+            now = [_marks(parameter) for parameter in module.parameters]
+            if next(calls) == 0 and now == marks:
                 return torch.tensor(first.loss())
             self._is_repeated, self._has_begun = True, False
             with torch.enable_grad():
@@ -795,6 +803,11 @@ class Step:
             f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one"
             " that session.prepare returned"
         )
+
+
+def _marks(parameter: Tensor) -> tuple[int, int, bool]:
+    """Return values that differ after the parameter was changed, or its gradient removed."""
+    return version(parameter), parameter.data_ptr(), parameter.grad is None
 
 
 def _check_loop(

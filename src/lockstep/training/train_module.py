@@ -100,6 +100,10 @@ class TrainModule:
         self.model = model
         self.optimizers = optimizers
         self.needs_closure = any(map(needs_closure, optimizers))
+        self.may_draw = any(
+            not type(each).step.__module__.startswith("torch.optim.") for each in optimizers
+        )
+        """True if an optimizer may draw random numbers in its step."""
         self.held = held_by(model, optimizers)
         """The parameters that the optimizers hold, by name, including frozen ones."""
         self.modes = OptimizerModes(optimizers, self.held)
@@ -459,7 +463,7 @@ class TrainModule:
                 if closure is not None:
                     optimizer.step(closure)
                 else:
-                    step_optimizer(optimizer) if stepper is None else stepper()
+                    _step_without_closure(optimizer) if stepper is None else stepper()
         return applied
 
     @contextmanager
@@ -557,6 +561,22 @@ def step_optimizer(optimizer: Optimizer) -> None:
         optimizer.step()
     else:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+
+def _step_without_closure(optimizer: Optimizer) -> None:
+    """Call `optimizer.step()`. Raises `RecipeError` if it fails for want of a closure."""
+    try:
+        step_optimizer(optimizer)
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if not any(word in str(error).lower() for word in ("closure", "'nonetype'")):
+            raise
+        kind = type(optimizer).__name__
+        raise RecipeError(
+            f"{kind}.step() without a closure raises {type(error).__name__}:"
+            f" {str(error).partition(chr(10))[0]}; if it computes the gradient more than once per"
+            " step, as SAM does, say so in its class: needs_closure = True. Its step then gets a"
+            " closure; the gradient of the step is in .grad already"
+        ) from error
 
 
 def _with_numbers(group: Mapping[str, Any]) -> dict[str, Any]:

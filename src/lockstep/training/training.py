@@ -132,7 +132,8 @@ class Hooks:
             return method  # an event may be recorded in the middle of a microbatch
         number = [*vars(Hook), *vars(ControlHook)].index(moment)
         own = key(self._context.seed, RandomStream.HOOK, self.all.index(hook), number)
-        return partial(_call_seeded, method, own, self._context.device)
+        seeded = partial(_call_seeded, method, own, self._context.device)
+        return seeded if not self._context.plan.state_divided else partial(_with_full_draws, seeded)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
         """Call method `moment` of all hooks even if one raises, then raise the first error."""
@@ -151,6 +152,13 @@ def _call_seeded(
 ) -> None:
     seed_generators(longer(key, run.step), device)
     method(run, *arguments)
+
+
+def _with_full_draws(method: Callable[..., None], run: Run, *arguments: Any) -> None:
+    from lockstep.model.full_draws import FullDraws  # imports DTensors
+
+    with FullDraws():
+        method(run, *arguments)
 
 
 class Training:

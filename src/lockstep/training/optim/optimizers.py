@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.garbage import collector_paused
+from lockstep.base.torch_private import is_initialized
 from lockstep.comm.mesh import to_local
 from lockstep.plan import Plan
 
@@ -80,6 +81,14 @@ def build_optimizers(
             raise RecipeError(
                 f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it"
                 " must return a torch.optim.Optimizer, or a list of them"
+            )
+        if not is_initialized(optimizer):
+            kind = type(optimizer).__name__
+            raise RecipeError(
+                f"{kind}.__init__ does not call torch.optim.Optimizer.__init__, without which an"
+                " optimizer has no step hooks, and its state is not saved; call"
+                " super().__init__(params, defaults), or, in a wrapper of another optimizer,"
+                " super().__init__(other.param_groups, {})"
             )
     if not optimizers:
         raise RecipeError(

@@ -1,0 +1,112 @@
+"""Numbers that each call of the user's code changes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+from lockstep.base.counters import (
+    changed_each_time,
+    numbers_of_dataset,
+    numbers_of_functions,
+    numbers_of_model,
+)
+
+calls = 0
+
+
+def of_its_module(output: Any, batch: Any) -> None:
+    global calls
+    calls += 1
+
+
+def of_a_closure() -> Any:
+    seen = {"samples": 0}
+    first, again = 0, False
+
+    @torch.no_grad()
+    def loss(output: Any, batch: Any) -> None:
+        nonlocal first, again
+        seen["samples"] += len(batch)
+        first, again = first or len(batch), True
+
+    return loss
+
+
+class Memory:
+    """A loss that uses its memory after a few calls. Its log may grow."""
+
+    def __init__(self) -> None:
+        self.calls, self.weight, self.log = 0, 0.5, [0.0]
+
+    def __call__(self, output: Any, batch: Any) -> None:
+        self.calls += 1
+        self.log.append(self.weight)
+
+    def method(self, output: Any, batch: Any) -> None:
+        self(output, batch)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (of_its_module, ["calls"]),
+        (of_a_closure(), ["seen['samples']"]),
+        (Memory(), ["calls"]),
+        (Memory().method, ["calls"]),
+        (functools.partial(Memory(), batch=[1]), ["calls"]),
+        (lambda output, batch: len(batch), []),
+    ],
+)
+def test_the_numbers_that_each_call_changes_are_named(function: Any, expected: list[str]) -> None:
+    found = [numbers_of_functions([function])]
+    for _ in range(2):
+        function(None, batch=[1, 2])
+        found.append(numbers_of_functions([function]))
+    assert changed_each_time(*found) == expected
+
+
+class Reversal(nn.Module):
+    """Counts its forwards, and notes the first one and the size of the latest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.iteration, self.is_built, self.rows = 0, False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.iteration, self.is_built, self.rows = self.iteration + 1, True, len(x)
+        return x
+
+
+def test_a_counter_in_a_module_is_named_by_its_path() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Reversal())
+    found = [dict(numbers_of_model(model))]
+    for _ in range(2):
+        model(torch.ones(3, 2))
+        found.append(dict(numbers_of_model(model)))
+    assert changed_each_time(*found) == ["1.iteration"]
+
+
+class Growing(torch.utils.data.Dataset[int]):
+    """Counts its reads; and knows which file is open."""
+
+    def __init__(self) -> None:
+        self.reads, self.open_file = 0, -1
+
+    def __getitem__(self, index: int) -> int:
+        self.reads, self.open_file = self.reads + 1, index // 2
+        return index
+
+
+def test_a_dataset_inside_a_subset_is_looked_at_too() -> None:
+    data = Subset(Growing(), [0, 1, 2])
+    found = [numbers_of_dataset(data)]
+    for _ in range(2):
+        _ = [data[place] for place in range(3)]
+        found.append(numbers_of_dataset(data))
+    assert changed_each_time(*found) == ["reads"]
