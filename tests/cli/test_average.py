@@ -8,7 +8,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor
 
 import lockstep as ls
 
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = """
 import sys, torch, lockstep as ls
 from torch.utils.data import TensorDataset
@@ -55,17 +53,7 @@ WEIGHTS = {"a": [1.5, -2.0, 3.0, 0.5], "b": [0.5, -2.0, 3.0, 0.75], "far": [1.0,
 
 
 def average(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command: in a fork, if it starts no thread to evaluate."""
-    if "--evaluate" not in arguments:
-        return forked.lockstep("average", *arguments, folder=folder)
-    return subprocess.run(
-        [LOCKSTEP, "average", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    return forked.lockstep("average", *arguments, folder=folder)
 
 
 @pytest.fixture(scope="module")
