@@ -320,6 +320,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
+@pytest.mark.forks("watched")
 @pytest.mark.parametrize(
     ("waits", "cause"),
     [
@@ -352,6 +353,7 @@ def each(epoch):
 
 
 @pytest.mark.command
+@pytest.mark.forks("watched")
 def test_a_rank_that_leaves_early_is_a_finding(folder: Path) -> None:
     status, report = found(
         folder,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 
 import forked
@@ -30,7 +29,7 @@ def test_a_script_that_never_trains_is_named_with_status_2(name: str, tmp_path: 
     (tmp_path / "train.py").write_text("if False:\n    import lockstep\n" * (name != "audit"))
     for file in "ab":
         save_file({"weight": torch.ones(2)}, tmp_path / f"{file}.safetensors")
-    with nullcontext() if name in ("search", "sweep") else forked.use():
+    with forked.use(watched=name == "audit"):
         ended = subprocess.run(
             [forked.LOCKSTEP, *LINES[name].split()],
             cwd=tmp_path,
