@@ -320,7 +320,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
-@pytest.mark.forks("watched")
 @pytest.mark.parametrize(
     ("waits", "cause"),
     [
