@@ -4,11 +4,11 @@ from any plan."""
 from __future__ import annotations
 
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -20,22 +20,14 @@ pytestmark = [
     pytest.mark.command,
     pytest.mark.timeout(300),  # importing transformers takes half a minute on a busy machine
     pytest.mark.skipif(find_spec("transformers") is None, reason="pip install -e .[dev]"),
+    pytest.mark.usefixtures("transformers_in_pool"),
 ]
-LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 PLANS = ["replicate=2", "shard=2", "tensor=2"]
 CONFIG: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2, "use_cache": False, "tie_word_embeddings": True,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> None:
-    """Import transformers before the first test. End its progress bar, which leaves a thread."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
 
 
 def llama() -> Any:
@@ -95,15 +87,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fingerprints(pool: WorkerPool, runs: Path) -> dict[str, str]:
-    """The fingerprint of each run, of two processes: each has to import transformers."""
+    """The fingerprint of each run, of two processes."""
     first, second = pool.run(2, train_each, str(runs), timeout_seconds=200)
     assert first == second
     return first
 
 
 def export(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [LOCKSTEP, "export", "--format", "huggingface", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return forked.lockstep("export", "--format", "huggingface", *arguments)
 
 
 @pytest.mark.parametrize("plan", PLANS)

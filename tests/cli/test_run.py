@@ -211,6 +211,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_still_ends_its_workers(tmp_
 
 
 @pytest.mark.command
+@pytest.mark.forks
 def test_one_process_a_gpu_is_refused_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('started')")
     ended = lockstep_run("--nproc", "gpu", "train.py", folder=tmp_path)
