@@ -4,7 +4,7 @@ module level, so that workers can be told its names."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -143,10 +143,17 @@ def plain(plan: str, rank: int = 0) -> TracedStep:
     return traced(plan, rank=rank)
 
 
-@cache
-def plain_boundaries(plan: Plan, size: int) -> Any:
-    """The split of `recipe()` into stages, which all ranks have."""
-    return stage_split(recipe(), plan, TraceOptions(rank=0, world_size=size)).boundaries
+_boundaries: dict[tuple[Any, ...], tuple[ls.Recipe, Any]] = {}
+
+
+def boundaries(given: ls.Recipe | None, plan: Plan, chosen: TraceOptions) -> Any:
+    """The split of a recipe into stages, which all ranks have: made once."""
+    one = replace(chosen, rank=0)
+    key = (id(given), plan, *(getattr(one, each.name) for each in fields(one)))
+    if key not in _boundaries:
+        made = given or recipe()
+        _boundaries[key] = made, stage_split(made, plan, one).boundaries
+    return _boundaries[key][1]
 
 
 def traced(
@@ -165,10 +172,5 @@ def traced(
         TraceOptions(rank=rank, world_size=size, **options),
     )
     if resolved.pipeline != 1:
-        boundaries = (
-            stage_split(given or recipe(), resolved, chosen).boundaries
-            if given is not None or options
-            else plain_boundaries(resolved, size)
-        )
-        chosen = replace(chosen, boundaries=boundaries)
+        chosen = replace(chosen, boundaries=boundaries(given, resolved, chosen))
     return trace_step(given or recipe(), resolved, chosen, watch)
