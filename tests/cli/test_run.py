@@ -94,6 +94,7 @@ def test_a_script_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
     ],
     ids=["raise", "kill"],
 )
+@pytest.mark.forks
 def test_when_a_rank_fails_all_stop_within_10_seconds_and_it_is_reported_once(
     how: str, status: int, first: str
 ) -> None:

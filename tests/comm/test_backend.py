@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +173,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.command
+@pytest.mark.forks
 @pytest.mark.parametrize(
     "plan",
     [
@@ -182,23 +182,17 @@ if __name__ == "__main__":
     ],
 )
 def test_a_run_trains_through_a_backend_that_the_script_registers(
-    tmp_path: Path, plan: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-        ),
-    }
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     command = [sys.executable, "-m", "lockstep", "run", "--nproc", "2", "--plan", plan]
     lines = []
     for backend in (["--backend", "telegraph"], []):
         run_dir = ["--run-dir", str(tmp_path / f"run-{len(backend)}")]
         done = subprocess.run(
             [*command, *run_dir, *backend, str(script)],
-            env=environment,
             capture_output=True,
             text=True,
             timeout=100,

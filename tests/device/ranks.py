@@ -48,7 +48,7 @@ def environment(folder: Path) -> dict[str, str]:
 def command(
     devices: WorkerPool, folder: Path, *arguments: str, seconds: float = 100, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` on two devices. Its Python processes are forks of a rank of the pool:
+    """Run `python ARGUMENTS` on the devices of the pool. Its Python processes are forks of a rank:
     none of them imports torch."""
     line, given = [sys.executable, *arguments], {**environment(folder), **variables}
     (ended,) = devices.run(1, _in_forks, line, given, folder, seconds, timeout_seconds=seconds + 10)

@@ -63,6 +63,7 @@ def test_it_knows_the_public_face_alone() -> None:
 
 
 @pytest.mark.command
+@pytest.mark.forks
 @pytest.mark.timeout(180)
 def test_a_short_search_of_it(tmp_path: Path) -> None:
     command = [
