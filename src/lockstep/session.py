@@ -135,7 +135,7 @@ class Session:
             self.house.hang.watch(self.run)
             self.house.out_of_memory.report_change(self.run)
             if self.world.size > 1:
-                self._failure = FirstFailure(self.world)
+                self._failure = self.house.hang.failure = FirstFailure(self.world)
             self._stack = stack.pop_all()
         return self
 

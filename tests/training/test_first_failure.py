@@ -18,6 +18,7 @@ from lockstep.base.errors import DataError
 from lockstep.comm import first_failure
 from lockstep.comm.first_failure import FirstFailure
 from lockstep.comm.world import World
+from lockstep.hooks.hang import watchdog
 from lockstep.testing.pool import WorkerPool
 
 ERRORS = {"mistake": (DataError, "a word that is none"), "failure": (IndexError, "out of range")}
@@ -61,6 +62,20 @@ def test_the_error_of_one_rank_is_named_on_all(pool: WorkerPool, tmp_path: Path)
             assert names == ("PeerStopped", "IndexError", "PeerStopped")
             cause = "rank 1 failed first: IndexError: out of range"
             assert [cause in each for each in notes] == [True, False, True]
+
+
+def fails_over_gloo(run_dir: str) -> tuple[str, str, list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "EXCHANGE_SECONDS", 0.5)
+        return fails(run_dir, "shard=2,transport=torch", "failure")
+
+
+def test_a_rank_that_waits_in_gloo_for_one_that_lives_on_is_told(tmp_path: Path) -> None:
+    with WorkerPool(max_workers=2, check_leaks=False) as workers:  # whose connections are ended
+        waited, failed = workers.run(2, fails_over_gloo, str(tmp_path / "run"), timeout_seconds=40)
+    assert failed[:2] == ("IndexError", "out of range")
+    assert waited[0] == "RuntimeError"
+    assert "rank 1 failed first: IndexError: out of range" in waited[2]
 
 
 class Lost(dist.HashStore):

@@ -318,11 +318,13 @@ def _any_failed(run: Run, outcome: Outcome) -> bool:
     try:
         # first the ranks of these exchanges, whose shared memory compares the calls
         failed = run.context.mesh.shards().any(isinstance(outcome, str))
-        return run.context.world.any(failed)
+        failed = run.context.world.any(failed)
     except Exception:
         if isinstance(outcome, Failed):
             raise outcome.error from None
         raise
+    run.training.modules[0].agreement.settle()
+    return failed
 
 
 def _numbers(run: Run, recipe: Recipe) -> Numbers:

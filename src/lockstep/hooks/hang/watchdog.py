@@ -36,6 +36,7 @@ from lockstep.base.errors import (
 )
 from lockstep.base.torch_private import clone_store, default_store
 from lockstep.comm import gloo_sockets
+from lockstep.comm.first_failure import FirstFailure
 from lockstep.comm.native_end import NativeEnd
 from lockstep.hooks.hang.report import Hang, diagnose, different_exchanges
 from lockstep.hooks.hang.snapshot import (
@@ -124,6 +125,8 @@ class Watchdog:
     on_stuck: Callable[[], None]
     agreements: Callable[[], Sequence[StepAgreement]]
     """Returns what has the exchanges of each model."""
+    has_peer_failed: Callable[[], bool]
+    """True if another rank has ended its run with an error. Asked while a phase is long."""
     # True if the watchdog's thread is about to end this process; then no other thread may
     ends_the_process: bool = False
     _shutting_down_since: float | None = None
@@ -134,6 +137,7 @@ class Watchdog:
     _not_before: float = 0.0
     _compares_after: float = EXCHANGE_SECONDS
     """Doubled after each comparison that found no difference."""
+    _looks_after: float = 0.0
     _is_ending: bool = False
     """True if native code is about to end this process."""
     _compared: threading.Event = field(default_factory=threading.Event)
@@ -168,6 +172,8 @@ class Watchdog:
             if self.is_shutting_down() and self._is_stuck():
                 self.ends_the_process = True
                 self.on_stuck()
+            if self._waits_for_failed_peer():
+                gloo_sockets.shut_down_gloo_sockets()
             try:
                 if not self._is_cut_off:
                     if self._must_ask() or self._take(f"{self._round}/asked") is not None:
@@ -187,6 +193,15 @@ class Watchdog:
             time.monotonic() - self._shutting_down_since >= STUCK_SECONDS
             and self._snapshot().activity == "waits"
         )
+
+    def _waits_for_failed_peer(self) -> bool:
+        """True if this rank waits for another that has ended its run, and may live on: in a
+        notebook, its process keeps the connections open."""
+        if self.phases.seconds < self._looks_after:
+            self._looks_after = min(self._looks_after, self.phases.seconds + EXCHANGE_SECONDS)
+            return False
+        self._looks_after = self.phases.seconds + EXCHANGE_SECONDS
+        return self.has_peer_failed() and self._snapshot().activity == "waits"
 
     def _limit_seconds(self) -> float:
         return self.timeouts.limit_seconds(self.phases.name, self.phases.usual(self.phases.name))
@@ -375,6 +390,8 @@ class HangHook(Hook):
         self._run: Run | None = None
         self._watchdog: Watchdog | None = None
         self._native_end: NativeEnd | None = None
+        self.failure: FirstFailure | None = None
+        """The first error of the run, set when all ranks have begun."""
         self.mistake: RecipeError | None = None
         """The cause of the end of this rank's exchanges, if the watchdog has ended them."""
         if timeouts is None:
@@ -393,9 +410,13 @@ class HangHook(Hook):
             is_recovered=self._is_recovered,
             on_stuck=self._on_stuck,
             agreements=self._agreements,
+            has_peer_failed=self._has_peer_failed,
         )
         if mailbox is not None and sys.platform == "linux" and context.device.type == "cpu":
             self._native_end = NativeEnd(self._watchdog.before_native_end)
+
+    def _has_peer_failed(self) -> bool:
+        return self.failure is not None and self.failure.cause(wait_seconds=0.0) is not None
 
     def _agreements(self) -> list[StepAgreement]:
         modules = () if self._run is None else self._run.training.modules

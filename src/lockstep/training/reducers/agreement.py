@@ -93,10 +93,16 @@ class StepAgreement:
         for each in self._of_orders():
             each.note(END)
 
+    def settle(self) -> None:
+        """Note that all ranks have ended the step, or the trial."""
+        for each in self._of_orders():
+            each.settle()
+
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `RecipeError` if the ranks differ. On an accelerator, whose host need not wait,
         make a gradient of `parameters` NaN instead, and raise in the next step. Called after
         `end_step`. `sums`: of all ranks' numbers."""
+        self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu
         if sums.is_cpu or (has_streams and is_offloaded):
@@ -119,6 +125,7 @@ class StepAgreement:
         numbers = self.numbers()
         self.end_step()
         everyone = self._summed.gather_values(numbers)
+        self.settle()
         if any(map(sum, zip(*everyone, strict=True))):
             self._refuse()
 

@@ -120,7 +120,8 @@ class ExchangeOrder:
         self._labels = ["ends the step"]
         self._digest = 0
         self._steps = _Steps(0, [], [])
-        self._latest = 0.0
+        self._latest: float | None = None
+        """The time of the latest exchange; None once all ranks have ended the step."""
 
     def label(self, text: str) -> int:
         """Return the number of an exchange. Every rank gives the same texts in the same order."""
@@ -154,10 +155,15 @@ class ExchangeOrder:
         self.note(END)
         self._steps = _Steps(self._steps.number + 1, self._steps.calls, [])
 
+    def settle(self) -> None:
+        """Note that all ranks have ended the step."""
+        self._latest = None
+
     @property
     def seconds(self) -> float:
-        """Seconds since the latest exchange of this step began; 0 if there is none."""
-        return time.monotonic() - self._latest if self._steps.calls else 0.0
+        """Seconds since the latest exchange began; 0 if all ranks have ended the step."""
+        latest = self._latest
+        return 0.0 if latest is None else time.monotonic() - latest
 
     def told(self, most: int = MOST_TOLD) -> list[Exchanges]:
         """Return the exchanges of the previous step and of this one. Any thread may call it."""
