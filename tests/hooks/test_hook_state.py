@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training.subjects import recipe
+from training.subjects import recipe, rows
 
 import lockstep as ls
 from lockstep.base.errors import CheckpointError
@@ -93,6 +94,31 @@ def test_tensors_that_a_hook_changes_and_nobody_saves_are_named_once(
     tmp_path: Path, hook: type[ls.Hook], expected: Any
 ) -> None:
     assert told(str(tmp_path / "run"), hook) == expected
+
+
+def looped(run_dir: str, *, included: bool) -> list[Any]:
+    """The variables of a loop of one's own that are named as not saved."""
+    target, frozen = nn.Linear(6, 3), nn.Linear(6, 3)
+    with ls.Session(run_dir=run_dir, saving=ls.Saving(every=1)) as session:
+        model, optimizer = session.prepare(
+            lambda: nn.Linear(6, 3), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        both = nn.ModuleList([model, frozen])
+        if included:
+            session.include("target", target)
+        for step in session.steps(rows(16), global_batch=8, microbatch=8, steps=2):
+            for _, x, _ in step.microbatches():
+                step.backward((both[0](x) - target(x) - both[1](x)).square().mean())
+            step.commit(optimizer)
+            target.load_state_dict(session.full_state_dict(model))
+    lines = (Path(run_dir) / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [each["variables"] for each in events if each["event"] == "variables-not-saved"]
+
+
+def test_a_network_that_a_loop_changes_is_named_unless_it_is_included(tmp_path: Path) -> None:
+    assert looped(str(tmp_path / "left out"), included=False) == [["target"]]
+    assert looped(str(tmp_path / "included"), included=True) == []
 
 
 class Rescaled(nn.Linear):

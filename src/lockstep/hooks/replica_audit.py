@@ -21,6 +21,7 @@ from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tre
 from lockstep.checkpoint.json_state import encode
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
+from lockstep.hooks.loop_variables import LoopVariables
 from lockstep.training.checksum import checksum, checksums, mixed
 from lockstep.training.hook import ControlHook, Hook
 from lockstep.training.optim.optimizer_state import has_own_pair
@@ -176,9 +177,14 @@ class UnsavedState:
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = [hook for hook in hooks if not isinstance(hook, Stateful)]
         self._at_start: dict[int, Versions] = {}
+        self._variables: LoopVariables | None = None  # of a session's loop
 
     def begin(self, run: Run) -> None:
         models = _ids_of(run)
+        if run.recipe is None:
+            included = run.training.stateful.values()
+            saved = {id(tensor) for each in included for tensor in _tensors_of(each)}
+            self._variables = LoopVariables(models | saved)
         self._at_start = {id(hook): _tensor_versions(hook, models) for hook in self._hooks}
         self._at_start |= {id(owner): _versions(owner, models) for _, owner in _owners(run)}
 
@@ -209,7 +215,15 @@ class UnsavedState:
                 " get_extra_state and set_extra_state, or in the optimizer's state"
             )
             run.training.remark(Remark("attributes-not-saved", {"attributes": found}, line))
-        self._at_start = {}
+        if self._variables is not None and (names := self._variables.changed()):
+            line = (
+                f"warning: the script changes {first_few(names)} in its loop, and no checkpoint"
+                " holds them: a resumed run begins with others; before session.steps, include each:"
+                f" session.include({names[0]!r}, {names[0]}); a tensor has to be in an object with"
+                " state_dict and load_state_dict, such as a buffer of a module"
+            )
+            run.training.remark(Remark("variables-not-saved", {"variables": names}, line))
+        self._at_start, self._variables = {}, None
 
     def _changed(self, owner: object, now: Versions) -> list[str]:
         before = self._at_start.get(id(owner), {})
