@@ -44,12 +44,13 @@ def run(page: Path) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.forks("watched")
 @pytest.mark.parametrize(
     "page",
     [
         pytest.param(
             page,
-            marks=[pytest.mark.command, pytest.mark.forks] if page.name in SLOW_PAGES else (),
+            marks=pytest.mark.command if page.name in SLOW_PAGES else (),
         )
         for page in PAGES
         if examples(page)
