@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import TypeVar
 
 from lockstep.base.foreign_text import printable
 
@@ -21,6 +22,9 @@ USER_ERROR_STATUS = 2
 
 class LockstepError(Exception):
     """Base class of all exceptions that lockstep raises on purpose."""
+
+
+E = TypeVar("E", bound=LockstepError)
 
 
 class UserError(LockstepError):
@@ -114,6 +118,18 @@ class HangError(LockstepError):
 class WorkerError(LockstepError):
     """A worker process failed. The text is the first failing rank's traceback, or the signal that
     killed it."""
+
+
+def named_error(name: str, text: str, base: type[E]) -> E | None:
+    """Return the error of class `name`, which another process has described; None if it is no
+    `base`."""
+    return next((kind(text) for kind in _kinds(base) if kind.__name__ == name), None)
+
+
+def _kinds(base: type[E]) -> Iterator[type[E]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _kinds(kind)
 
 
 def with_notes(error: BaseException) -> str:

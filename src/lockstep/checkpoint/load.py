@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +26,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.storage import CheckpointName, Storage
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
+from lockstep.comm.agreed_errors import raise_on_all_ranks
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
@@ -134,9 +135,10 @@ class CheckpointReader:
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
         for block in blocks:
             done[block.file].append(block.number)
-        raise_on_all_ranks(lambda: self._read_all(blocks), world)
+        raise_on_all_ranks(world, lambda: self._read_all(blocks), UnreadableError)
         everyone = world.gather_values({file: _ranges(numbers) for file, numbers in done.items()})
-        raise_on_all_ranks(lambda: self._read_all(self._rest(everyone, world)), world)
+        rest = self._rest(everyone, world)
+        raise_on_all_ranks(world, lambda: self._read_all(rest), UnreadableError)
         self._spare.clear()
 
     def _blocks(self, state: Mapping[str, Tensor]) -> Iterator[_Block]:
@@ -230,19 +232,6 @@ def fill(target: Tensor, source: Tensor) -> None:
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     target.copy_(source)
-
-
-def raise_on_all_ranks(read: Callable[[], T], world: World) -> T:
-    """Return the result of `read`. Every rank calls it; if `read` raises on any rank, all ranks
-    raise that error."""
-    failure: tuple[str, str] | None = None
-    try:
-        result = read()
-    except UnreadableError as error:
-        failure = type(error).__name__, str(error)
-    for kind, text in filter(None, world.gather_values(failure)):
-        raise {each.__name__: each for each in UnreadableError.__subclasses__()}[kind](text)
-    return result
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from lockstep.base import errors
-from lockstep.base.errors import UserError, with_notes
+from lockstep.base.errors import UserError, named_error, with_notes
 from lockstep.base.torch_private import Store, default_store
 from lockstep.comm.world import World
 
@@ -42,10 +41,7 @@ class PeerError:
 
     def as_user_error(self) -> UserError | None:
         """Return the same error, if it is one that every rank raises; else None."""
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, UserError):
-            return kind(self.text)
-        return None
+        return named_error(self.kind, self.text, UserError)
 
 
 class FirstFailure:

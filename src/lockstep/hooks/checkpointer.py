@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.base.errors import CheckpointError, RunDirectoryError
 from lockstep.checkpoint.emergency_save import emergency_save
-from lockstep.checkpoint.load import CheckpointReader, raise_on_all_ranks
+from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import (
     DamagedError,
     UnknownFormatError,
@@ -25,6 +25,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import CheckpointName, FolderStorage, Storage
+from lockstep.comm.agreed_errors import on_rank_0, raise_on_all_ranks
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.logging.run_files import EVENTS, read_rows
@@ -204,13 +205,8 @@ class Checkpointer:
     def _check_saveable(self) -> None:
         """Raise `CheckpointError` on all ranks if one rank has state that cannot be saved. Some
         state appears only in the first steps. Every rank calls it."""
-        failure = None
-        try:
-            state_of(self.training.modules, self.training.stateful)
-        except CheckpointError as error:
-            failure = str(error)
-        for theirs in filter(None, self.world.gather_values(failure)):
-            raise CheckpointError(theirs)
+        state = partial(state_of, self.training.modules, self.training.stateful)
+        raise_on_all_ranks(self.world, state, CheckpointError)
 
     def wait(self) -> None:
         """Wait for the save in progress. Every rank calls it."""
@@ -331,7 +327,7 @@ class Checkpointer:
         for name in reversed(names):
             try:
                 reader = raise_on_all_ranks(
-                    partial(CheckpointReader, self.folder, name), self.world
+                    self.world, partial(CheckpointReader, self.folder, name), UnreadableError
                 )
                 saved = reader.manifest.metadata
                 if changes := self._changes(saved["recipe"], self._edited(saved), allow_change):
@@ -454,19 +450,17 @@ class Checkpointer:
     def _on_rank_0(self, call: Callable[[], Any], what: str) -> Any:
         """Run `call` on rank 0, and return its JSON value on all ranks. Every rank calls it. Raises
         `CheckpointError`, which says that the checkpoints cannot be `what` (such as "read")."""
-        value, failure = None, None
-        if self.world.rank == 0:
+
+        def compute() -> Any:
             try:
-                value = call()
+                return call()
             except OSError as error:
-                failure = (
+                raise CheckpointError(
                     f"the checkpoints in {self.folder} cannot be {what}"
                     f" ({error.strerror or error}); give another folder"
-                )
-        value, failure = self.world.value_of(0, [value, failure])
-        if failure is not None:
-            raise CheckpointError(failure)
-        return value
+                ) from error
+
+        return on_rank_0(self.world, compute, CheckpointError)
 
     def _save(self, step: int) -> None:
         self.compare()

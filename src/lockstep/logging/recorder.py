@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lockstep.base.errors
 from lockstep.base.errors import RunDirectoryError, UserError, cannot_write, say
 from lockstep.base.events import Event, EventLog
 from lockstep.base.notebook import progress_stream
+from lockstep.comm.agreed_errors import on_rank_0
 from lockstep.comm.mesh import full_tensor
 from lockstep.comm.world import World
 from lockstep.logging.loggers import Logger, Loggers
@@ -80,37 +80,36 @@ class Recorder:
         it is another run. `again`: True if this process has opened the run before. `lost_holders`:
         processes on lost machines, from which rank 0 takes over the directory.
         """
-        global _runs_in_launched, _goes_through_again
+        global _runs_in_launched
         if launched is not None:
             _runs_in_launched += not again
             run_dir = str(numbered(Path(launched), _runs_in_launched))
         self._directory: RunDirectory | None = None
         self._open = ExitStack()
-        path, failure = "", list[str]()
-        if world.rank == 0:
+
+        def create() -> list[Any]:
+            global _goes_through_again
             default = default_run_path(sys.argv[0], datetime.now()) if run_dir is None else run_dir
             wanted = Path(default)
             is_passed = _goes_through_again or is_followed(wanted)
-            try:
-                self._directory = RunDirectory.create(
-                    wanted,
-                    resume=resume != "never",
-                    extend=extend,
-                    reopen=restarted or (is_passed and wanted.absolute() not in _opened),
-                    lost_holders=lost_holders,
-                )
-                self._open.enter_context(self._directory)
-                if self._directory.has_ended:
-                    _goes_through_again |= is_passed
-                    check_ended(self._directory.recorded())
-                path = str(self._directory.path)
-            except UserError as error:
-                failure = [type(error).__name__, str(error)]
-        mine = [path, failure, secrets.token_hex(4), self._directory and self._directory.holder]
-        path, failure, self.attempt, self.holder = world.value_of(0, mine)
-        if failure:
+            directory = self._directory = RunDirectory.create(
+                wanted,
+                resume=resume != "never",
+                extend=extend,
+                reopen=restarted or (is_passed and wanted.absolute() not in _opened),
+                lost_holders=lost_holders,
+            )
+            self._open.enter_context(directory)
+            if directory.has_ended:
+                _goes_through_again |= is_passed
+                check_ended(directory.recorded())
+            return [str(directory.path), secrets.token_hex(4), directory.holder]
+
+        try:
+            path, self.attempt, self.holder = on_rank_0(world, create, UserError)
+        except UserError:
             self._open.close()
-            raise getattr(lockstep.base.errors, failure[0])(failure[1])
+            raise
         self.path = Path(path)
         """The run directory. Like `attempt` (eight hexadecimal digits for this start), it is the
         same on all ranks."""

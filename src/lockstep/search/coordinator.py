@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from lockstep.base import errors
-from lockstep.base.errors import LaunchError, UserError, say
+from lockstep.base.errors import LaunchError, UserError, named_error, say
 from lockstep.base.system import signals, signals_handled
 from lockstep.launch.recovery.channel import Channel
 from lockstep.launch.termination import tell
@@ -241,7 +240,7 @@ class Search:
         outcome = outcome_of(folder, message["status"], self._request.metric)
         if outcome.is_mistake and running.claimed.number == 0:
             name, _, text = str(outcome.reason).partition(": ")
-            self._stop(getattr(errors, name)(text))
+            self._stop(named_error(name, text, UserError) or UserError(text))
         elif message["status"] == 0 and not running.has_opened and outcome.state == "failed":
             needs = "the parameters of a search are those of the recipe that it is given"
             self._stop(never_trained(self._request.line, "a call of ls.train", needs))

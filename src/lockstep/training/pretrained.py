@@ -16,6 +16,7 @@ from lockstep.base.errors import RecipeError, first_few
 from lockstep.checkpoint.manifest import hash_bytes
 from lockstep.checkpoint.pretrained_files import TensorFiles, open_tensors
 from lockstep.checkpoint.tensor_shards import ShardCopy, TensorShard, plan_copies, torch_dtype
+from lockstep.comm.agreed_errors import raise_on_all_ranks
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.model.consistency import tensor_checksum
@@ -259,14 +260,5 @@ def _not_alike(path: str) -> str:
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
     """Call `call` on every rank. Return its first result on this rank, and its second result (JSON)
     from every rank. The first `RecipeError` of any rank is raised on all ranks."""
-    found, failure = None, None
-    try:
-        found = call()
-    except RecipeError as error:
-        failure = str(error)
-    everyone = world.gather_values([failure, None if found is None else found[1]])
-    for other, _ in everyone:
-        if other is not None:
-            raise RecipeError(other)
-    assert found is not None
-    return found[0], [value for _, value in everyone]
+    mine, told = raise_on_all_ranks(world, call, RecipeError)
+    return mine, world.gather_values(told)

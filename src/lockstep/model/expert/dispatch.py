@@ -31,7 +31,7 @@ from lockstep.comm.world import World
 from lockstep.model.context.active import active, handled
 from lockstep.model.expert.find import ARGUMENTS, Experts
 from lockstep.model.expert.leaves import Key, Leaves, Parameters, divided_parameters
-from lockstep.model.expert.proof import prove, raise_on_all_ranks
+from lockstep.model.expert.proof import on_all_ranks, prove
 from lockstep.model.expert.routing import Routing, local_experts
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.model.trial import SMALL
@@ -163,7 +163,7 @@ class Dispatch:
                 if self.leaves is None
                 else partial(self._computed_by_rank, lambda _: local)
             )
-            return raise_on_all_ranks(world, self.name, partial(compute, *given))
+            return on_all_ranks(world, self.name, partial(compute, *given))
 
         def undivided(*given: Tensor) -> Tensor:
             with _with_parameters(whole):

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lockstep.base import accelerator
 from lockstep.base.errors import RecipeError
 from lockstep.base.torch_private import disable_current_modes
+from lockstep.comm.agreed_errors import raise_on_all_ranks
 from lockstep.comm.world import World
 from lockstep.model.trial import tolerance
 
@@ -72,7 +73,7 @@ def prove(
             not torch.equal(one, other)
             for one, other in zip(before, _states(tokens.device), strict=True)
         )
-        expected = raise_on_all_ranks(world, name, lambda: _with_gradients(whole, *given))
+        expected = on_all_ranks(world, name, lambda: _with_gradients(whole, *given))
         same = found if alone is None else _with_gradients(alone, *given)
     if world.any(draws):
         raise RecipeError(
@@ -108,22 +109,20 @@ def _check_close(name: str, found: list[Tensor], expected: list[Tensor], world: 
             )
 
 
-def raise_on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
+def on_all_ranks(world: World, name: str, compute: Callable[[], T]) -> T:
     """Return `compute()`. Every rank calls it. Raises `RecipeError` on all ranks if it fails on
     any."""
-    failure = cause = result = None
-    try:
-        result = compute()
-    except Exception as error:
-        failure, cause = f"{type(error).__name__}: {error}", error
-    for text in world.gather_values(failure):
-        if text is not None:
+
+    def compute_named() -> T:
+        try:
+            return compute()
+        except Exception as error:
             raise RecipeError(
                 f"{name} fails when each rank holds some of its experts (expert={world.size}):"
-                f" {text}; {RULE}"
-            ) from cause
-    assert result is not None, "it did not fail"
-    return result
+                f" {type(error).__name__}: {error}; {RULE}"
+            ) from error
+
+    return raise_on_all_ranks(world, compute_named, RecipeError)
 
 
 def _with_gradients(

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base import errors
-from lockstep.base.errors import LockstepError, RecipeError, UserError
+from lockstep.base.errors import LockstepError, RecipeError, UserError, named_error
 from lockstep.base.torch_private import tree_leaves
 from lockstep.comm.world import World
 from lockstep.model.pipeline.boundary import (
@@ -67,10 +66,9 @@ class PipelineFailure:
             raise mine
         rank = next(rank for rank, theirs in enumerate(everyone) if theirs is not None)
         name, text = everyone[rank]
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, UserError):
-            raise kind(text)
-        raise StageFailed(f"rank {rank} of the pipeline failed: {name}: {text}")
+        raise named_error(name, text, UserError) or StageFailed(
+            f"rank {rank} of the pipeline failed: {name}: {text}"
+        )
 
 
 class SequentialCheck:

@@ -1,0 +1,47 @@
+"""Errors of one rank that every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from lockstep.base.errors import LockstepError, named_error
+from lockstep.comm.world import World
+
+T = TypeVar("T")
+E = TypeVar("E", bound=LockstepError)
+
+
+def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
+    """Return `compute()`. Every rank calls it. If it raises a `base` on any rank, all ranks raise
+    the error of the first of these ranks."""
+    mine, told = None, None
+    try:
+        result = compute()
+    except base as error:
+        mine, told = error, [type(error).__name__, str(error)]
+    for rank, theirs in enumerate(world.gather_values(told)):
+        if theirs is not None:
+            raise mine if mine is not None and rank == world.rank else _same(theirs, base)
+    return result
+
+
+def on_rank_0(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
+    """Return the JSON value of rank 0's `compute()`. Every rank calls it. If it raises a `base`,
+    all ranks raise that error."""
+    value, mine, told = None, None, None
+    if world.rank == 0:
+        try:
+            value = compute()
+        except base as error:
+            mine, told = error, [type(error).__name__, str(error)]
+    result, told = world.value_of(0, [value, told])
+    if told is not None:
+        raise mine or _same(told, base)
+    received: T = result
+    return received
+
+
+def _same(told: list[str], base: type[E]) -> E:
+    name, text = told
+    return named_error(name, text, base) or base(text)
