@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,13 @@ class World:
         that succeeded."""
         if self.owns_group:
             dist.barrier()
+
+    def end_process(self) -> NoReturn:
+        """End the process, without an error. Every rank calls it. They wait for each other: the
+        first process that ends may take the store of the rendezvous with it."""
+        if self.size > 1:
+            dist.barrier()
+        raise SystemExit(0)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """All-gather rows in rank order: (sum(counts), ...). Every rank calls it with the same

@@ -173,8 +173,7 @@ class Checkpointing(ControlHook):
     def on_finish(self, run: Run) -> None:
         # with a recipe, `ls.train` writes the final model
         if self._checkpointer is not None and run.recipe is None and run.training.is_committed:
-            assert run.training.source is not None, "a step was committed"
-            run.training.end_step(run.training.source)
+            run.training.end_step(run.training.current)
             self._checkpointer.save_now(run.step)
 
     def wait(self) -> None:

@@ -135,7 +135,7 @@ class LossCheck(ControlHook):
             return  # the same script has passed this check before, and others wait for the recovery
         with restored([*attributes_of(run.model), *_kept_by(run.recipe)]):
             if not _takes_outputs(run):
-                item = run.training.source.peek() if run.training.source is not None else None
+                item = run.training.current.peek()
                 found = NOTHING if item is None else _tried_alone(run, run.recipe, item)
                 is_random = run.context.world.any(found == IS_RANDOM)
                 if run.recipe.inputs is None or not is_random:
@@ -146,8 +146,7 @@ class LossCheck(ControlHook):
             elif _may_fail(run) and _tell(run, _tried_twice(run, run.recipe)):
                 return
         if run.recipe.inputs is not None:
-            assert run.training.source is not None, "a step begins"
-            self._is_watching, self._item = True, run.training.source.peek()
+            self._is_watching, self._item = True, run.training.current.peek()
         else:
             run.event(
                 "loss-not-checked",
@@ -194,8 +193,7 @@ def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 def _takes_outputs(run: Run) -> bool:
     in_forward = any(axis.in_forward for axis in run.context.plan.larger)
-    source = run.training.source
-    in_slices = source is not None and bool(source.layout.assignment.slices)
+    in_slices = bool(run.training.current.layout.assignment.slices)
     return in_forward or in_slices or _is_compiled(run)
 
 
@@ -284,8 +282,7 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
     """Try this rank's first microbatch twice in each mode. Every rank calls it. Nothing is tried
     unless all first microbatches have the same size: if the forward failed for one size, the other
     ranks would wait in its collectives."""
-    assert run.training.source is not None, "a step begins"
-    item = run.training.source.peek()
+    item = run.training.current.peek()
     sizes = set(run.context.world.gather_values(None if item is None else item.size))
     what = "whether it keeps state"
     if item is None or len(sizes) > 1:

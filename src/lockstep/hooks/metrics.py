@@ -40,10 +40,9 @@ class Metrics(ControlHook):
         self.throughput = Throughput()
 
     def between_steps(self, run: Run) -> None:
-        assert run.training.source is not None, "a step has begun"
-        weights = run.training.source.weights or {}
+        weights = run.training.current.weights or {}
         own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
-        self.throughput.count(run.training.source.samples, own)
+        self.throughput.count(run.training.current.samples, own)
         self._unread += run.training.results.values()
         if run.is_logging_step or run.training.stopping is not None:
             self._read(run)
@@ -88,7 +87,6 @@ class Metrics(ControlHook):
 
     def _write(self, run: Run) -> None:
         """Write the latest step's line. Every rank calls it."""
-        assert run.training.source is not None, "a step has begun"
         result, speed = run.training.latest, self.throughput.restart()
         module = run.training.modules[0]
         # each rank of `context` counts its own share of a sample's arithmetic
@@ -105,7 +103,7 @@ class Metrics(ControlHook):
         terms = {} if result is None else result.term_losses()
         extra = {f"loss/{name}": value for name, value in terms.items()} | run.training.logged
         run.context.recorder.step(
-            run.training.source.step + 1, values, extra, checksum=run.training.checksum
+            run.training.current.step + 1, values, extra, checksum=run.training.checksum
         )
 
 

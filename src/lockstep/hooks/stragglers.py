@@ -91,8 +91,7 @@ class Stragglers(ControlHook):
         self._restart()
 
     def between_steps(self, run: Run) -> None:
-        source = run.training.source
-        assert source is not None, "a step has begun"
+        source = run.training.current
         self._microbatches += source.mine
         self._steps += 1
         if run.context.plan.assignment == "measured" and self._phases.stream is None:
@@ -115,8 +114,7 @@ class Stragglers(ControlHook):
 
     def _exchange(self, run: Run) -> None:
         """Gather the ranks' times. Every rank calls it."""
-        world, source = run.context.world, run.training.source
-        assert source is not None, "a step has begun"
+        world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
             self._pace.add(self._own(*_OF_MICROBATCHES), self._microbatches)
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)

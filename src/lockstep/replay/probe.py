@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.base.errors import LossError
@@ -92,8 +91,7 @@ class ReplayHook(ControlHook):
 
     @property
     def _layout(self) -> StepLayout:
-        assert self.run.training.source is not None, "a step has begun"
-        return self.run.training.source.layout
+        return self.run.training.current.layout
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -121,7 +119,7 @@ class ReplayHook(ControlHook):
         if not self._is_now:
             return
         each, squares = self.run.training.modules[module], None
-        scale = 1.0 if each.loss_scale is None else each.loss_scale.value
+        scale = each.scale
         seen: list[NotFinite] = []
         if self._has_whole_gradient:
             self._watch.before_backward(total)
@@ -217,10 +215,7 @@ class ReplayHook(ControlHook):
                 "before": list(self._squares.values()),
             }
             write_atomically(folder / STEP, json.dumps(values))
-        if world.size > 1:
-            # the first process that ends may take the store of the rendezvous with it
-            dist.barrier()
-        raise SystemExit(0)
+        world.end_process()
 
 
 def squares_by_block(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:

@@ -189,10 +189,10 @@ class Run:
         it, in `after_backward`. `model`: the hook's argument; None: the first."""
         modules = self.training.modules
         module = next(each for each in modules if model is None or each.model is model)
-        scale = 1.0 if module.loss_scale is None else module.loss_scale.value
         named = zip(module.names, module.parameters, strict=True)
         gradients = {name: p.grad for name, p in named if p.grad is not None}
         norms = module.norm.of_each(list(gradients.values()))
+        scale = module.scale  # on an accelerator, the host waits for it
         mine = {name: norm / scale for name, norm in zip(gradients, norms, strict=True)}
         everyone = self.context.mesh.stages.gather_values(mine)
         return {name: norm for theirs in everyone for name, norm in theirs.items()}

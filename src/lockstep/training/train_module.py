@@ -289,6 +289,11 @@ class TrainModule:
         return found
 
     @property
+    def scale(self) -> float:
+        """The fp16 loss scale; 1.0 in other precisions."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    @property
     def overflows(self) -> int:
         """Number of consecutive steps, up to the latest, whose gradient overflowed at its loss
         scale."""
@@ -314,8 +319,7 @@ class TrainModule:
                 device=self.device,
             )
         if self._compression is not None and self._keeps_rest:
-            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            self._compression.begin(scale / self.prescale.item())
+            self._compression.begin(self.scale / self.prescale.item())
         self.reducer.begin_step(count, assignment)
 
     def reduce(

@@ -219,6 +219,12 @@ class Training:
         self._saved_loss = math.nan
 
     @property
+    def current(self) -> Microbatches:
+        """The microbatches of the current step on this rank, once a step has begun."""
+        assert self.source is not None, "a step has begun"
+        return self.source
+
+    @property
     def balances(self) -> list[ExpertBalance]:
         """The balances of the models' experts."""
         return [module.balance for module in self.modules if module.balance is not None]

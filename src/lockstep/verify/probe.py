@@ -252,8 +252,7 @@ class TraceHook(ControlHook):
 
     @property
     def _layout(self) -> StepLayout:
-        assert self.run.training.source is not None, "a step has begun"
-        return self.run.training.source.layout
+        return self.run.training.current.layout
 
     def _note_microbatch(
         self, module: int, microbatch: int, gradients: NamedTensors | None
@@ -309,10 +308,7 @@ class TraceHook(ControlHook):
 
     def _end_if_last(self, run: Run) -> None:
         if self._has_ended:
-            if run.context.world.size > 1:
-                # the first process that ends may take the store of the rendezvous with it
-                dist.barrier()
-            raise SystemExit(0)
+            run.context.world.end_process()
 
     def _note(self, number: int, module: TrainModule, weight: float | None) -> bool:
         """Write a train module's update. `weight`: result of `Recipe.weight`. Returns True after
@@ -343,7 +339,7 @@ class TraceHook(ControlHook):
 
 
 def _unscaled(module: TrainModule, gradients: NamedTensors) -> NamedTensors:
-    scale = 1.0 if module.loss_scale is None else module.loss_scale.value
+    scale = module.scale
     for name, gradient in gradients:
         yield name, gradient if gradient is None or scale == 1.0 else gradient / scale
 

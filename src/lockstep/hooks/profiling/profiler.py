@@ -64,8 +64,7 @@ class Profiler(ControlHook):
         self._folder = run.context.run_dir / "profile"
 
     def before_step(self, run: Run) -> None:
-        source = run.training.source
-        if source is not None and source.step == self._steps.start:
+        if run.training.current.step == self._steps.start:
             self._begin(run)
 
     def after_step(self, run: Run) -> None:
@@ -85,8 +84,7 @@ class Profiler(ControlHook):
         self._notes.note_all()
 
     def between_steps(self, run: Run) -> None:
-        source = run.training.source
-        is_last = source is not None and source.step == self._steps.stop - 1
+        is_last = run.training.current.step == self._steps.stop - 1
         if self._profiler is not None and is_last:
             self._finish(run, self._profiler, time.time())
 
