@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import RecipeError, first_few
 
 LARGE_FRACTION = 1 / 8
 """If no list of modules repeats, a module with at least this fraction of all parameters is a
@@ -56,7 +56,7 @@ def matching_names(
     if not found:
         raise RecipeError(
             f"{source} {pattern!r}, which matches no module of the model; modules are"
-            f" {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}; give names or patterns"
+            f" {first_few(names)}; give names or patterns"
             f" such as {example!r}"
         )
     return found

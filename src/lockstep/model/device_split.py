@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base import accelerator
-from lockstep.base.errors import PlanError, RecipeError
+from lockstep.base.errors import PlanError, RecipeError, first_few
 from lockstep.base.torch_private import (
     BatchNormBase,
     apply_to_own_tensors,
@@ -89,7 +89,7 @@ def device_indices(
     """Return the index of each layer's device, ascending. `wanted`: `Plan.split`. Raises
     `RecipeError`. `rest_bytes`: bytes outside of layers, which are on the first device; the balance
     includes them."""
-    listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" or "none"
+    listed = first_few(names) or "none"
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
             raise RecipeError(

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from lockstep.base.errors import RecipeError
+from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.torch_private import BatchNormBase, own_buffers, own_modules, own_parameters
 from lockstep.base.words import counted
 from lockstep.model.blocks import check_not_nested, matching_names, module_tensors, numel, outermost
@@ -67,10 +67,10 @@ class Stages:
         count = ranks * per_rank
         if count > len(units):
             virtual = f" with {per_rank} stages a rank" if per_rank > 1 else ""
-            names = [parts[unit.start] for unit in units[:8]] + ["..."] * (len(units) > 8)
+            names = first_few([parts[unit.start] for unit in units])
             raise RecipeError(
                 f"pipeline={ranks}{virtual} makes {count} stages, and the model has trainable "
-                f"parameters for {len(units)} (from {', '.join(names)}); each stage needs at least "
+                f"parameters for {len(units)} (from {names}); each stage needs at least "
                 "one; use a smaller pipeline, or name smaller parts in Recipe.stages"
             )
         runs = balanced_runs([sum(costs[place] for place in unit) for unit in units], count)
@@ -205,9 +205,8 @@ def _check_complete(model: nn.Module, parts: Sequence[str]) -> None:
         if id(tensor) not in held
     ]
     if left_out:
-        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
         raise RecipeError(
-            f"the recipe's stages leave out {', '.join(left_out[:5])}{more}; a pipeline calls only "
+            f"the recipe's stages leave out {first_few(left_out)}; a pipeline calls only "
             "the stages, so they must hold every parameter and buffer; name the modules that hold "
             "these too, or move them into one"
         )
