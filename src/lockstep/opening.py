@@ -83,8 +83,8 @@ class RunRequest:
     recipe: dict[str, Any] | None
     code: Mapping[str, str]
     code_and_objects: Digests
-    """Digests of the recipe's functions, to be compared with those of the resumed run and of other
-    ranks."""
+    """Digests of the recipe's functions. They are compared with the resumed run's and with other
+    ranks'."""
     saving: Saving
     resume: Resume
     allow_change: frozenset[str]
@@ -101,8 +101,8 @@ class RunRequest:
         evaluations: Mapping[str, Evaluation] | None,
         **given: Any,
     ) -> RunRequest:
-        """The request with these arguments of `Session`. `evaluations`: those of the recipe; None:
-        the script has its own loop. Raises the children of `UserError` for wrong values."""
+        """The request with these arguments of `Session`. `evaluations`: the recipe's; None: the
+        script has its own loop. Raises the children of `UserError` for wrong values."""
         check_count("log_every", given["log_every"], "steps")
         check_precision(given["precision"])
         check_compression(given["gradient_compression"])
@@ -169,7 +169,8 @@ class RunRequest:
             )
 
     def checkpoints(self, context: Context) -> Storage:
-        """The storage of the run's checkpoints, or of those of the run that it begins at."""
+        """The storage of the run's checkpoints, or of the checkpoints of the run that it begins
+        at."""
         if (begin_at := context.overrides.begin_at) is not None:
             return open_storage(begin_at.folder)
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")

@@ -107,7 +107,7 @@ class LeavesInAnyOrder(Generic[T]):
         self.values[node] = value
 
     def missing(self, leaves: range) -> list[int]:
-        """Return those of the leaves that have not arrived."""
+        """Return the leaves that have not arrived."""
         return [leaf for leaf in leaves if leaf not in self._arrived]
 
 

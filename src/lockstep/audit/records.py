@@ -139,8 +139,8 @@ def number_loaders(ranks: Sequence[Rank]) -> None:
 
 
 def training_passes(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """The (loader, pass) pairs that backwards belong to: those of the last batch before each
-    backward, and those that gave a batch for several backwards, as in `zip(labelled, unlabelled)`.
+    """The (loader, pass) pairs that backwards belong to: the pass of the last batch before each
+    backward, and passes that gave a batch for several backwards, as in `zip(labelled, unlabelled)`.
     (A single batch may be a look at other data.)"""
     backwards = [row for row in rows if row["kind"] == "backward"]
     counts = Counter(tuple(place) for row in backwards for place in row["passes"])

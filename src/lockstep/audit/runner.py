@@ -134,8 +134,8 @@ def command_line(options: AuditOptions, folder: Path, *, torchrun: bool) -> list
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the script's environment: that of the audit, plus the probes, minus the variables that
-    a launcher has set."""
+    """Return the script's environment: the audit's, plus the probes, minus the variables that a
+    launcher has set."""
     kept = {
         name: value
         for name, value in environ.items()

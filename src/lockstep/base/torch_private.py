@@ -597,7 +597,7 @@ def forget_distributed_operations() -> None:
 
 def changed_grad_tensors(structure: Any, change: Callable[..., Sequence[Tensor]]) -> Any:
     """Return the structure with tensors that require a gradient replaced by `change`; None if it
-    has none. For a block under FSDP2, those are its inputs."""
+    has none. FSDP2 finds the inputs of a block with the same functions."""
     from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 
     tensors = collect_grad_tensors(structure)

@@ -169,7 +169,7 @@ def unwritable(option: str, path: Path, error: OSError) -> LaunchError:
 
 def check_output(path: Path, what: str, is_old: Callable[[bytes], bool]) -> None:
     """Raise `LaunchError` if the file given by `-o` cannot be written, or would overwrite a file of
-    another kind. `is_old`: True if a file's first bytes are those of an older output."""
+    another kind. `is_old`: True if a file begins like an older output."""
     try:
         if path.is_dir():
             raise LaunchError(f"-o {path} is a directory; a {what} is one file; name a file in it")

@@ -171,8 +171,8 @@ def replayed_run(
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Return the valid rows of a run's metrics.jsonl that belong to steps, each step once: those of
-    steps that the run has repeated after a resume are the last ones."""
+    """Return the valid rows of a run's metrics.jsonl that belong to steps, each step once. If the
+    run repeated a step after a resume, its last row counts."""
     found: list[dict[str, Any]] = []
     for row in read_rows(run, METRICS, _is_of_a_step, {}):
         while found and found[-1]["step"] >= row["step"]:

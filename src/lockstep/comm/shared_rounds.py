@@ -1,5 +1,5 @@
-"""The protocol of collectives in shared memory: rounds, in which each rank shows data to the
-others; and functions on these tensors.
+"""The rounds of which each collective in shared memory consists, and functions on its tensors. In a
+round, each rank shows data to the others.
 
 [Note: Rounds] Every collective consists of a number of rounds, the same on every rank. In round n a
 rank writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n,

@@ -37,7 +37,7 @@ BLOCK = 1024
 
 
 class SampleName(NamedTuple):
-    """The place of a sample in the data; of a row, that of its first document."""
+    """The place of a sample in the data; for a row, the place of its first document."""
 
     number: int
     """In the shard."""

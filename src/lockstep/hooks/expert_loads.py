@@ -17,7 +17,7 @@ PREFIX = "load/"
 
 class ExpertLoads(ControlHook):
     """Writes the loads of the experts in the latest step, at logging steps. Reading them is no
-    collective: every rank has those of the global batch."""
+    collective: every rank has the loads of the global batch."""
 
     def __init__(self) -> None:
         self._rows: StepRows | None = None

@@ -54,7 +54,7 @@ def checksum_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -
     """Return the sum, modulo 2**64, of the bits of all elements, times a number that follows from
     the tensor's name. A scalar of int64 on `device`.
 
-    The sum has no order: that of the parts of a tensor is that of the tensor.
+    The sum has no order: the parts of a tensor have together the checksum of the tensor.
     """
     sums: list[Tensor] = []
     factors: list[int] = []

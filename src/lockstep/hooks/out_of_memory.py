@@ -65,8 +65,8 @@ class TakenFallbacks:
         write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def apply_to(self, plan: Plan, device: str) -> Plan:
-        """Return `plan` with those of the fallbacks that it does not have yet and that this type of
-        `device` allows."""
+        """Return `plan` with the fallbacks that it does not have yet and that this type of `device`
+        allows."""
         for name in FALLBACKS:
             taken = getattr(self, name)
             if _strength(name, taken) > _strength(name, getattr(plan, name)):
@@ -74,7 +74,7 @@ class TakenFallbacks:
         return plan
 
     def with_plan(self, plan: Plan, failure: dict[str, Any]) -> TakenFallbacks:
-        """Return these fallbacks plus those of `plan`, which was chosen after `failure`."""
+        """Return these fallbacks and the fallbacks of `plan`, which was chosen after `failure`."""
         strongest = {
             name: max(
                 getattr(self, name), getattr(plan, name), key=lambda value: _strength(name, value)
@@ -134,8 +134,7 @@ def next_plan(
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """Return the fallbacks that `after` has in addition to those of `before`, as the text of a
-    plan."""
+    """Return the fallbacks that `after` has and `before` has not, as the text of a plan."""
     values = {name: getattr(after, name) for name in FALLBACKS}
     return ",".join(
         f"{name}={'yes' if value is True else value}"

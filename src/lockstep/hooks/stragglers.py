@@ -155,8 +155,8 @@ class Stragglers(ControlHook):
         )
 
     def _times(self) -> tuple[defaultdict[str, float], defaultdict[str, float]]:
-        """Return the seconds in each phase, and the seconds of it that were waits for other ranks;
-        on a GPU, waits are phases of their own."""
+        """Return the seconds in each phase, and how many of them were waits for other ranks. On a
+        GPU, waits are separate phases."""
         stream = self._phases.stream
         if stream is None:
             return self._phases.totals, self._phases.waited

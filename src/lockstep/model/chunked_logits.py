@@ -50,7 +50,7 @@ OF_HIDDEN = frozenset(
     {"device", "requires_grad", "grad_fn", "is_leaf", "get_device", "is_inference"}
     | accelerator.DEVICE_FLAGS
 )
-"""Names of attributes and methods that are those of the hidden states."""
+"""Names of attributes and methods that return what the hidden states' return."""
 OF_EACH_LOGIT = frozenset(
     {"div", "true_divide", "divide", "mul", "multiply", "tanh", "sigmoid", "clamp", "exp", "pow"}
     | {"__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__"}

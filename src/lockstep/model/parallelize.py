@@ -69,9 +69,9 @@ class Parallelized:
     cut: SequenceCut | None
     """None if the model is called with whole sequences, as it is."""
     experts: Mapping[str, Experts]
-    """The modules of experts that are divided over ranks, of this rank's stages."""
+    """The modules of experts in this rank's stages whose experts are divided over ranks."""
     expert_leaves: Sequence[Leaves]
-    """With bitwise numerics: of each module of experts on several ranks."""
+    """With bitwise numerics, the leaves of each module of experts on several ranks."""
     separate: SeparateParts | None
     """With bitwise numerics, of a model whose sequential parts are known."""
     whole_experts: Sequence[str]
@@ -100,7 +100,7 @@ def parallelize(
     """Change the model in place so that this rank holds and computes its part of the plan. Every
     rank calls it. `autocast_dtype`: None without autocast. `begin`: seeds the generators with a
     key. `blocks`, `tensor`, `stages`, `sequence`, `head`, `experts`: as in `Recipe`. `exchange`:
-    says if a forward is that of a dummy microbatch. Raises `RecipeError` and `PlanError`."""
+    says if a forward computes a dummy microbatch. Raises `RecipeError` and `PlanError`."""
     model = initial.module
     block_names = blocks_of(model, blocks)
     parts = sequential_parts(model, stages)

@@ -143,8 +143,8 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
 
 def layouts(space: Space) -> Iterator[Plan]:
     """Yield a plan for each layout of all devices. Tensor parallelism stays inside a node;
-    parameters are sharded over all data ranks, over those of a node, or not at all. As few ranks
-    share out sequences as leave a microbatch for each data rank."""
+    parameters are sharded over all data ranks, over a node's data ranks, or not at all. As few
+    ranks share out sequences as leave a microbatch for each data rank."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue
@@ -251,7 +251,7 @@ def _is_able(plan: Plan, change: dict[str, Any], space: Space) -> bool:
 
 
 def _splits(plan: Plan, change: dict[str, Any], space: Space) -> bool:
-    """True if a change splits no microbatches, or splits those of the plan further."""
+    """True if a change splits no microbatches, or splits the plan's microbatches further."""
     splits = change.get("microbatch_splits")
     return splits is None or plan.microbatch_splits < splits <= space.most_splits(plan)
 

@@ -1,7 +1,7 @@
 """Hyper-parameters of a script: `param` declares one; `--set`, a search or the resumed run gives
 its value.
 
-A script declares all of them before its first recipe. `declared` holds those of this process.
+A script declares all of them before its first recipe. `declared` holds this process's parameters.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class Gathered:
     (model, batch) if the recipe has no `inputs`."""
     compute: Callable[..., Any]
     """(*tensors) -> value. Called on every rank with the collected tensors of all samples. A metric
-    gets those of the evaluation data, on the CPU; a `batch_loss` those of the global batch, on the
-    rank's device."""
+    gets tensors of the evaluation data, on the CPU; a `batch_loss` gets tensors of the global
+    batch, on the rank's device."""
 
 
 @with_field_docs
@@ -308,7 +308,7 @@ class Recipe:
     `Sequential` whose members have one class."""
     tensor: Mapping[str, str] | None = None
     """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name
-    stands for any text. None: the model's own `tensor_plan`, or that of a Hugging Face model."""
+    stands for any text. None: the model's `tensor_plan`, or the plan of a Hugging Face model."""
     stages: abc.Sequence[str] | None = None
     """Names of the modules that a pipeline may be cut between; `*` stands for any text:
     `["embedding", "blocks.*", "head"]`. The forward calls them in this order, each with the output
@@ -324,7 +324,7 @@ class Recipe:
     balance: Balance | None = None
     """The balance of a mixture of experts, and the measurement of its loads. None: neither."""
     head: str | None = None
-    """Name of the `nn.Linear` that computes the logits, for `logits=chunked`. None: that of a
+    """Name of the `nn.Linear` that computes the logits, for `logits=chunked`. None: the head of a
     Hugging Face model."""
     weights: Weights | str | PathLike[str] | None = None
     """Pretrained weights to start from, or just their path. None: the initial values that `model`

@@ -35,8 +35,7 @@ def launch_script(
 ) -> int:
     """Run `count` workers to their end; return the exit status. `began`: the start time, in seconds
     since 1970. `request`: the environment variable with a request to the workers. `stdout`: stdout
-    of the workers; None: that of this process. `spare_imports`: modules that a spare process
-    imports."""
+    of the workers; None: this process's. `spare_imports`: modules that a spare process imports."""
     refuse_on_windows("lockstep run")
     with (
         importing_torch(),

@@ -196,8 +196,8 @@ class Search:
         return True
 
     def _on_opened(self, running: RunningTrial, message: Mapping[str, Any]) -> None:
-        """Record a trial's parameters; those of the first trial become the parameters of the
-        search. Refuse a trial of another script."""
+        """Record a trial's parameters. The first trial's become the parameters of the search.
+        Refuse a trial of another script."""
         running.has_opened = True
         try:
             for name in ("every", "steps"):

@@ -222,8 +222,8 @@ def polyline(points: Sequence[Point | None]) -> str:
 def trial_path(
     trial: TrialResult, kind: str, d: str, shade: Mapping[int, int], best: TrialResult | None
 ) -> Html:
-    """Return the SVG path of a trial. `kind`: a CSS class, added to that of its state. Empty if `d`
-    is empty."""
+    """Return the SVG path of a trial. `kind`: a CSS class, beside the class of its state. Empty if
+    `d` is empty."""
     if not d:
         return Html()
     place = shade.get(trial.number)
@@ -247,8 +247,8 @@ def in_front(results: SearchResults) -> list[TrialResult]:
 
 
 def _line_legend(results: SearchResults, *states: State) -> list[Html]:
-    """Return the legend for the colours of lines: for values, and for those of `states` that
-    occur."""
+    """Return the legend for the colours of lines: for values, and for each of `states` that
+    occurs."""
     found = []
     if len(results.ranked) > 1:
         ramp = element("span", "worse", element("b", kind="ramp"), "better", kind="key")

@@ -130,7 +130,7 @@ class Population:
         parameters: Sequence[Parameter],
         seed: int,
     ) -> dict[str, Value]:
-        """Return a trial's values: `given`, those of its parent; they are changed if the parent is
+        """Return a trial's values. `given`: its parent's values, which are changed if the parent is
         another member."""
         if parent == number - self.members:
             return {each.name: given[each.name] for each in parameters}

@@ -31,7 +31,7 @@ class SearchRequest:
     metric: str
     direction: Direction
     trials: int | None
-    """Number of trials, including those of earlier starts of the search. None: all trials of a
+    """Number of trials, including trials of earlier starts of the search. None: all trials of a
     grid."""
     parallel: int | None
     """Largest number of trials at the same time. None: as many as fit on the machine."""

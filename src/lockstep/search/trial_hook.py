@@ -4,8 +4,8 @@ a pruned trial.
 [Note: messages of a trial] Rank 0 sends these messages, and the search answers:
 
 - `opened`: the script's parameters with their values, the digests of its source, the steps from one
-  evaluation to the next, and all steps. The answer says why the trial is refused, if it is: its
-  script is not that of the search.
+  evaluation to the next, and all steps. The answer says why the trial is refused, if it is: the
+  search has another script.
 - `refused`, without an answer: a mistake that no other trial can mend, such as an unknown metric.
 - `report`, with the step and the metric. The answer says whether the trial is pruned.
 """

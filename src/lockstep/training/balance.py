@@ -87,7 +87,7 @@ class ExpertBalance:
         self._previous = self._zeros()
         """The loads of the step before."""
         self._idle = self._zeros()
-        """Steps since a token chose the expert, in the columns of the experts."""
+        """For each expert, the number of steps since a token chose it, in that expert's column."""
         self._known: Tensor | None = None
         """The loads of the global batch, if they are known before the backward."""
         self._of_microbatches: dict[int, Tensor] = {}
@@ -193,7 +193,7 @@ class ExpertBalance:
         return Routed(microbatch, choices, samples, counted)
 
     def count(self, routed: Routed) -> None:
-        """Add the loads of a microbatch to those of the step, unless they are known."""
+        """Add the loads of a microbatch to the step's loads, unless these are known."""
         if self._known is not None:
             return
         loads = self._loads_of(routed)
@@ -508,7 +508,7 @@ def _is_on_several_stages(model: nn.Module, layers: Sequence[RoutedLayer], stage
 
 
 def own_weights(weights: Weights | None) -> Weights | None:
-    """Return the denominators without those of the balance."""
+    """Return the denominators without the balance's own."""
     if weights is None:
         return None
     own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
@@ -522,7 +522,7 @@ def balance_weights(weights: Weights | None) -> Weights:
 
 
 def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's own terms, or their denominators, with those of the balance. Raises
+    """Return the recipe's own terms and the balance's, or the denominators of both. Raises
     `LossError`."""
     for name in own.keys() & terms.keys():
         raise LossError(

@@ -72,8 +72,8 @@ class Overrides:
     left_out: SamplesLeftOut | None = None
     without_values: bool = False  # parameters and buffers are left empty, for `lockstep plan`
     bare: bool = False
-    """True: no checkpoints, no autotuning, no loggers, and only those of lockstep's hooks that
-    training itself needs."""
+    """True: no checkpoints, no autotuning, no loggers, and only the hooks that training itself
+    needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

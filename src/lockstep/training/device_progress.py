@@ -64,7 +64,7 @@ class EndedStep:
     is queued."""
 
     def is_certain(self) -> bool:
-        """True if the tensors on the device are those of this step."""
+        """True if the tensors on the device have the values of this step."""
         return self.end.is_reached() and not self.change.may_be_passed()
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class DeviceProgress:
         return self._ended[-1] is ended
 
     def is_certain(self, ended: EndedStep) -> bool:
-        """True if the tensors on the device are still those of this step."""
+        """True if the tensors on the device still have the values of this step."""
         # otherwise its marks belong to another step
         return ended.is_certain() and ended in self._ended
 

@@ -123,7 +123,7 @@ def _learned(training: Training) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """The full state of a replica after a step. Its tensors are those of the trained modules, not
+    """The full state of a replica after a step. Its tensors are the trained modules' own, not
     copies."""
 
     step: int

@@ -139,9 +139,9 @@ class Run:
             )
 
     def evaluate(self) -> dict[str, float]:
-        """Measure those of the recipe's evaluations that were not yet measured after this step, and
-        return the metrics of all evaluations. Every rank calls it, between two steps. Raises
-        `RecipeError` if the recipe has none."""
+        """Measure the recipe's evaluations that were not yet measured after this step, and return
+        the metrics of all evaluations. Every rank calls it, between two steps. Raises `RecipeError`
+        if the recipe has none."""
         if self.training.measure is None:
             raise RecipeError(
                 "run.evaluate() without Recipe.evaluation; it measures the recipe's"

@@ -441,7 +441,7 @@ def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[s
 
 
 def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
-    """Return other name -> first name, for the tied tensors among those of `tensors_of`."""
+    """Return other name -> first name, for each tied tensor of `tensors_of`."""
     return _aliases(list(in_state(model, also)))
 
 

@@ -343,7 +343,8 @@ class Step:
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
         """A context in which the backwards of these microbatches are computed: it records the
-        gradient of one that ranks compare, and discards that of another rank's."""
+        gradient of a microbatch that ranks compare, and discards the gradient of another rank's
+        microbatch."""
         if self._borrowed is not None:
             return self._discarding(self._borrowed[1])
         place = self._compared_among(microbatches)

@@ -1,8 +1,8 @@
 """Checks mixtures of experts: experts that ranks divide among them, routers, and balance losses.
 
 Ranks divide experts if they exchange tokens by `all_to_all`. A rank's backward then adds the whole
-gradient of its experts: the rows of all ranks have gone through them. So the factor with which it
-is applied must be that of all other gradients, which are summed over the ranks.
+gradient of its experts: the rows of all ranks have gone through them. So it must be applied with
+the same factor as all other gradients, which are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LISTS = ("sharded", "stale", "unused")
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The records of experts that ranks divide among them, and those of everything else."""
+    """The records of experts that ranks divide, and the records of everything else."""
 
     experts: Records
     others: Records
@@ -182,7 +182,7 @@ def _check_factor(
     rows: Sequence[Row],
     others: Mapping[tuple[int, int], float | None],
 ) -> bool:
-    """Compare the factor of experts' gradients with that of other gradients. True if they are
+    """Compare the factor of experts' gradients with the factor of other gradients. True if
     equal."""
     is_right = True
     for rank, row in enumerate(rows):

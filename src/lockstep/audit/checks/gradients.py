@@ -52,8 +52,8 @@ class Factors:
         return self.fits and sizes[rank] > NEGLIGIBLE * max(sizes)
 
     def mean_of(self, ranks: Sequence[int]) -> float | None:
-        """The factor, if it is the same for those of these ranks whose gradient is contained, and
-        no other rank's is. Else None."""
+        """The factor, if it is the same for all of these ranks whose gradient is contained, and no
+        other rank's gradient is contained. Else None."""
         used = [rank for rank in range(len(self.values)) if self.uses(rank)]
         values = [self.values[rank] for rank in used]
         if not used or not set(used) <= set(ranks) or min(values) <= (1 - EVEN) * max(values):

@@ -75,9 +75,9 @@ class Loaders:
             recorder.watch(fetcher, "fetch", self._fetch)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return the passes that a backward belongs to: that of the last batch, and each pass that
-        gave exactly one batch since the last backward. (An evaluation between two backwards gives
-        several batches, or has ended.)"""
+        """Return the passes that a backward belongs to: the pass of the last batch, and each pass
+        that gave exactly one batch since the last backward. (An evaluation between two backwards
+        gives several batches, or has ended.)"""
         last = self.last_trained
         taken = [place for place, count in self._since.items() if count == 1 or place == last]
         self._since.clear()

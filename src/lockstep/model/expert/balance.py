@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MORE = 3
-"""Columns of a load after those of the experts."""
+"""Columns of a load after the experts' columns."""
 
 
 def load_of(index: Tensor, is_finite: Tensor, counted: Tensor | None, experts: int) -> Tensor:

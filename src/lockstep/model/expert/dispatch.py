@@ -151,8 +151,8 @@ class Dispatch:
         return (pairs * weights[..., None]).sum(1).to(back.dtype)
 
     def _prove(self, tokens: Tensor, index: Tensor, weights: Tensor) -> None:
-        """Compare the forward with that of all experts on each rank. Every rank of the axis calls
-        it."""
+        """Compare the forward with a forward in which each rank has all experts. Every rank of the
+        axis calls it."""
         world, each = self.world, self.experts.count // self.world.size
         whole = {key: _in_use(full_tensor(part.detach())) for key, part in self._parameters()}
         local = {key: tensor[world.rank * each :][:each] for key, tensor in whole.items()}
@@ -215,8 +215,8 @@ class Dispatch:
         return sent, received, theirs[:, :each]
 
     def _call(self, place: int, is_left_out: bool = False) -> int:
-        """Return a number that says what this rank calls, and in how many chunks. `place`: that of
-        the module, or their number at the end of a forward."""
+        """Return a number that says what this rank calls, and in how many chunks. `place`: the
+        module's index, or the number of modules at the end of a forward."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
@@ -368,7 +368,7 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _problem(given: list[Any]) -> str | None:
-    """Return why these arguments are not those of experts, as text; None if they are."""
+    """Return why an experts' forward cannot have these arguments, as text; None if it can."""
     said = ", ".join(
         f"{tuple(each.shape)} {each.dtype}".replace("torch.", "")
         if isinstance(each, Tensor)

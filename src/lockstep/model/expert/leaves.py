@@ -1,7 +1,7 @@
 """Gradients of experts, kept apart for the rows of each rank: the leaves of bitwise sums.
 
-The rows of a rank are those of one microbatch. They are computed with tensors of their own, which
-share memory with the parameters, so that autograd keeps their gradients apart.
+All rows from one rank belong to one microbatch. They are computed with separate tensors, which
+share memory with the parameters, so that autograd keeps the ranks' gradients apart.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class InitialModel:
                     named[name] = values.get(id(tensor), tensor)
 
     def compute_checksums(self, parts: Iterable[str]) -> None:
-        """Compute the values of these parts for `check_values`, which compares them with those of
-        the rank that holds the parts."""
+        """Compute the values of these parts. `check_values` compares them with the values on the
+        rank that holds the parts."""
         if self.deferred is not None:
             for part in parts:
                 module = self.module.get_submodule(part)

@@ -70,7 +70,7 @@ class StageTerm(NamedTuple):
     scaled: Tensor
     """Scalar. The backward accumulates its gradient."""
     record: Sequence[Tensor | float]
-    """Numbers that are added to those of `PipelineLoss.record`."""
+    """Further numbers, beside the numbers of `PipelineLoss.record`."""
 
 
 @dataclass(frozen=True, slots=True)

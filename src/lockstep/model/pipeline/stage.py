@@ -227,7 +227,7 @@ class StageForwards:
         return microbatch.run(stage, partial(self.called, stage), arguments)
 
     def called(self, stage: int, arguments: Arguments) -> Any:
-        """Return the output of the stage's parts. `arguments`: those of its first part."""
+        """Return the output of the stage's parts. `arguments`: the arguments of its first part."""
         first, *others = self.parts[stage]
         value = first(*arguments.positional, **arguments.keywords)
         for part in others:
@@ -270,6 +270,6 @@ def unchanged_buffers(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in kept:
-                # torch counts a version for each write, except for those of BatchNorm
+                # torch counts a version for each write, except BatchNorm's writes
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -6,11 +6,11 @@ Code on a shard of the features can be wrong without an error: `query.view(batch
 first forward in training, and in its first one in evaluation, a module is computed twice more,
 without gradients: with sharded and with full layers, and with the same random numbers. With slices,
 whose tensors are laid out in memory otherwise, and on an accelerator, both are in evaluation mode,
-because masks of dropout differ; so are BatchNorm and other modules that update their buffers.
-Its inputs and outputs must be unsharded. Of several equal modules,
-only the first is checked. During the check, a rank has the full weights of these layers: those of
-one attention, or of one MLP. Both forwards leave out arguments other than tensors and plain values
-(a second forward would append to a cache of keys)."""
+because masks of dropout differ; so are BatchNorm and other modules that update their buffers. Its
+inputs and outputs must be unsharded. Of several equal modules, only the first is checked. During
+the check, a rank has the full weights of these layers, such as one attention or one MLP. Both
+forwards leave out arguments other than tensors and plain values (a second forward would append to a
+cache of keys)."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Seen:
     """The operators of a call that was tried."""
 
     operators: list[tuple[Kind, str, bool]] = field(default_factory=list)
-    """Each operator's kind and name, and True for those of the backward."""
+    """Each operator's kind and name, and True for an operator of the backward."""
     writes: bool = False
     """True if the call changes one of its arguments."""
     draws: bool = False
@@ -113,7 +113,7 @@ class Seen:
         return {kind for kind, _, is_backward in self.operators if backward or not is_backward}
 
     def kinds_in_order(self) -> set[Kind]:
-        """Return the kinds, with those of `IN_ORDER` known."""
+        """Return the kinds. Operators of `IN_ORDER` have a known kind."""
         return {
             "by rows" if name.split(".")[1].rstrip("_") in IN_ORDER else kind
             for kind, name, _ in self.operators

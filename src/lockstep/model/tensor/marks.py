@@ -23,8 +23,8 @@ class Shard(NamedTuple):
     dim: int | None = None
     """The dim of the features or heads; None if it is not known."""
     strides: tuple[int, ...] | None = None
-    """The strides of a tensor with twice as many, if those of the shard do not give them: a dim of
-    size 1 may have any stride."""
+    """The strides of a tensor with twice as many features or heads. Given only if the shard's
+    strides do not tell them, because a dim of size 1 may have any stride."""
 
 
 UNKNOWN = Shard()

@@ -39,8 +39,8 @@ FAILS = (
 def shards_of(
     func: Any, args: Any, kwargs: Any, kinds: set[Kind], outs: Sequence[Tensor]
 ) -> list[Shard]:
-    """Return the mark of each tensor that a function has returned. `kinds`: those of its operators
-    (`operators.py`). `outs`: results of these shapes."""
+    """Return the mark of each tensor that a function has returned. `kinds`: the kinds of its
+    operators (`operators.py`). `outs`: results of these shapes."""
     given = [each for each in tensors_of(args, kwargs) if is_sharded(each)]
     dims = [sharded_dim(each) for each in given]
     if not outs or None in dims or "unknown" in kinds:
@@ -201,7 +201,7 @@ def _labelled(
     if outs is None or len(outs) != count:
         return None
     most = max(each.dim() for each in tensors_of(args, kwargs))
-    # with the sizes as they are, a new dim of size 1 may be that of one head
+    # with the given sizes, a new dim of size 1 may be the dim of one head
     unclear = times == 1 and any(1 in each.shape and each.dim() > most for each in outs)
     return None if unclear else [_ascending_dim(each) for each in outs]
 

@@ -38,8 +38,8 @@ class Slices:
         return self.count // self.ranks.size
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of one tensor for each slice. `parts`: those of this rank. Every rank
-        calls it."""
+        """Return the sum of one tensor for each slice. `parts`: this rank's parts. Every rank calls
+        it."""
         return self.sum_over_ranks(tree_sum(parts))
 
     def sum_over_ranks(self, node: Tensor) -> Tensor:

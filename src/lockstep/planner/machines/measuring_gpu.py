@@ -57,8 +57,8 @@ Timer = Callable[[Call], float]
 
 
 def write_gpu_sheets(path: Path, devices: int) -> list[Path]:
-    """Measure accelerators. Writes the data sheet of the device to `path`, and that of the link
-    next to it. Returns the files. Raises `LaunchError`."""
+    """Measure accelerators. Writes the data sheet of the device to `path`, and the link's data
+    sheet next to it. Returns the files. Raises `LaunchError`."""
     readings = spawn(measure_accelerator, nproc=1)
     sheets: dict[Path, Device | Link] = {}
     inside = ALONE

@@ -55,7 +55,7 @@ class GradientNorm:
 
     def of(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
         """Return the norm. With numerics=bitwise its bits do not depend on the sharding, nor on the
-        stages: `gradients_or_none` are then those of the parameters given to `begin`."""
+        stages; `gradients_or_none` then has a gradient for each parameter given to `begin`."""
         gradients = [each for each in gradients_or_none if each is not None]
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
@@ -141,7 +141,7 @@ class GradientNorm:
 
     def _counts(self, gradient: Tensor) -> bool:
         """True if this rank's part of a gradient counts: if several ranks have the same part, only
-        that of the first on each axis does."""
+        the part of the first rank on each axis does."""
         divided = divided_over(gradient)
         return all(name in divided or axis.rank == 0 for name, axis in self._parts.items())
 
@@ -194,8 +194,8 @@ class GradientNorm:
     def _gather_rows(
         self, squares: list[Tensor], places: Sequence[int], rows: Sequence[int], ranks: World
     ) -> None:
-        """Replace the squares at these places by those of all ranks' rows. `rows`: the number of
-        all rows, for each gradient."""
+        """Replace the squares at these places by the squares of all ranks' rows. `rows`: the number
+        of all rows, for each gradient."""
         if not places or ranks.size == 1:
             return
         local_rows = [
@@ -209,8 +209,8 @@ class GradientNorm:
             squares[at] = torch.cat(pieces[place :: len(places)])
 
     def _over_tensor(self, squares: list[Tensor], sharded_dims: Sequence[int | None]) -> None:
-        """Replace the squares of rows by those of all ranks of the tensor axis, which have other
-        rows, or other slices of the same rows."""
+        """Replace the squares of rows by the squares of all ranks of the tensor axis. The ranks
+        have other rows, or other slices of the same rows."""
         sharded = [place for place, dim in enumerate(sharded_dims) if dim is not None]
         if not sharded:
             return
@@ -324,8 +324,8 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _squares_of_halves(columns: Tensor, zero: Tensor) -> Tensor:
-    """Return the squares of the first half of the columns plus those of the second half: shape
-    (half, rows). Each element is read once, and converted to the wider dtype meanwhile."""
+    """Return the sum of the squares of both halves of the columns: shape (half, rows). Each element
+    is read once, and converted to the wider dtype meanwhile."""
     half = -(-len(columns) // 2)
     first, second = columns[:half], columns[half:]
     squares = zero.new_empty(first.shape)

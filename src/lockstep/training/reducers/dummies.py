@@ -1,8 +1,8 @@
 """The leaves of a dummy's backward.
 
-A backward may have collectives (experts, SyncBatchNorm), in which a dummy must take part. It has
-them wherever a leaf needs a gradient, and not each leaf is a parameter: with frozen embeddings,
-PEFT lets their output require a gradient.
+A backward may have collectives (experts, SyncBatchNorm), in which a dummy must take part. They run
+wherever a leaf needs a gradient. Some leaves are no parameters: with frozen embeddings, PEFT makes
+the embeddings' output require a gradient.
 """
 
 from __future__ import annotations
