@@ -37,7 +37,7 @@ from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.torch_collectives import waits
 from lockstep.training.reducers.agreement import StepAgreement
 from lockstep.training.reducers.compression import Compression, gradients_of
-from lockstep.training.reducers.dummies import leaves_of
+from lockstep.training.reducers.dummies import dummy_backward
 from lockstep.training.reducers.microbatch_checksums import Recording
 from lockstep.training.reducers.step_stats import (
     READY_TWICE,
@@ -171,10 +171,9 @@ class DdpReducer:
         """See `GradientReducer.backward`. If the backward has other collectives (round-robin),
         `reduce` sends the buckets."""
         if is_dummy:
-            leaves: Sequence[Tensor] = self._parameters
-            if not own_parameters_only:
-                leaves = leaves_of(total, leaves)
-            torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
+            dummy_backward(
+                total, grad_output, self._parameters, own_parameters_only=own_parameters_only
+            )
             return
         self._remaining -= 1
         inputs = self._parameters if own_parameters_only else None

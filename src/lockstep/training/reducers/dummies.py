@@ -1,4 +1,4 @@
-"""The leaves of a dummy's backward.
+"""The backward of a dummy.
 
 A backward may have collectives (experts, SyncBatchNorm), in which a dummy must take part. They run
 wherever a leaf needs a gradient. Some leaves are no parameters: with frozen embeddings, PEFT makes
@@ -10,10 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
-def leaves_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def dummy_backward(
+    total: Tensor, grad_output: Tensor, parameters: Sequence[Tensor], *, own_parameters_only: bool
+) -> Sequence[Tensor | None]:
+    """Compute a backward that changes no `.grad`. Return the gradients of the parameters, and then
+    of the other leaves unless `own_parameters_only`."""
+    leaves = parameters if own_parameters_only else _leaves_of(total, parameters)
+    return torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
+
+
+def _leaves_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters, and then the other leaves of the graph of `total`."""
     known = set(map(id, parameters))
     found = list(parameters)

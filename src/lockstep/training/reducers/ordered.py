@@ -15,7 +15,7 @@ from lockstep.comm.mesh import Mesh, like_parameter, to_local
 from lockstep.comm.ordered_sum import OrderedSum, TreeNodes
 from lockstep.comm.world import World
 from lockstep.training.reducers.agreement import StepAgreement
-from lockstep.training.reducers.dummies import leaves_of
+from lockstep.training.reducers.dummies import dummy_backward
 from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums, Recording
 from lockstep.training.reducers.step_stats import (
     Number,
@@ -70,10 +70,9 @@ class OrderedReducer:
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
         if is_dummy:
-            leaves: Sequence[Tensor] = self._parameters
-            if not own_parameters_only:
-                leaves = leaves_of(total, leaves)
-            torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
+            dummy_backward(
+                total, grad_output, self._parameters, own_parameters_only=own_parameters_only
+            )
             return
         torch.autograd.backward(
             total, grad_output, inputs=self._parameters if own_parameters_only else None

@@ -16,7 +16,7 @@ from lockstep.assignment import MicrobatchAssignment
 from lockstep.comm.mesh import Mesh, to_local
 from lockstep.comm.world import World
 from lockstep.training.reducers.agreement import StepAgreement
-from lockstep.training.reducers.dummies import leaves_of
+from lockstep.training.reducers.dummies import dummy_backward
 from lockstep.training.reducers.step_stats import (
     Number,
     StepStats,
@@ -64,10 +64,9 @@ class PostBackwardReducer:
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
         if is_dummy:
-            leaves: Sequence[Tensor] = self._parameters
-            if not own_parameters_only:
-                leaves = leaves_of(total, leaves)
-            gradients = torch.autograd.grad(total, leaves, grad_output, allow_unused=True)
+            gradients = dummy_backward(
+                total, grad_output, self._parameters, own_parameters_only=own_parameters_only
+            )
             # those of experts are of the tokens that other ranks have sent
             for place in self._expert_places:
                 parameter, gradient = self._parameters[place], gradients[place]
