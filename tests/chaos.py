@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import run_files
 from chaos_run import END_SECONDS, Chaos, children, is_worker, send, wait_for_the_end_of
 from doctor.network import network
 
@@ -207,7 +208,7 @@ def undisturbed(folder: Path) -> str:
     chaos = Chaos(-1, folder)
     if chaos.start("replicate=1", 1000).wait(END_SECONDS):
         raise SystemExit(f"the undisturbed run failed: {(folder / 'output.txt').read_text()}")
-    result: dict[str, Any] = json.loads((chaos.run_dir / "result.json").read_text())
+    result: dict[str, Any] = run_files.result(chaos.run_dir)
     return str(result["fingerprint"])
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import run_files
 
 SCRIPT = Path(__file__).parent / "scripts" / "chaos.py"
 STEPS = 60
@@ -162,13 +163,13 @@ class Chaos:
 
     def why_not_in_place(self) -> list[str]:
         """The reasons for which all processes were started again."""
-        events = map(json.loads, (self.run_dir / "events.jsonl").read_text().splitlines())
+        events = run_files.events(self.run_dir)
         return [event.get("not_in_place", "") for event in events if event["event"] == "restarted"]
 
     def check(self, right: str) -> None:
         """Whether the run that has ended came to what the undisturbed one did, with nothing left
         behind."""
-        result = json.loads((self.run_dir / "result.json").read_text())
+        result = run_files.result(self.run_dir)
         if result["fingerprint"] != right:
             self.wrong.append(
                 f"fingerprint {result['fingerprint'][:16]}, and {right[:16]} undisturbed"

@@ -19,11 +19,6 @@ ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 Agents = Callable[..., subprocess.Popen[str]]
 
 
-def fingerprint(run: Path) -> str:
-    found: str = json.loads((run / "result.json").read_text())["fingerprint"]
-    return found
-
-
 def events(run: Path, *names: str) -> list[dict[str, Any]]:
     """Those of these names; all that is whole in the file, where none is given."""
     lines = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import run_files
 from cli.agents import ENVIRONMENT, LOCKSTEP, SCRIPT, Agents
 
 
@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         check=True,
         capture_output=True,
     )
-    found: str = json.loads((folder / "run" / "result.json").read_text())["fingerprint"]
+    found: str = run_files.fingerprint(folder / "run")
     return found
 
 

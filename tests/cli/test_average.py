@@ -14,6 +14,7 @@ from typing import Any
 
 import forked
 import pytest
+import run_files
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -135,7 +136,7 @@ def test_each_run_and_the_average_are_evaluated_by_the_recipe(trained: Path, out
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
     for row in said["runs"]:
-        result = json.loads((trained / row["run"] / "result.json").read_text())
+        result = run_files.result(trained / row["run"])
         assert row["metrics"] == pytest.approx(result["metrics"])
     assert said["metrics"]["loss"] == pytest.approx(loss_of(trained, weights_in(out)), rel=1e-5)
     assert left_in(out) == ["soup.safetensors"], "temporary files are beside it"

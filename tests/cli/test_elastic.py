@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import run_files
 from cli.agents import (
     ENVIRONMENT,
     LOCKSTEP,
     SCRIPT,
     Agents,
     events,
-    fingerprint,
     steps,
     wait_for,
     wait_until_it_keeps_the_rendezvous,
@@ -60,7 +60,7 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
     )
     assert ended.returncode == 0, ended.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    assert fingerprint(run) == undisturbed
+    assert run_files.fingerprint(run) == undisturbed
     told = [line for line in ended.stderr.splitlines() if line.startswith(("lockstep", "resumes"))]
     why = (
         f"rank {rank} was killed by SIGKILL (often the kernel or the container, because memory ran"
@@ -158,7 +158,7 @@ def test_a_machine_joins_and_is_lost_and_the_bits_stay(
     )
     assert "lockstep: rank " in told
     assert worlds(run) == [1, 2, 1]
-    assert fingerprint(run) == undisturbed
+    assert run_files.fingerprint(run) == undisturbed
     joined, lost = events(run, "restarted")
     assert (joined["reason"], joined["restarts"]) == ("another machine joined", 0)
     assert (lost["reason"], lost["restarts"]) == (
@@ -185,7 +185,7 @@ def test_a_third_machine_joins_two_and_no_restart_is_used_up(
         _, told = each.communicate(timeout=90)
         assert each.returncode == 0, told
     assert worlds(run) == [2, 3]
-    assert fingerprint(run) == undisturbed
+    assert run_files.fingerprint(run) == undisturbed
     (joined,) = events(run, "restarted")
     assert (joined["reason"], joined["restarts"]) == ("another machine joined", 0)
 
@@ -214,7 +214,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
     for each in again:
         each.communicate(timeout=60)
         assert each.returncode == 0
-    assert fingerprint(run) == undisturbed
+    assert run_files.fingerprint(run) == undisturbed
     (resumed,) = events(run, "resumed")
     assert resumed["checkpoint"] == newest
     assert int(newest.split("-")[1]) % 5 != 0  # what the survivor had
@@ -326,4 +326,4 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
         events(run, "restarted")[0]["reason"]
         == f"a machine was lost: {three_hosts.address(1)}; 2 of 3 are left"
     )
-    assert fingerprint(run) == undisturbed
+    assert run_files.fingerprint(run) == undisturbed

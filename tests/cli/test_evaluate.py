@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import run_files
 
 pytestmark = [pytest.mark.command, pytest.mark.forks]
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -48,20 +48,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def result_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "result.json").read_text())
-    return found
-
-
 def test_a_run_is_measured_by_its_own_script(trained: Path) -> None:
     ended = command("evaluate", "--json", str(trained / "run"))
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == pytest.approx(result_of(trained / "run")["metrics"])
+    assert json.loads(ended.stdout) == pytest.approx(run_files.result(trained / "run")["metrics"])
     assert "metrics" in ended.stderr, "the script's own output"
 
 
 def test_the_best_weights_are_measured_on_other_processes(trained: Path) -> None:
-    best = result_of(trained / "run")["best"]
+    best = run_files.result(trained / "run")["best"]
     assert best["step"] < 6
     ended = command(
         "evaluate",
@@ -88,7 +83,7 @@ def test_the_scripts_own_arguments_change_what_is_measured(trained: Path) -> Non
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["all/loss"] != pytest.approx(
-        result_of(trained / "run")["metrics"]["all/loss"], rel=1e-2
+        run_files.result(trained / "run")["metrics"]["all/loss"], rel=1e-2
     )
 
 

@@ -3,13 +3,11 @@ the run exits with 76."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -152,10 +150,6 @@ def run(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
         timeout=90,
         check=False,
     )
-
-
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(row) for row in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(120)

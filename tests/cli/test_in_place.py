@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 
 from lockstep.testing import leaks
 
@@ -33,7 +34,7 @@ class Ended:
 
     @property
     def fingerprint(self) -> str:
-        found: str = json.loads((self.run / "result.json").read_text())["fingerprint"]
+        found: str = run_files.fingerprint(self.run)
         return found
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ def test_the_others_go_on_without_the_lost_one_if_asked_to(
 ) -> None:
     ended = train(tmp_path / "folder", plan, 3, "once", "1", "13", options=("--recovery", "shrink"))
     assert ended.fingerprint == undisturbed
-    assert json.loads((ended.run / "result.json").read_text())["world_size"] == 2
+    assert run_files.result(ended.run)["world_size"] == 2
     processes = [ended.processes(rank) for rank in range(3)]
     assert (len(processes[0]), len(processes[1])) == (1, 2)
     assert processes[1][1] == processes[2][0]  # who was rank 2 before
@@ -192,7 +193,7 @@ def test_a_loss_in_an_evaluation_goes_back_to_an_image(tmp_path: Path, undisturb
     assert ended.fingerprint == undisturbed
     (recovered,) = ended.events("recovered")
     assert (recovered["state"], len(ended.processes(0))) == ("image", 1)
-    rows = [json.loads(line) for line in (ended.run / "metrics.jsonl").read_text().splitlines()]
+    rows = run_files.metrics(ended.run)
     assert sorted(row["step"] for row in rows if "evaluation/loss" in row) == [7, 14, 21, 28, 30]
 
 
@@ -290,7 +291,7 @@ def train_mixture(folder: Path, killed: str, *options: str) -> dict[str, Any]:
     assert ended.returncode == 0, ended.stderr
     said = "lockstep: rank 1 was killed by SIGKILL" in ended.stderr
     assert said == (killed != "none")
-    found: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    found: dict[str, Any] = run_files.result(folder / "run")
     return found
 
 
@@ -325,7 +326,7 @@ def test_one_that_computes_wrong_results_leaves_and_the_bits_are_the_same(
     options = ("--recovery", recovery, *CHECKED)
     ended = train(tmp_path / "folder", plan, nproc, "wrong", "1", "13", options=options)
     assert ended.fingerprint == undisturbed
-    assert json.loads((ended.run / "result.json").read_text())["world_size"] == size
+    assert run_files.result(ended.run)["world_size"] == size
     (event,) = ended.events("microbatch-differs")
     assert (event["step"], event["ranks"], event["agreed"]) == (16, [1], 12)
     (restarted,) = ended.events("restarted")

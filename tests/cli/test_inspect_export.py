@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from cli.saved import ended, scored, two
 from forked import lockstep
@@ -61,7 +62,7 @@ def test_the_fingerprint_of_a_checkpoint_is_the_one_of_the_model_under_every_pla
     pool: WorkerPool, tmp_path: Path, plan: str
 ) -> None:
     pool.run(PLANS[plan], ended, plan, str(tmp_path / "run"))
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = run_files.result(tmp_path / "run")
     said = inspected(tmp_path / "run")
     (found,) = said["checkpoints"]
     assert found["fingerprints"] == {"0": result["fingerprint"]} == said["model"]["fingerprints"]
@@ -253,7 +254,7 @@ def test_the_newest_whole_checkpoint_of_a_run_that_has_not_ended_is_exported(
 def test_the_final_model_of_a_run_is_exported_and_checked(copied: Path, tmp_path: Path) -> None:
     shutil.rmtree(copied / "checkpoints")
     assert "the end of the run" in lockstep("export", copied, tmp_path / "model.safetensors").stdout
-    result = json.loads((copied / "result.json").read_text())
+    result = run_files.result(copied)
     assert ls.fingerprint(load_file(tmp_path / "model.safetensors")) == result["fingerprint"]
     flip(copied / "model.safetensors", -1)
     assert inspected(copied, 1)["model"]["state"] == "damaged"
@@ -291,7 +292,7 @@ def test_what_is_exported_is_what_a_run_may_start_from(copied: Path, tmp_path: P
     found, said = started(
         "replicate=1", str(tmp_path / "again"), str(tmp_path / "model.safetensors")
     )
-    assert found == json.loads((copied / "result.json").read_text())["fingerprint"]
+    assert found == run_files.fingerprint(copied)
     assert said["kept"] == []
 
 

@@ -3,7 +3,6 @@ commands. They end with the bits of the run of one process that nothing happened
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from training.subjects import learned
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -95,7 +95,7 @@ def processes(plan: str) -> int:
 
 
 def result(run: Path) -> list[Any]:
-    found = json.loads((run / "result.json").read_text())
+    found = run_files.result(run)
     return [found[name] for name in ("fingerprint", "loss", "metrics")]
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_is_killed_under_each_plan_ends_with_the_bits_of_one_process(
     # rank 0 takes the row of the step that another rank saves after its death with it
     saved = {row for row in expected if dict(row)["step"] % 2 == 0}
     assert saved <= rows(run) <= expected
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = run_files.events(run)
     starts = [each["step"] for each in events if each["event"] == "resumed"]
     assert len(starts) == len(others)
     assert all(2 * leg <= step <= 2 * leg + 1 for leg, step in enumerate(starts, 1))

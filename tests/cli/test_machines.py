@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import run_files
 from doctor.network import Network, network
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -197,7 +198,7 @@ def test_three_hosts_train_to_the_bits_of_one_process(
         assert set(re.findall(r"rank \d+ of \d+", output)) == {
             f"rank {first + local} of {3 * nproc}" for local in range(nproc)
         }
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["fingerprint"] == undisturbed
+    assert run_files.fingerprint(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.timeout(100)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli.agents import SCRIPT, Agents, events, fingerprint, steps, wait_for, worlds
+import run_files
+from cli.agents import SCRIPT, Agents, events, steps, wait_for, worlds
 
 pytestmark = [pytest.mark.timeout(150)]
 
@@ -47,7 +48,7 @@ def test_a_machine_joins_and_is_lost_while_the_other_keeps_its_process(
     _, told = first.communicate(timeout=90)
     assert first.returncode == 0, told
     assert "lockstep: another machine joins: the workers wait for it" in told
-    assert fingerprint(run) == undisturbed
+    assert run_files.fingerprint(run) == undisturbed
     joined, lost = events(run, "recovered")
     assert (joined["reason"], joined["state"]) == ("another machine joined", "replica")
     assert (lost["reason"], lost["state"]) == (
@@ -69,7 +70,7 @@ def test_a_worker_of_one_machine_is_replaced_while_the_other_keeps_its_process(
     os.kill(victim, number)
     said = [each.communicate(timeout=90)[1] for each in both]
     assert [each.returncode for each in both] == [0, 0], said
-    assert fingerprint(run) == undisturbed
+    assert run_files.fingerprint(run) == undisturbed
     (recovered,) = events(run, "recovered")
     why = (
         "was killed by SIGKILL"

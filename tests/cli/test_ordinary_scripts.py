@@ -3,7 +3,6 @@ on one process."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 
 pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
 BIN = Path(sys.executable).parent
@@ -60,7 +60,7 @@ def launch(
 
 
 def result(folder: Path, name: str = "run") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name / "result.json").read_text())
+    found: dict[str, Any] = run_files.result(folder / name)
     return found
 
 

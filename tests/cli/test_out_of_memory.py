@@ -3,7 +3,6 @@ less of it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from training.kept import run as undisturbed
 
 from lockstep.testing.pool import WorkerPool
@@ -36,12 +36,12 @@ def lockstep_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def result(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    found: dict[str, Any] = run_files.result(folder / "run")
     return found
 
 
 def resumed_at(folder: Path) -> list[int]:
-    rows = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    rows = run_files.events(folder / "run")
     return [row["step"] for row in rows if row["event"] == "resumed"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from cli.searches import LOCKSTEP, SCRIPT, environment, lockstep, reported, searched
 from processes import started
 
@@ -47,10 +48,7 @@ def test_a_run_that_is_resumed_takes_up_its_values(tmp_path: Path) -> None:
         tmp_path, "run", "--set", "lr=0.5", "--set", "width=4", "--run-dir", "whole", SCRIPT
     )
     assert whole.returncode == 0, whole.stderr
-    found = [
-        json.loads((tmp_path / name / "result.json").read_text())["fingerprint"]
-        for name in ("run", "whole")
-    ]
+    found = [run_files.fingerprint(tmp_path / name) for name in ("run", "whole")]
     assert found[0] == found[1]
 
 

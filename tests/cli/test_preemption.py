@@ -3,7 +3,6 @@ the same command."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import run_files
 from processes import started
 
 pytestmark = pytest.mark.forks
@@ -48,7 +48,7 @@ def gpt(folder: Path, plan: str) -> AbstractContextManager[subprocess.Popen[str]
 
 
 def result(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    found: dict[str, Any] = run_files.result(folder / "run")
     return found
 
 
@@ -112,9 +112,7 @@ def test_it_saves_ends_with_75_and_goes_on_to_the_same_model(
         words = second.communicate()[1]
     assert second.returncode == 0, words
     assert result(tmp_path)["fingerprint"] == undisturbed
-    told = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    told = run_files.events(tmp_path / "run")
     (preempted,) = [event["step"] for event in told if event["event"] == "preempted"]
     (resumed,) = [event["step"] for event in told if event["event"] == "resumed"]
     assert preempted == resumed > 0
@@ -127,9 +125,7 @@ def test_a_deadline_asks_too(tmp_path: Path) -> None:
     ) as ended:
         words = ended.communicate()[1]
     assert ended.returncode == 75, words
-    *_, last = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    *_, last = run_files.events(tmp_path / "run")
     assert (last["event"], last["reason"]) == ("preempted", "the time that it was given is over")
 
 
@@ -141,9 +137,7 @@ def test_a_signal_that_comes_to_workers_and_launcher_is_one_wish(tmp_path: Path)
             os.kill(number, signal.SIGTERM)
         words = ended.communicate()[1]
     assert ended.returncode == 75, words
-    *_, last = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    *_, last = run_files.events(tmp_path / "run")
     assert last["event"] == "preempted"
 
 

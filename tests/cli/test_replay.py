@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import run_files
 
 pytestmark = [pytest.mark.command, pytest.mark.forks]
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -50,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_sample_that_spoils_a_step_is_seen(run: Path) -> None:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = run_files.metrics(run)
     spike = max(rows[4:], key=lambda row: row["gradient_norm"])
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     ended = command("replay", "--step", str(spike["step"]), "--json", run)
@@ -132,7 +133,7 @@ def test_a_step_without_a_line_or_steps_before_has_no_cause(run: Path) -> None:
 
 def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = run_files.metrics(run)
     rows[1]["gradient_checksum"] = "0" * 16
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     (tmp_path / "run" / "metrics.jsonl").write_text(lines)

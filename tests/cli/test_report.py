@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from report.run_directories import event, metrics, run_json, whole, write
 from training.kept import run
 
@@ -56,13 +57,13 @@ def test_a_run_that_was_preempted_and_went_on_is_one_run_with_a_page(
     assert last.startswith(f"{path}/report.html (")
     assert "<dt>attempts</dt><dd>2</dd>" in (path / "report.html").read_text()
     (said,) = told(path)["runs"]
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = run_files.metrics(path)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert (said["series"]["loss"]["first"], said["series"]["loss"]["last"]) == (
         losses[0],
         losses[-1],
     )
-    assert said["fingerprint"] == json.loads((path / "result.json").read_text())["fingerprint"]
+    assert said["fingerprint"] == run_files.fingerprint(path)
     assert len(said["ranks"]) == 2
 
 

@@ -3,7 +3,6 @@ imports torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import run_files
 from processes import started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -112,7 +112,7 @@ def test_a_run_that_is_ended_saves_and_says_so_and_gives_its_directory_up(
     # where the launcher was killed, they end after it
     assert psutil.wait_procs(workers, timeout=20)[1] == []
     assert not (run / "lock").exists()
-    rows = [json.loads(row) for row in (run / "events.jsonl").read_text().splitlines()]
+    rows = run_files.events(run)
     (last,) = [row for row in rows if row["event"] == event]
     assert last["reason" if event == "preempted" else "error"].startswith(why)
     (saved,) = [

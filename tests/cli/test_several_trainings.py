@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 
 pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
@@ -66,15 +67,12 @@ def lockstep(
 
 
 def fingerprints(folder: Path, name: str) -> list[str]:
-    return [
-        json.loads((folder / each / "result.json").read_text())["fingerprint"]
-        for each in (name, f"{name}-2", f"{name}-3")
-    ]
+    return [run_files.fingerprint(folder / each) for each in (name, f"{name}-2", f"{name}-3")]
 
 
 def resumed_after(path: Path) -> list[int]:
     """The steps of the checkpoints that the starts of a run were resumed from."""
-    events = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    events = run_files.events(path)
     return [event["step"] for event in events if event["event"] == "resumed"]
 
 
@@ -104,7 +102,7 @@ def test_the_same_command_goes_on_and_each_training_is_evaluated(tmp_path: Path)
     assert resumed_after(tmp_path / "run")[0] >= 2
     evaluated = lockstep(tmp_path, "evaluate", "--json", "run/model.safetensors", "two.py")
     assert evaluated.returncode == 0, evaluated.stderr
-    first = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
+    first = run_files.result(tmp_path / "run")["metrics"]
     assert json.loads(evaluated.stdout) == [pytest.approx(first)] * 2
 
 

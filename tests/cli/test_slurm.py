@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+import run_files
 from cluster import asked, cluster
 
 pytestmark = pytest.mark.timeout(150)
@@ -32,19 +32,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-
-
-def fingerprint(run: Path) -> str:
-    found: str = json.loads((run / "result.json").read_text())["fingerprint"]
-    return found
-
-
-def events(run: Path, *names: str) -> list[dict[str, Any]]:
-    return [
-        event
-        for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())
-        if event["event"] in names
-    ]
 
 
 def srun(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
@@ -148,7 +135,7 @@ def test_srun_python_starts_the_processes_of_a_run(
     assert set(re.findall(r"rank \d of \d", ended.stdout)) == {
         f"rank {rank} of 3" for rank in range(3)
     }
-    assert fingerprint(tmp_path / "run") == undisturbed
+    assert run_files.fingerprint(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.command
@@ -181,8 +168,8 @@ def test_a_job_that_makes_room_for_another_is_requeued_and_goes_on_to_the_same_m
     assert re.fullmatch(rf"lockstep: job {number} runs on n\[\d[-,]\d\] \(restart 1\)", states[-2])
     assert states[-1] == f"lockstep: job {number} has ended: COMPLETED, exit status 0"
     run = tmp_path / "runs" / f"job-{number}"
-    assert fingerprint(run) == undisturbed
-    preempted, resumed = events(run, "preempted", "resumed")
+    assert run_files.fingerprint(run) == undisturbed
+    preempted, resumed = run_files.events(run, "preempted", "resumed")
     assert preempted["reason"] == "SIGTERM"
     assert preempted["step"] == resumed["step"] < 30
     assert {path.name for path in tmp_path.glob("job-*")} == {
@@ -260,7 +247,7 @@ def test_a_job_on_a_node_that_is_drained_goes_on_on_another(
             subprocess.run(["scontrol", "update", "nodename=n1", "state=resume"], check=True)
         assert job.returncode == 0, told
     assert f"lockstep: job {number} runs on n[2-3] (restart 1)" in told
-    assert fingerprint(tmp_path / "runs" / f"job-{number}") == undisturbed
+    assert run_files.fingerprint(tmp_path / "runs" / f"job-{number}") == undisturbed
 
 
 @pytest.mark.command
@@ -286,5 +273,5 @@ def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(
         _, told = job.communicate(timeout=350)
         assert job.returncode == 0, told
     (run,) = (tmp_path / "runs").iterdir()
-    assert fingerprint(run) == undisturbed
-    assert {event["reason"] for event in events(run, "preempted")} == {"SIGUSR1"}
+    assert run_files.fingerprint(run) == undisturbed
+    assert {event["reason"] for event in run_files.events(run, "preempted")} == {"SIGUSR1"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from checkpoint.states import ATTEMPT
 from device import ranks
@@ -231,7 +232,7 @@ class SlowState(ls.Hook):
 
 def stopped_seconds(run_dir: str) -> list[float]:
     ls.train(steps(), run_dir=run_dir, hooks=[SlowState()], saving=ls.Saving(every=4))
-    events = map(json.loads, (Path(run_dir) / "events.jsonl").read_text().splitlines())
+    events = run_files.events(Path(run_dir))
     return [event["stopped_seconds"] for event in events if event["event"] == "checkpoint-saved"]
 
 

@@ -3,7 +3,6 @@ hosts are ahead of."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import run_files
 from device.ranks import command, on_device
 from device.test_training import steps
 
@@ -66,7 +66,7 @@ def run(
 
 
 def event_rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(row) for row in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    return run_files.events(folder / "run")
 
 
 def events(folder: Path) -> dict[str, int]:
@@ -116,7 +116,7 @@ def fail(run_dir: str, moment: str, *hooks: ls.Hook) -> dict[str, Any]:
     """Train until it fails. Returns the events of the emergency save."""
     with suppress(RuntimeError):
         ls.train(recipe(), run_dir=run_dir, log_every=100, hooks=[Fails(moment), *hooks])
-    rows = [json.loads(row) for row in Path(run_dir, "events.jsonl").read_text().splitlines()]
+    rows = run_files.events(run_dir)
     return {row["event"]: row for row in rows if row["event"].startswith("rescue")}
 
 

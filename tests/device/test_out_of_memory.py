@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+import run_files
 import torch
 import torch.distributed as dist
 from device.ranks import command, on_device
@@ -159,16 +160,12 @@ def ended_well(run_dir: Path, limit: int, *, fallbacks: int) -> bool:
     assert [row["step"] for row in events(run_dir, "resumed")] == [AT] * fallbacks
     assert [row["then"] for row in events(run_dir, "out-of-memory")] == list(FALLBACKS[:fallbacks])
     result, rows = (
-        json.loads((run_dir / "result.json").read_text()),
+        run_files.result(run_dir),
         lines(run_dir / "metrics.jsonl"),
     )
     assert all(fallback in result["plan"] for fallback in FALLBACKS[:fallbacks])
     assert all(0 < row["memory_bytes"] <= limit for row in rows if row["step"] > AT)
     return bool(result["steps"] == STEPS == rows[-1]["step"])
-
-
-def fingerprint(run_dir: Path) -> str:
-    return str(json.loads((run_dir / "result.json").read_text())["fingerprint"])
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +175,7 @@ def undisturbed(devices: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     limits = dict.fromkeys(range(2), LIMITS[0])
     assert devices.run(2, on_device, train, str(run_dir), limits, 0) == [End()] * 2
-    return fingerprint(run_dir)
+    return run_files.fingerprint(run_dir)
 
 
 def test_a_step_without_room_on_one_device_ends_all_ranks_and_changes_nothing(
@@ -213,7 +210,7 @@ def test_the_bits_are_those_of_an_undisturbed_run_until_microbatches_are_split(
     ran_out = ["OutOfMemoryError" in f"{ranks}" for ranks in ends]
     assert ran_out == [True] * fallbacks + [False], ends
     assert ended_well(tmp_path / "run", LIMITS[fallbacks], fallbacks=fallbacks)
-    assert (fingerprint(tmp_path / "run") == undisturbed) == (fallbacks < 3)
+    assert (run_files.fingerprint(tmp_path / "run") == undisturbed) == (fallbacks < 3)
 
 
 def test_a_rank_without_room_for_trying_the_loss_leaves_no_other_waiting(
@@ -267,4 +264,4 @@ def test_a_command_goes_on_until_its_devices_have_room(
     ended = command(devices, tmp_path, *line, "--out-of-memory", "halve", "train.py")
     assert ended.returncode == 0, ended.stderr
     assert ended_well(tmp_path / "run", LIMITS[fallbacks], fallbacks=fallbacks)
-    assert (fingerprint(tmp_path / "run") == undisturbed) == (fallbacks < 3)
+    assert (run_files.fingerprint(tmp_path / "run") == undisturbed) == (fallbacks < 3)

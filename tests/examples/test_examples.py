@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from types import ModuleType
 from unittest.mock import patch
 
 import pytest
+import run_files
 import torch
 
 import lockstep as ls
@@ -176,7 +176,7 @@ def start(example: Load, tmp_path: Path) -> Start:
             result = ls.spawn(
                 example(name).main, nproc=nproc, args=(arguments,), plan=plan, run_dir=str(folder)
             )
-            assert result.fingerprint == _fingerprint(folder)
+            assert result.fingerprint == run_files.fingerprint(folder)
             return result.fingerprint
         command = {
             "python": [],
@@ -210,13 +210,9 @@ def start(example: Load, tmp_path: Path) -> Start:
             check=False,
         )
         assert ending.returncode == 0, ending.stderr
-        return _fingerprint(folder)
+        return run_files.fingerprint(folder)
 
     return run
-
-
-def _fingerprint(folder: Path) -> str:
-    return json.loads((folder / "result.json").read_text())["fingerprint"]
 
 
 @pytest.mark.slow

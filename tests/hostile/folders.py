@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import run_files
 from report.run_directories import whole
 
 from lockstep.checkpoint.manifest import FORMAT, FileEntry, Manifest, _hash, hash_blocks
@@ -79,7 +80,7 @@ def write_run(folder: Path) -> None:
         for name, (dtype, shape) in TENSORS.items()
     ]
     _write_tensors(folder / "model.safetensors", shards, seed=40)
-    result = json.loads((folder / "result.json").read_text())
+    result = run_files.result(folder)
     result["fingerprint"] = fingerprint(read_safetensors(folder / "model.safetensors"))
     result["best"] = {
         "metric": "loss",

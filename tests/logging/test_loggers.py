@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from training.subjects import recipe, rows
 
 import lockstep as ls
@@ -48,9 +48,7 @@ def test_a_logger_is_told_what_the_files_say(tmp_path: Path) -> None:
     ls.train(given, run_dir=str(tmp_path / "run"), loggers=[notes], log_every=1)
     assert notes.said[0] == ("start", "run", "replicate=1,numerics=fast")
     assert notes.said[-1] == ("end", 4)
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = run_files.metrics(tmp_path / "run")
     for line, (what, step, values) in zip(lines, notes.said[1:-1], strict=True):
         assert (what, step) == ("log", line["step"])
         assert {name: line[name] for name in values} == pytest.approx(values)
@@ -85,10 +83,7 @@ def test_a_logger_that_fails_is_told_once_and_training_goes_on(
         == 1
     )
     if fails_at != "end":  # which comes after the log of events is closed
-        events = [
-            json.loads(line)
-            for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-        ]
+        events = run_files.events(tmp_path / "run")
         (failed,) = [event for event in events if event["event"] == "logger-failed"]
         assert (
             failed["reason"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -292,7 +293,7 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_one_before_and_nothing_e
                 directory.write_json("result.json", {"steps": 2})
             with pytest.raises(OSError, match="the disk is full"):
                 directory.save_tensors("model.safetensors", {"weight": torch.zeros(3)})
-        assert json.loads((tmp_path / "result.json").read_text()) == {"steps": 1}
+        assert run_files.result(tmp_path) == {"steps": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from hypothesis import given, strategies as st
 from report.run_directories import event, metrics, run_json, whole, write
 
@@ -210,7 +211,7 @@ def test_several_runs_share_axes_and_what_differs_is_told(tmp_path: Path) -> Non
     assert "The Plan is the same." not in text
     assert "The plan is the same." in words(text)
     assert "bit for bit" not in text
-    again = json.loads((tmp_path / "b" / "result.json").read_text()) | {"fingerprint": "0" * 64}
+    again = run_files.result(tmp_path / "b") | {"fingerprint": "0" * 64}
     (tmp_path / "b" / "result.json").write_text(json.dumps(again))
     assert "The same model, bit for bit: a, b." in words(made(tmp_path / "a", tmp_path / "b"))
 
@@ -647,7 +648,7 @@ def test_no_text_of_a_run_is_a_tag_or_a_control_code(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = tmp_path / f"{name}<planted-0>"
         whole(folder, steps=60, every=10, world=9)
-        result = json.loads((folder / "result.json").read_text())
+        result = run_files.result(folder)
         result |= {
             "best": {"metric": "loss", "value": 1.0, "step": 3, "checkpoint": "x"},
             "fingerprint": "f" * 8,

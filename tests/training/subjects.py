@@ -3,12 +3,12 @@ be told their names."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import run_files
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -104,7 +104,7 @@ def learned(run_dir: Path | str) -> list[dict[str, float]]:
     """The numbers in the rows of metrics.jsonl without what was measured of time and memory, which
     differs from run to run."""
     measured = {"time", "samples_per_second", "weight_per_second", "memory_bytes", "mfu", CHECKSUM}
-    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    rows = run_files.metrics(run_dir)
     return [{name: value for name, value in row.items() if name not in measured} for row in rows]
 
 

@@ -3,12 +3,12 @@ the balance loss is their own `aux_loss`."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -81,7 +81,7 @@ def test_layers_averaged_are_the_models_own_balance_loss(tmp_path: Path, name: s
     logits = model.model(**batch, output_router_logits=True).router_logits
     experts = logits[0].shape[-1]
     own = load_balancing_loss_func(logits, experts, 2, batch["attention_mask"])
-    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    (row,) = run_files.metrics(tmp_path)
     assert row["loss/balance"] == pytest.approx(0.5 * float(own), rel=1e-5)
 
 
@@ -92,7 +92,7 @@ def test_the_routers_bias_of_deepseek_is_updated(tmp_path: Path) -> None:
     ls.train(recipe("deepseek-v3", balance=balance), run_dir=str(tmp_path), **given)  # type: ignore[arg-type]
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     moved = hook.last[name] - hook.state[name]
-    (row,) = map(json.loads, (tmp_path / "experts.jsonl").read_text().splitlines())
+    (row,) = run_files.rows(tmp_path / "experts.jsonl")
     (loads,) = row["loads"].values()
     assert moved.tolist() == [0.25 * ((load < 1) - (load > 1)) for load in loads]
     assert moved.any()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from unittest import mock
 
 import psutil
 import pytest
+import run_files
 import torch
 from torch import nn
 from training.subjects import adamw, network, recipe, rows, same, squared_error, state_of
@@ -44,10 +44,6 @@ class At(ls.Hook):
 
 def ask(run: Any) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -82,7 +78,9 @@ def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
     result = ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"))
     assert (result.steps, result.loss, result.fingerprint) == (6, whole.loss, whole.fingerprint)
-    (resumed,) = [event for event in events(tmp_path / "run") if event["event"] == "resumed"]
+    (resumed,) = [
+        event for event in run_files.events(tmp_path / "run") if event["event"] == "resumed"
+    ]
     assert resumed["step"] == 3
     assert resumed["saved_under"] == "replicate=1,numerics=fast"
 
@@ -237,7 +235,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     damage(tmp_path / "run", 3)
     whole = ls.train(recipe(steps=6), run_dir=str(tmp_path / "whole"))
     assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).fingerprint == whole.fingerprint
-    happened = {event["event"]: event for event in events(tmp_path / "run")}
+    happened = {event["event"]: event for event in run_files.events(tmp_path / "run")}
     assert happened["checkpoint-damaged"]["checkpoint"].startswith("step-00000003-")
     assert (
         "rank-0.safetensors has other bytes than were written"
@@ -286,7 +284,9 @@ def test_a_run_that_begins_anew_says_so(tmp_path: Path, capsys: pytest.CaptureFi
         f"warning: {elsewhere} has no checkpoint to resume from; the run starts again from step 0\n"
     )
     assert words in capsys.readouterr().err
-    (anew,) = [event for event in events(tmp_path / "run") if event["event"] == "no-checkpoint"]
+    (anew,) = [
+        event for event in run_files.events(tmp_path / "run") if event["event"] == "no-checkpoint"
+    ]
     assert anew["checkpoints"] == elsewhere
 
 
@@ -318,7 +318,9 @@ def test_a_checkpoint_of_a_plan_with_an_unknown_axis_is_resumed(tmp_path: Path) 
     other = replace(manifest, metadata={**manifest.metadata, "plan": "replicate=1,context=2"})
     (folder.path / str(name) / MANIFEST).write_bytes(other.encode())
     assert ls.train(recipe(steps=6), run_dir=str(tmp_path / "run")).steps == 6
-    (resumed,) = [event for event in events(tmp_path / "run") if event["event"] == "resumed"]
+    (resumed,) = [
+        event for event in run_files.events(tmp_path / "run") if event["event"] == "resumed"
+    ]
     assert resumed["saved_under"] == "replicate=1,context=2"
 
 
@@ -426,7 +428,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert result.steps == 12
     assert [
         (event["event"], event["checkpoint"][:13])
-        for event in events(tmp_path / "run")
+        for event in run_files.events(tmp_path / "run")
         if "checkpoint" in event
     ][:5] == [
         ("checkpoint-failed", "step-00000002"),
@@ -539,7 +541,9 @@ def test_what_a_save_has_left_on_a_full_disk_is_removed(pool: WorkerPool, tmp_pa
         assert first == []
         assert [name[:13] for name in second] == ["step-00000004"]
     failed = next(
-        event for event in events(tmp_path / "run") if event["event"] == "checkpoint-failed"
+        event
+        for event in run_files.events(tmp_path / "run")
+        if event["event"] == "checkpoint-failed"
     )
     assert failed["reason"].startswith("File too large")
 
@@ -675,13 +679,13 @@ def test_a_session_that_is_interrupted_again_and_again_counts_on_and_ends_with_t
     found = interrupted(tmp_path / "run")
     assert found[:2] == (seen, done)
     assert same(found[2], model)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 10
-    assert [event["event"] for event in events(tmp_path / "run")].count("run-ended") == 1
+    assert run_files.result(tmp_path / "run")["steps"] == 10
+    assert [event["event"] for event in run_files.events(tmp_path / "run")].count("run-ended") == 1
 
 
 def test_a_session_that_has_ended_has_saved_its_end_and_is_not_gone_on_with(tmp_path: Path) -> None:
     two_loops(tmp_path / "run", None)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 6
+    assert run_files.result(tmp_path / "run")["steps"] == 6
     assert saved(tmp_path / "run") == [6]
     with pytest.raises(ls.errors.RunDirectoryError, match="has ended"):
         two_loops(tmp_path / "run", None)
@@ -721,10 +725,7 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
         rows_.write('{"step": 5, "time": 0}\n{"step": 6, "ti')
     ls.train(recipe(steps=6), run_dir=str(tmp_path / "run"), log_every=1)
     assert (hidden.exists(), notes.exists()) == (False, True)
-    found = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    found = [row["step"] for row in run_files.metrics(tmp_path / "run")]
     assert found == [4, 5, 6]
 
 
@@ -788,7 +789,7 @@ def test_the_best_is_saved_when_it_is_measured_and_named_by_the_result(tmp_path:
         if event.name == "best-evaluation"
     ]
     assert told == [(1, 9.0), (2, 5.0), (3, 1.0)]
-    assert json.loads((run / "result.json").read_text())["best"] == asdict(result.best)
+    assert run_files.result(run)["best"] == asdict(result.best)
 
 
 def test_the_best_of_a_run_that_was_resumed_may_be_of_an_earlier_start(tmp_path: Path) -> None:
@@ -863,7 +864,7 @@ def test_an_error_after_the_commit_of_a_step_saves_nothing(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="boom"):
         ls.train(recipe(), run_dir=str(tmp_path / "run"), hooks=[At({1: fail})])
     assert saved(tmp_path / "run") == []
-    assert events(tmp_path / "run")[-1]["event"] == "run-failed"
+    assert run_files.events(tmp_path / "run")[-1]["event"] == "run-failed"
 
 
 def heavy(model: nn.Module, batch: Any) -> ls.Loss:
@@ -884,7 +885,7 @@ def steep(model: nn.Module, batch: Any) -> Any:
 
 def test_a_loss_scale_that_was_halved_is_taken_up(tmp_path: Path) -> None:
     stopped(tmp_path / "run", loss=steep, precision="fp16")
-    assert "step-skipped" in [event["event"] for event in events(tmp_path / "run")]
+    assert "step-skipped" in [event["event"] for event in run_files.events(tmp_path / "run")]
     whole = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "whole"))
     result = ls.train(recipe(steps=6, loss=steep, precision="fp16"), run_dir=str(tmp_path / "run"))
     assert result.fingerprint == whole.fingerprint

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from training.subjects import network, recipe, rows, squared_error
 
@@ -171,9 +171,7 @@ def test_an_error_in_a_hook_does_not_abandon_the_save_under_way(
     else:
         pool.run(ranks, save_then_raise, str(run_dir))
     assert [name.step for name in FolderStorage(run_dir / "checkpoints").names()] == [2]
-    events = [
-        json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()
-    ]
+    events = [row["event"] for row in run_files.events(run_dir)]
     assert events.index("checkpoint-saved") > events.index("run-failed")
 
 
@@ -190,9 +188,7 @@ def test_groups_with_other_rates_have_lines_of_their_own(tmp_path: Path) -> None
         run_dir = tmp_path / name
         given = recipe(steps=2, optimizer=lambda model, rates=rates: groups(model, rates))
         ls.train(given, run_dir=str(run_dir), log_every=1)
-        rows_of[name] = [
-            json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-        ]
+        rows_of[name] = run_files.metrics(run_dir)
     assert [row["lr"] for row in rows_of["other"]] == [0.1, 0.1]
     assert [row["lr/1"] for row in rows_of["other"]] == [0.01, 0.01]
     assert not [name for row in rows_of["same"] for name in row if name.startswith("lr/")]

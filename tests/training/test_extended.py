@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from safetensors.torch import load_file
 from training.subjects import learned, recipe
 
@@ -46,10 +47,7 @@ def test_it_goes_on_from_its_last_checkpoint_under_any_plan(
         json.loads((tmp_path / "run" / "result-1.json").read_text())["fingerprint"]
         == ended.fingerprint
     )
-    assert (
-        json.loads((tmp_path / "run" / "result.json").read_text())["fingerprint"]
-        == whole.fingerprint
-    )
+    assert run_files.fingerprint(tmp_path / "run") == whole.fingerprint
     assert ls.fingerprint(load_file(tmp_path / "run" / "model-1.safetensors")) == ended.fingerprint
 
 
@@ -104,7 +102,7 @@ def test_a_loop_of_the_scripts_own_goes_on_too(tmp_path: Path) -> None:
         loop(tmp_path / "run", 7)
     assert loop(tmp_path / "run", 7, allow_change=["steps"]) == whole != ended
     assert json.loads((tmp_path / "run" / "result-1.json").read_text())["steps"] == 5
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 7
+    assert run_files.result(tmp_path / "run")["steps"] == 7
 
 
 def test_other_arguments_of_steps_are_refused_as_other_fields_of_a_recipe_are(
@@ -118,7 +116,7 @@ def test_other_arguments_of_steps_are_refused_as_other_fields_of_a_recipe_are(
         loop(tmp_path / "run", 7, global_batch=12, allow_change=["steps"])
     with pytest.raises(CheckpointError, match=r"precision: 'fp32', now 'bf16'; resume"):
         loop(tmp_path / "run", 7, precision="bf16", allow_change=["steps"])
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 5, (
+    assert run_files.result(tmp_path / "run")["steps"] == 5, (
         "a refused attempt leaves the result where it is"
     )
     loop(tmp_path / "run", 7, global_batch=12, allow_change=["steps", "global_batch"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from torch import Tensor, distributed, nn
 from training import kept
@@ -308,14 +309,6 @@ def test_a_step_that_is_skipped_leaves_nothing_behind(pool: WorkerPool, tmp_path
         assert all(map(torch.equal, skipped[behind:], plain[: 3 - behind])), way
 
 
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return [
-        row
-        for row in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-        if row["event"] == name
-    ]
-
-
 def goes_on(run_dir: str) -> dict[str, list[tuple[str, str]]]:
     """How the whole run ends by way, one that is asked to end, and the same one the second time."""
     found = {}
@@ -333,7 +326,7 @@ def test_a_run_goes_on_and_says_what_is_not_saved(pool: WorkerPool, tmp_path: Pa
     for way, (whole, stopped, ended) in one.items():
         assert stopped[0] == "preempted", way
         assert ended == other[way][2], way
-        said = events(tmp_path / way / "run", "error-feedback-dropped")
+        said = run_files.events(tmp_path / way / "run", "error-feedback-dropped")
         assert [each["gradient_compression"] for each in said] == (
             [] if way in ("bf16", "fp16") else [way]
         )

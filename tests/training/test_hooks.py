@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
@@ -339,9 +339,7 @@ class StopsOnOneRank(ls.Hook):
 def stop_on_one_rank(run_dir: str, step: int) -> tuple[int, list[tuple[int, Any]], str, list[int]]:
     result = ls.train(recipe(steps=12), run_dir=run_dir, hooks=[StopsOnOneRank(step)], log_every=4)
     stopped = [(event.step, event.details) for event in result.events if event.name == "stopped"]
-    lines = [
-        json.loads(line)["step"] for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = [row["step"] for row in run_files.metrics(run_dir)]
     return result.steps, stopped, result.fingerprint, lines
 
 

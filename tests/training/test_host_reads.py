@@ -3,13 +3,13 @@ the ranks read different numbers."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,6 +128,6 @@ def test_ranks_that_would_decide_differently_refuse_it(pool: WorkerPool, tmp_pat
             where = "chunk" if bits else "rank"
             assert re.search(rf"test_host_reads.py, line \d+, gives .* on {where} \d", found)
             folder = tmp_path / ("1" if (plan, name, found) in one else "2") / plan / name
-            rows = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+            rows = run_files.metrics(folder)
             assert rows, (plan, name, "the check before the first step does not see it")
             assert not (folder / "model.safetensors").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import run_files
 import torch
 from torch import Tensor, nn
 from training.subjects import each_of, network, recipe, rows, same, samples_at, squared_error
@@ -374,7 +374,7 @@ def test_losses_in_training_and_evaluation_are_those_of_hand_arithmetic(
 
 def last_row(run_dir: Path) -> Mapping[str, float]:
     """What the last step's rows say together."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = run_files.metrics(run_dir)
     return {name: value for line in lines if line["step"] == 2 for name, value in line.items()}
 
 

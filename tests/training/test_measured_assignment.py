@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, distributed, nn
@@ -153,7 +154,7 @@ def trained(
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    found = run_files.events(run_dir)
     return [event for event in found if event["event"] == "assignment-changed"]
 
 
@@ -433,9 +434,7 @@ def test_with_one_microbatch_a_rank_it_is_said_that_nothing_can_change(
     pool.run(
         2, trained, str(tmp_path / "run"), PLAN.format(2), 1, 0, {"global_batch": 8, "epochs": 1}
     )
-    found = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    found = run_files.events(tmp_path / "run")
     (told,) = [event for event in found if event["event"] == "assignment-fixed"]
     assert (told["microbatches"], told["ranks"]) == (2, 2)
     assert events(tmp_path / "run") == []

@@ -4,7 +4,6 @@ their learning rates."""
 from __future__ import annotations
 
 import copy
-import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -364,10 +364,7 @@ def test_two_optimizers_a_schedule_and_clipping_do_what_they_do_in_plain_torch(
                 torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
         assert pure[1] == pytest.approx([CLIP_NORM] * STEPS, rel=1e-4)
     for name in ("pure", "scheduler"):
-        lines = [
-            json.loads(line)
-            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = run_files.metrics(tmp_path / name)
         assert [line["lr"] for line in lines] == pytest.approx(
             [1e-2 * a_schedule(step) for step in range(STEPS)]
         )
@@ -394,10 +391,7 @@ def clipped(
     given = recipe(optimizer=build, precision=precision, clip_norm=CLIP_NORM, steps=STEPS)
     ls.train(given, run_dir=str(run_dir), hooks=[rates], log_every=1)
     assert not hasattr(made[0], "grad_scale")
-    norms = [
-        json.loads(line)["gradient_norm"]
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    norms = [row["gradient_norm"] for row in run_files.metrics(run_dir)]
     assert min(norms) > CLIP_NORM
     return rates.states[-1], norms
 

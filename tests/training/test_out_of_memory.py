@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ RESUMES = (
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    found = run_files.events(run_dir)
     return [
         {key: value for key, value in row.items() if key not in ("time", "event")}
         for row in found

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import run_files
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
@@ -98,7 +99,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(
     )
     assert run["environment"]["versions"]["torch"] == torch.__version__
 
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = run_files.metrics(folder)
     logged, evaluated = (
         [line for line in lines if name in line] for name in ("loss", "evaluation/loss")
     )
@@ -116,7 +117,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(
     assert logged[-1]["loss"] == result.loss
     assert evaluated[-1]["evaluation/loss"] == result.metrics["loss"]
 
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = run_files.events(folder)
     assert [(event["event"], event["step"]) for event in events] == [
         ("run-started", 0),
         ("generators-seeded", 0),
@@ -125,7 +126,7 @@ def test_the_run_directory_says_what_ran_and_what_came_of_it(
     ]
     assert (events[0]["plan"], events[0]["world_size"]) == (result.plan, world_size)
 
-    written = json.loads((folder / "result.json").read_text())
+    written = run_files.result(folder)
     names = [
         "steps",
         "loss",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import runpy
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -110,13 +110,9 @@ def test_two_models_whose_losses_reach_both_train_alike_at_any_world_size(
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         assert int(expected["last"][0]["1.num_batches_tracked"]) == 3 * 4 * 2
         assert int(expected["last"][1]["1.num_batches_tracked"]) == 3 * 4 * 3
-    lines = logged(tmp_path / "3" / "0")
+    lines = run_files.metrics(tmp_path / "3" / "0")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["of the generator"] == line["loss"] != line["of the critic"] for line in lines)
-
-
-def logged(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def full_states(run_dir: str) -> list[dict[str, torch.Tensor]]:
@@ -221,7 +217,7 @@ def test_without_data_fixed_indices_are_dealt_to_the_ranks(
             assert math.isnan(found["empty"])
             assert found["matrix"] == (len(everyone) - 1) / 2
             assert found["fingerprint"] == alone[0]["fingerprint"]
-        lines = logged(tmp_path / str(len(everyone)))
+        lines = run_files.metrics(tmp_path / str(len(everyone)))
         assert [(line["step"], line["return"], line["rank"]) for line in lines] == [
             (1, 4.5, 0),
             (2, 4.5, 0),
@@ -491,9 +487,7 @@ def test_an_event_says_how_many_steps_were_done(tmp_path: Path) -> None:
         ls.Session(run_dir=str(tmp_path / "run")) as session,
     ):
         fail_in_the_third_step(session)
-    found = [
-        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    ]
+    found = run_files.events(tmp_path / "run")
     assert [(row["event"], row["step"]) for row in found] == [
         ("run-started", 0),
         ("gradient-reducer", 0),
@@ -624,7 +618,7 @@ def test_the_ported_loop_logs_the_same_under_every_plan(pool: WorkerPool, tmp_pa
     train_ported(str(tmp_path / "1"), "shard=1")
     pool.run(2, train_ported, str(tmp_path / "2"), "shard=2")
     alone, sharded = (
-        [line["accuracy"] for line in logged(tmp_path / ranks)] for ranks in ("1", "2")
+        [line["accuracy"] for line in run_files.metrics(tmp_path / ranks)] for ranks in ("1", "2")
     )
     assert len(alone) == 3
     assert alone == sharded

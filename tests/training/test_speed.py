@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 from torch import Tensor, nn
 from training.subjects import recipe, squared_error
 
@@ -35,10 +35,6 @@ def timed(run_dir: str, plan: str, changes: Mapping[str, Any] | None = None) -> 
         )
 
 
-def rows(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("plan", "processes"),
     [("replicate=1", 1), ("shard=2", 2), ("tensor=2", 2), ("checkpointing=full", 1)],
@@ -48,7 +44,7 @@ def test_the_models_arithmetic_is_counted_whole_under_every_plan(
 ) -> None:
     pool.run(processes, timed, str(tmp_path / "run"), plan)
     forward = 2 * (6 * 16 + 16 * 3)
-    for row in rows(tmp_path / "run"):
+    for row in run_files.metrics(tmp_path / "run"):
         assert row["mfu"] == pytest.approx(
             3 * forward * row["samples_per_second"] / (processes * 1e6)
         )
@@ -68,11 +64,11 @@ def test_ranks_that_share_out_tokens_count_the_arithmetic_of_all_of_them(
     changes = {"inputs": tokens_of, "loss": mean_of_squares, "sequence": ls.Sequence(chunks=4)}
     pool.run(2, timed, str(tmp_path / "run"), "context=2", changes)
     forward = 4 * 2 * (6 * 16 + 16 * 3)
-    for row in rows(tmp_path / "run"):
+    for row in run_files.metrics(tmp_path / "run"):
         assert row["mfu"] == pytest.approx(3 * forward * row["samples_per_second"] / 2e6)
 
 
 def test_what_the_recipe_weighs_is_told_a_second(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(2, timed, str(tmp_path / "run"), "replicate=2", {"loss": weighted, "weight": tokens})
-    for row in rows(tmp_path / "run"):
+    for row in run_files.metrics(tmp_path / "run"):
         assert row["weight_per_second"] == pytest.approx(2.5 * row["samples_per_second"])

@@ -4,7 +4,6 @@ name only."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_files
 import torch
 from containers import OWN_NAMESPACES, container
 from tiers import tiered
@@ -36,9 +36,7 @@ def trained(run_dir: str, plan: str, hosts: str) -> tuple[float, str]:
 
 
 def reasons(run_dir: Path) -> dict[str, str]:
-    events: list[dict[str, Any]] = [
-        json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()
-    ]
+    events: list[dict[str, Any]] = run_files.events(run_dir)
     return {
         event["axis"]: event["reason"] for event in events if event["event"] == "no-shared-memory"
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import run_files
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -342,7 +343,7 @@ def test_random_numbers_drawn_by_a_forward_are_recorded(tmp_path: Path) -> None:
             torch.rand(1)
         tracer.microbatch(0, 0, index, [], {}, None)
     tracer.close()
-    rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    rows = run_files.rows(tmp_path / "rank-0.jsonl")
     assert [
         row["rng_after"] != row["rng_before"] for row in rows if row["kind"] == "microbatch"
     ] == [False, True]
