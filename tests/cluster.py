@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 GRACE_SECONDS = 40
@@ -96,7 +97,7 @@ def cluster(folder: Path, nodes: int) -> Iterator[None]:
 
 def asked(*line: str) -> str:
     """What one of Slurm's programs says; empty where it fails."""
-    return subprocess.run(line, capture_output=True, text=True, check=False).stdout
+    return ran(line).stdout
 
 
 def _configure(folder: Path, nodes: int) -> Path:

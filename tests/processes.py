@@ -48,6 +48,11 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
     pass
 
 
+def ran(line: Sequence[Any], **keywords: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with its output as text."""
+    return subprocess.run(line, capture_output=True, text=True, **{"check": False} | keywords)
+
+
 @contextmanager
 def started(line: Sequence[str], **keywords: Any) -> Iterator[subprocess.Popen[Any]]:
     """A command that leads a process group of its own. Waited for at the end; killed with its group

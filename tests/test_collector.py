@@ -4,12 +4,12 @@ are frozen once."""
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 from lockstep.base import garbage
 from lockstep.base.garbage import collector_paused
@@ -63,7 +63,7 @@ print(seen)
 @pytest.mark.command
 def test_it_is_off_for_what_is_imported_and_on_for_what_the_user_does(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IMPORTED, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = ran(command, check=True)
     seen = {"lockstep.session": False, "torch._dynamo": False, "model": True, "optimizer": True}
     assert done.stdout.splitlines()[-1] == str(seen)
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,9 +56,7 @@ PLANTS = {
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache", "--no-logo"]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "200"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return ran(command, cwd=folder, env=environment)
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 import lockstep
 from lockstep.base.errors import USER_ERROR_STATUS
@@ -32,9 +32,7 @@ def modules_after(code: str) -> set[str]:
     script = (
         f"import sys\n{code}\nprint('\\n'.join({{name.partition('.')[0] for name in sys.modules}}))"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    ended = ran([sys.executable, "-c", script], check=True)
     names = set(ended.stdout.split())
     assert "sys" in names, "the interpreter ended before it could say"
     return names
@@ -106,9 +104,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_an_uncaught_user_error_is_one_line_and_status_2() -> None:
     script = "import lockstep\nlockstep.Plan.parse('shard=0')"
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
+    ended = ran([sys.executable, "-c", script])
     assert ended.returncode == USER_ERROR_STATUS
     assert ended.stderr.startswith("lockstep: PlanError: shard=0;")
     assert "Traceback" not in ended.stderr

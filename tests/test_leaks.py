@@ -19,6 +19,7 @@ from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 from lockstep.testing import leaks
 
@@ -320,7 +321,7 @@ def test_the_session_fails_a_test_that_passes_and_leaves_something(tmp_path: Pat
         f"pythonpath={tmp_path}",
         str(tmp_path),
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    ended = ran(command, cwd=tmp_path)
     assert "1 failed, 2 passed, 1 error" in ended.stdout, ended.stdout + ended.stderr
     _, _, report = ended.stdout.partition("ERROR at teardown of test_leaky")
     for text in (

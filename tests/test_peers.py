@@ -2,11 +2,11 @@
 its own: `make peers`."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 PEERS = Path(__file__).resolve().parent.parent / "benchmarks" / "peers"
 
@@ -49,7 +49,5 @@ def test_curves_of_other_lengths_are_not_compared(figures):
 
 
 def test_help_needs_no_other_framework():
-    shown = subprocess.run(
-        [sys.executable, PEERS, "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    shown = ran([sys.executable, PEERS, "--help"], check=True).stdout
     assert "make peers" in shown

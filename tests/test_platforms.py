@@ -9,12 +9,12 @@ show on Linux what can be shown there (tests/scripts/other_system.py).
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import ran
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PORTABLE = SCRIPTS / "portable.py"
@@ -35,9 +35,7 @@ def found_on(system: str, folder: Path) -> dict[str, Any]:
         folder,
         *(["--without-workers"] if system == "win32" else []),
     ]
-    ended = subprocess.run(
-        list(map(str, command)), cwd=folder, capture_output=True, text=True, check=False
-    )
+    ended = ran(list(map(str, command)), cwd=folder)
     assert ended.returncode == 0, ended.stderr
     assert "could not be deleted" not in ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])

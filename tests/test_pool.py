@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import ran
 from torch import distributed
 
 from lockstep.base.errors import LaunchError, PlanError, UserError, WorkerError
@@ -424,7 +425,7 @@ def test_the_page_on_testing_runs(tmp_path: Path) -> None:
         os.devnull,
         str(tmp_path),
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    ended = ran(command, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 passed" in ended.stdout
 

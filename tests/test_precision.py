@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
+from processes import ran
 from torch import nn
 
 from lockstep.base import accelerator
@@ -108,9 +108,7 @@ def test_torch_keeps_a_choice_of_tf32_where_it_is_looked_for() -> None:
         for text in ("high", "highest")
     )
     code = f"import torch; print(torch.backends.cuda.matmul.fp32_precision); {choose}"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    found = ran([sys.executable, "-c", code], check=True).stdout
     assert found.split() == ["none", "tf32", "ieee"]
 
 

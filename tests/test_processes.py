@@ -14,7 +14,7 @@ import forked
 import psutil
 import pytest
 import torch
-from processes import IGNORED_IN_THE_BACKGROUND, started
+from processes import IGNORED_IN_THE_BACKGROUND, ran, started
 
 from lockstep.launch.recovery import rejoin
 from lockstep.logging import recorder
@@ -33,14 +33,7 @@ def test_signals_that_this_process_ignores_end_what_it_starts(number: signal.Sig
             child.send_signal({int(number)})
         print(child.returncode)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", dedent(source)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    ended = ran([sys.executable, "-c", dedent(source)], cwd=Path(__file__).parent, timeout=50)
     assert (ended.stdout, ended.stderr) == (f"{-number}\n", "")
 
 
@@ -136,13 +129,7 @@ def test_the_end_of_a_forked_command_waits_for_its_threads(tmp_path: Path) -> No
         "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
     )
     with forked.use():
-        ended = subprocess.run(
-            [sys.executable, str(tmp_path / "work.py")],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
+        ended = ran([sys.executable, str(tmp_path / "work.py")], timeout=50)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "thread\nend\n", "")
 
 
@@ -191,5 +178,5 @@ def test_a_forked_command_has_not_trained_what_this_process_has(
     )
     with forked.use():
         script = [sys.executable, str(tmp_path / "script.py")]
-        ended = subprocess.run(script, capture_output=True, text=True, check=False)
+        ended = ran(script)
     assert (ended.stdout, ended.stderr) == ("[] False\n", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import started
+from processes import ran, started
 
 
 def test_reading_a_request_does_not_import_torch() -> None:
@@ -21,12 +20,7 @@ def test_reading_a_request_does_not_import_torch() -> None:
         "import sys, lockstep.audit.request, lockstep.audit.runner, lockstep.audit.page;"
         " print('torch' in sys.modules)"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        ).stdout
-        == "False\n"
-    )
+    assert ran([sys.executable, "-c", program], check=True).stdout == "False\n"
 
 
 TIED = """

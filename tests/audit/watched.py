@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from processes import ran
 
 from lockstep.audit.request import AuditRequest
 from lockstep.audit.runner import SITE
@@ -97,15 +98,7 @@ def run(script: Path, folder: Path, environ: dict[str, str]) -> subprocess.Compl
     places = {"FOLDER": str(folder), "TMPDIR": str(folder)}  # loader workers leave a folder there
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **places, **environ}
     command = [sys.executable, str(script)]
-    return subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        cwd=folder,
-        check=False,
-    )
+    return ran(command, env=environment, timeout=170, cwd=folder)
 
 
 def _records(folder: Path) -> list[list[Row]]:

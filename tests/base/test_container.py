@@ -4,12 +4,12 @@ variables."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from containers import container
+from processes import ran
 
 from lockstep.base.container import (
     container_engine,
@@ -29,7 +29,7 @@ print(container_engine(os.environ), *(ends_with_container(path, os.environ) for 
 def answer(before: list[str], *paths: Path) -> list[str]:
     line = [*before, sys.executable, "-c", ASK, *map(str, paths)]
     environ = {name: value for name, value in os.environ.items() if name != "container"}
-    ended = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
+    ended = ran(line, env=environ)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip().split("|")
 

@@ -4,12 +4,12 @@ machines of other kinds."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from containers import control_groups
+from processes import ran
 
 from lockstep.base.container import (
     available_memory_bytes,
@@ -30,9 +30,7 @@ print(usable_cpus(), cpu_quota(), memory_limit_bytes(), available_memory_bytes()
 
 def read_in(limits: dict[str, str]) -> list[str]:
     with control_groups(limits) as (_, join):
-        ended = subprocess.run(
-            [*join, sys.executable, "-c", READ], capture_output=True, text=True, check=False
-        )
+        ended = ran([*join, sys.executable, "-c", READ])
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split()
 

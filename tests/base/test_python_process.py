@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 import lockstep
 from lockstep.base.processes import own_python
@@ -37,12 +37,5 @@ def test_a_module_in_the_working_directory_is_not_imported(
 ) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('somebody else')")
     (tmp_path / "json.py").write_text("raise SystemExit('somebody else')")
-    ended = subprocess.run(
-        own_python(*arguments),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
+    ended = ran(own_python(*arguments), cwd=tmp_path, timeout=30)
     assert (ended.returncode, ended.stderr) == (0, "")

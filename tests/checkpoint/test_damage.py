@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.states import ATTEMPT, save, values
+from processes import ran
 from torch import Tensor
 
 from lockstep.checkpoint.load import CheckpointReader
@@ -259,7 +260,7 @@ def test_a_disk_that_fills_up_at_any_byte(tmp_path: Path) -> None:
         work,
         str(Path(__file__).parents[1]),
     ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = ran(command)
     assert done.returncode == 0, done.stderr
 
 

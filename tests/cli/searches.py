@@ -13,7 +13,7 @@ from typing import Any
 
 import forked
 import psutil
-from processes import started
+from processes import ran, started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "searched.py"
@@ -96,9 +96,7 @@ def lockstep(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Run another command in a folder, to its end."""
     line = [LOCKSTEP, *map(str, words)]
     with forked.use():
-        return subprocess.run(
-            line, cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
-        )
+        return ran(line, cwd=folder, env=environment(folder))
 
 
 def reported(folder: Path, name: str = "s", *words: str) -> list[dict[str, Any]]:

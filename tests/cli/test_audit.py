@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import started
+from processes import ran, started
 
 from lockstep.testing import audit as audit_in_a_test
 
@@ -64,14 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 def audit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [LOCKSTEP, "audit", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([LOCKSTEP, "audit", *arguments], cwd=folder, env=environment)
 
 
 def found(
@@ -166,9 +159,7 @@ def test_a_mistake_is_one_message_and_status_2(
 
 
 def test_help_has_examples() -> None:
-    ended = subprocess.run(
-        [LOCKSTEP, "audit", "--help"], capture_output=True, text=True, check=False
-    )
+    ended = ran([LOCKSTEP, "audit", "--help"])
     assert "lockstep audit --nproc 4 --steps 50 --html audit.html train.py" in ended.stdout
     assert (
         "Exit status: 0 if nothing is wrong, 1 for findings, 2 if the script fails" in ended.stdout

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import started
+from processes import ran, started
 
 from lockstep.doctor.expected_results import COLLECTIVES, DATA_TYPES
 
@@ -27,9 +27,7 @@ def doctor(
     *options: str, cwd: Path, before: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     line = [*before, LOCKSTEP, "doctor", *options]
-    return subprocess.run(
-        line, cwd=cwd, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, check=False
-    )
+    return ran(line, cwd=cwd, env={**ENVIRONMENT, **variables})
 
 
 def bad(ended: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:

@@ -23,7 +23,7 @@ from cli.agents import (
     worlds,
 )
 from doctor.network import Network, network
-from processes import started
+from processes import ran, started
 
 from lockstep.testing import leaks
 
@@ -55,9 +55,7 @@ def test_a_run_that_loses_a_worker_goes_on_from_what_a_survivor_had(
         str(rank),
         str(step),
     ]
-    ended = subprocess.run(
-        line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    ended = ran(line, cwd=tmp_path, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert run_files.fingerprint(run) == undisturbed
@@ -103,9 +101,7 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path) -> Non
 
 def test_a_second_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path) -> None:
     line = [LOCKSTEP, "run", "--max-restarts", "1", str(Path(SCRIPT).with_name("twice.py"))]
-    ended = subprocess.run(
-        line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    ended = ran(line, cwd=tmp_path, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
@@ -119,13 +115,7 @@ def test_a_second_run_of_a_script_has_a_directory_of_its_own(tmp_path: Path) -> 
     ],
 )
 def test_mistakes_are_told_before_anything_starts(options: list[str], text: str) -> None:
-    ended = subprocess.run(
-        [LOCKSTEP, "run", *options, SCRIPT],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran([LOCKSTEP, "run", *options, SCRIPT], env=ENVIRONMENT)
     assert ended.returncode == 2
     assert text in ended.stderr
 
@@ -307,12 +297,7 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
         for host in three_hosts.hosts
     ]
     wait_for(lambda: worlds(run) == [6] and steps(tmp_path) >= 7)
-    listening = subprocess.run(
-        ["ip", "netns", "exec", three_hosts.hosts[2], "ss", "-ltnH"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    listening = ran(["ip", "netns", "exec", three_hosts.hosts[2], "ss", "-ltnH"], check=True).stdout
     assert {line.split()[3].rpartition(":")[0] for line in listening.splitlines()} == {keeper}
     three_hosts.cut(1)  # of rank 0
     _, told = agents[0].communicate(timeout=60)

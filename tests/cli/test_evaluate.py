@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import run_files
+from processes import ran
 
 pytestmark = [pytest.mark.command, pytest.mark.forks]
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -33,9 +34,7 @@ print("metrics", result.metrics)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [LOCKSTEP, *arguments], capture_output=True, text=True, check=False, timeout=100
-    )
+    return ran([LOCKSTEP, *arguments], timeout=100)
 
 
 @pytest.fixture(scope="module")

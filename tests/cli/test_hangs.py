@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 from lockstep.launch.termination import HUNG_STATUS
 
@@ -142,14 +143,7 @@ def run(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
         "TMPDIR": str(folder),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(
-        [LOCKSTEP, "run", *line],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    return ran([LOCKSTEP, "run", *line], env=environment, timeout=90)
 
 
 @pytest.mark.timeout(120)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import run_files
+from processes import ran
 
 from lockstep.testing import leaks
 
@@ -67,9 +67,7 @@ def train(
     ]
     line += ["--max-restarts", "2", *options, SCRIPT, *arguments]
     before = leaks.take(["shared-memory"])
-    ended = subprocess.run(
-        line, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    ended = ran(line, cwd=folder, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stderr
     assert leaks.remaining(before) == []
     return Ended(folder / "run", ended.stdout, ended.stderr)
@@ -235,9 +233,7 @@ def test_a_script_that_was_edited_meanwhile_is_not_mixed_in(tmp_path: Path) -> N
         "4",
     ]
     line += ["--max-restarts", "2", "--recovery", "in-place", str(script), "edits", "1", "13"]
-    ended = subprocess.run(
-        line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    ended = ran(line, cwd=tmp_path, env=ENVIRONMENT)
     assert ended.returncode == 2, ended.stderr
     (restarted,) = Ended(tmp_path / "run", "", "").events("restarted")
     assert "script.py is another version on rank 1 than on rank 0" in restarted["not_in_place"]
@@ -280,13 +276,8 @@ def train_mixture(folder: Path, killed: str, *options: str) -> dict[str, Any]:
     folder.mkdir()
     script = str(Path(SCRIPT).with_name("mixture.py"))
     line = [LOCKSTEP, "run", "--nproc", "2", "--plan", "expert=2", "--run-dir", "run"]
-    ended = subprocess.run(
-        [*line, "--max-restarts", "1", *options, script, killed],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
+    ended = ran(
+        [*line, "--max-restarts", "1", *options, script, killed], cwd=folder, env=ENVIRONMENT
     )
     assert ended.returncode == 0, ended.stderr
     said = "lockstep: rank 1 was killed by SIGKILL" in ended.stderr

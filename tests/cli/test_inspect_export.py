@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import run_files
 import torch
 from cli.saved import ended, scored, two
 from forked import lockstep
+from processes import ran
 from safetensors.torch import load_file
 from tiers import tiered
 from training.kept import PLANS, STEPS, run
@@ -380,10 +380,5 @@ def test_neither_command_imports_torch(copied: Path, tmp_path: Path) -> None:
         ["inspect", checkpoint_in(copied)],
         ["export", checkpoint_in(copied), tmp_path / "model.safetensors"],
     ):
-        ended = subprocess.run(
-            [sys.executable, "-c", program, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ended = ran([sys.executable, "-c", program, *map(str, arguments)])
         assert ended.stdout.splitlines()[-1] == "False", ended

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import run_files
+from processes import ran
 from training.subjects import learned
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -83,9 +83,7 @@ pytestmark = [pytest.mark.command, pytest.mark.forks, pytest.mark.timeout(300)]
 def train(run: Path, name: str, plan: str, *killed: int) -> None:
     line = [LOCKSTEP, "run", "--nproc", str(processes(plan)), "--run-dir", str(run), "--plan"]
     line += [f"{plan},numerics=bitwise", SCRIPT, name, *map(str, killed)]
-    ended = subprocess.run(
-        line, cwd=run.parent, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    ended = ran(line, cwd=run.parent, env=ENVIRONMENT)
     assert ended.returncode == (137 if killed else 0), (plan, ended.stderr)
 
 

@@ -6,13 +6,13 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import lockstep
+from processes import ran
 from safetensors.numpy import save_file
 
 from lockstep import __version__
@@ -47,7 +47,7 @@ for arguments in json.loads(sys.argv.pop()):
 
 def test_torch_is_not_imported_before_workers_are_started() -> None:
     line = [sys.executable, "-c", IMPORTED, json.dumps(BEFORE_WORKERS)]
-    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    ended = ran(line)
     found = [line for line in ended.stdout.splitlines() if line.startswith("torch: ")]
     assert found == [f"torch: False {arguments}" for arguments in BEFORE_WORKERS]
 
@@ -63,7 +63,7 @@ def test_torch_is_not_imported_for_an_evaluation_that_is_refused(tmp_path: Path)
     )
     arguments = ["evaluate", "--nproc", "x", str(tmp_path / "weights"), str(tmp_path / "train.py")]
     line = [sys.executable, "-c", "\n".join(lines), *arguments]
-    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    ended = ran(line)
     assert "LaunchError: --nproc x; it takes a whole number of processes" in ended.stderr
     assert ended.stdout == "False\n"
 
@@ -97,7 +97,7 @@ def test_ctrl_c_while_the_command_line_is_imported_ends_it(name: str, tmp_path: 
         save_file({"weight": np.zeros(3, np.float32)}, file)
     arguments = ["average", *files, "-o", str(tmp_path / "mean.safetensors")]
     line = [sys.executable, "-c", CTRL_C_DURING_IMPORTS, *arguments, name]
-    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    ended = ran(line)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
     assert not (tmp_path / "mean.safetensors").exists()
 
@@ -105,9 +105,7 @@ def test_ctrl_c_while_the_command_line_is_imported_ends_it(name: str, tmp_path: 
 def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
     line = f'cd "{tmp_path}" && mkdir gone && cd gone && rmdir ../gone && exec "{LOCKSTEP}" "$@"'
     for arguments in (["run", "/train.py"], ["export", "/run", "out.safetensors"]):
-        ended = subprocess.run(
-            ["sh", "-c", line, "sh", *arguments], capture_output=True, text=True, check=False
-        )
+        ended = ran(["sh", "-c", line, "sh", *arguments])
         assert ended.returncode == 2
         assert (
             ended.stderr
@@ -119,7 +117,7 @@ def test_a_working_directory_that_is_gone_is_told(tmp_path: Path) -> None:
 
 def test_too_few_open_files_are_told() -> None:
     line = f'ulimit -n 16 && exec "{LOCKSTEP}" doctor'
-    ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    ended = ran(["sh", "-c", line])
     assert ended.returncode == 2
     assert ended.stderr.startswith(
         "lockstep: LaunchError: this process may have 16 files open (ulimit -n); "
@@ -200,15 +198,8 @@ def test_a_search_shows_its_own_options_before_those_of_each_run() -> None:
 
 def test_the_module_is_the_command() -> None:
     for arguments in (["--version"], ["run", "--help"], ["nix"]):
-        as_module = subprocess.run(
-            [sys.executable, "-m", "lockstep", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        as_command = subprocess.run(
-            [LOCKSTEP, *arguments], capture_output=True, text=True, check=False
-        )
+        as_module = ran([sys.executable, "-m", "lockstep", *arguments])
+        as_command = ran([LOCKSTEP, *arguments])
         assert lockstep(*arguments).__dict__ == as_command.__dict__, "a fork is as a process"
         assert (as_module.returncode, as_module.stdout, as_module.stderr) == (
             as_command.returncode,
@@ -368,14 +359,7 @@ def test_a_script_runs_where_streams_are_closed(tmp_path: Path, closed: str) -> 
     (tmp_path / "train.py").write_text(
         "import sys\nprint('out')\nprint('err', file=sys.stderr)\nopen('done', 'w').close()"
     )
-    ended = subprocess.run(
-        f"{LOCKSTEP} run train.py {closed}",
-        shell=True,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran(f"{LOCKSTEP} run train.py {closed}", shell=True, cwd=tmp_path)
     assert ended.returncode == 0
     assert (tmp_path / "done").exists()
     assert (ended.stdout, ended.stderr) == (
@@ -428,13 +412,10 @@ def test_an_interrupt_while_torch_is_imported_ends_the_command(
         "except KeyboardInterrupt: print('swallowed')\n"
         "raise ImportError('interrupted')\n"
     )
-    ended = subprocess.run(
+    ended = ran(
         [LOCKSTEP, *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import forked
 import psutil
 import pytest
 import torch
+from processes import ran
 from safetensors.torch import save_file
 
 LINES = {
@@ -30,13 +30,7 @@ def test_a_script_that_never_trains_is_named_with_status_2(name: str, tmp_path: 
     for file in "ab":
         save_file({"weight": torch.ones(2)}, tmp_path / f"{file}.safetensors")
     with forked.use(watched=name == "audit"):
-        ended = subprocess.run(
-            [forked.LOCKSTEP, *LINES[name].split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ended = ran([forked.LOCKSTEP, *LINES[name].split()], cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     (said,) = [line for line in ended.stderr.splitlines() if "train" in line and "rror: " in line]
     assert said.startswith(

@@ -4,13 +4,13 @@ on one process."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import run_files
+from processes import ran
 
 pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
 BIN = Path(sys.executable).parent
@@ -49,14 +49,7 @@ def launch(
     }
     # torchrun leaves its log folder behind where a rank fails.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **(env or {})}
-    return subprocess.run(
-        [*map(str, launchers[by])],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([*map(str, launchers[by])], cwd=folder, env=environ)
 
 
 def result(folder: Path, name: str = "run") -> dict[str, Any]:
@@ -232,13 +225,7 @@ ls.train(recipe(evaluation=evaluation, steps=6), saving=ls.Saving(best="loss"))
     assert best["step"] == 1, "this loss is largest where the model is best"
     assert best["checkpoint"] in os.listdir(tmp_path / "run" / "checkpoints")
     for command in (["inspect", "run"], ["export", "--best", "run", "best.safetensors"]):
-        said = subprocess.run(
-            [str(BIN / "lockstep"), *command],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        said = ran([str(BIN / "lockstep"), *command], cwd=tmp_path)
         assert (said.returncode, best["checkpoint"] in said.stdout) == (0, True), said
 
 

@@ -4,11 +4,11 @@ the block and the microbatch. Without, they wait for minutes, or Gloo ends the p
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 from lockstep.base.errors import USER_ERROR_STATUS
 
@@ -31,9 +31,7 @@ NAMED = (
 )
 def test_blocks_that_ranks_call_differently_are_named(tmp_path: Path, width: str) -> None:
     line = ["run", "--nproc", "2", "--plan", PLAN, str(SCRIPT), width, str(tmp_path / "run")]
-    ended = subprocess.run(
-        [LOCKSTEP, *line], capture_output=True, text=True, timeout=80, check=False
-    )
+    ended = ran([LOCKSTEP, *line], timeout=80)
     assert ended.returncode == USER_ERROR_STATUS, ended.stderr
     assert re.search(f"RecipeError: {NAMED}", ended.stderr), ended.stderr
     assert "SIGABRT" not in ended.stderr

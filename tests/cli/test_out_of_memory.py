@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import run_files
+from processes import ran
 from training.kept import run as undisturbed
 
 from lockstep.testing.pool import WorkerPool
@@ -30,9 +31,7 @@ AGAIN = re.compile(
 def lockstep_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     line = [LOCKSTEP, "run", *arguments]
-    return subprocess.run(
-        line, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return ran(line, cwd=folder, env=environment)
 
 
 def result(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import click
 import psutil
 import pytest
 from cli.agents import wait_for
+from processes import ran
 
 from lockstep.base.errors import PlanError, UserError
 from lockstep.cli.plan import _Found, command, memory_bytes
@@ -29,14 +30,7 @@ pytestmark = [pytest.mark.forks, pytest.mark.timeout(180)]
 
 
 def plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [LOCKSTEP, "plan", *arguments],
-        cwd=folder,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([LOCKSTEP, "plan", *arguments], cwd=folder, env=dict(os.environ))
 
 
 def found(*arguments: str, folder: Path) -> tuple[int, dict[str, Any]]:

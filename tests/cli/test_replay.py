@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import run_files
+from processes import ran
 
 pytestmark = [pytest.mark.command, pytest.mark.forks]
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
@@ -35,9 +36,7 @@ print("trained")
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [LOCKSTEP, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=100
-    )
+    return ran([LOCKSTEP, *map(str, arguments)], timeout=100)
 
 
 @pytest.fixture(scope="module")

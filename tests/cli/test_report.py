@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import run_files
+from processes import ran
 from report.run_directories import event, metrics, run_json, whole, write
 from training.kept import run
 
@@ -25,13 +26,7 @@ LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 
 
 def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [LOCKSTEP, "report", *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([LOCKSTEP, "report", *map(str, arguments)], cwd=folder)
 
 
 def told(*arguments: Any) -> dict[str, Any]:
@@ -268,9 +263,7 @@ def test_a_place_that_cannot_be_written_to_is_a_users_mistake(tmp_path: Path) ->
 def test_nothing_is_left_of_a_page_for_which_there_is_no_room(tmp_path: Path) -> None:
     run_json(tmp_path / "a")
     line = f"ulimit -f 4; {LOCKSTEP} report a"
-    found = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    found = ran(["bash", "-c", line], cwd=tmp_path)
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)
     assert "-o a/report.html cannot be written (File too large)" in found.stderr
     assert os.listdir(tmp_path / "a") == ["run.json"]
@@ -284,10 +277,5 @@ def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
         "try: main()\n"
         "finally: print({'torch', 'numpy'} & set(sys.modules))"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, "report", str(tmp_path / "a")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran([sys.executable, "-c", program, "report", str(tmp_path / "a")])
     assert ended.stdout.splitlines()[-1] == "set()", ended

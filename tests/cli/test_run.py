@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import started
+from processes import ran, started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -25,14 +25,7 @@ def without_gpus() -> dict[str, str]:
 
 
 def lockstep_run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [LOCKSTEP, "run", *arguments],
-        cwd=folder,
-        env=without_gpus(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([LOCKSTEP, "run", *arguments], cwd=folder, env=without_gpus())
 
 
 @pytest.mark.command

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import run_files
-from processes import started
+from processes import ran, started
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 ENDLESS = Path(__file__).parent.parent / "scripts" / "endless.py"
@@ -153,9 +153,7 @@ def test_a_script_trains_twice(tmp_path: Path, launcher: list[str], plan: str) -
         "LOCKSTEP_PLAN": plan,
     }
     line = [sys.executable, "-m", *launcher, str(TWICE)]
-    ended = subprocess.run(
-        line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=50
-    )
+    ended = ran(line, cwd=tmp_path, env=environment, timeout=50)
     assert ended.returncode == 0, ended.stderr
     assert "terminate called" not in ended.stderr
     first, second = ended.stdout.splitlines()
@@ -187,9 +185,7 @@ def test_a_forward_that_fails_on_one_rank_of_a_pipeline_ends_the_run_and_is_show
         str(call),
     ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=50
-    )
+    ended = ran(line, cwd=tmp_path, env=environment, timeout=50)
     assert time.time() - float(ended.stdout.removeprefix("failing at ")) < 10
     assert ended.returncode == 1
     first, _, rest = ended.stderr.partition("ValueError: boom\n")

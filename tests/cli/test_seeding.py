@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import ran
 
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 DRAWS = str(Path(__file__).parent.parent / "scripts" / "draws.py")
@@ -34,7 +35,7 @@ def command(*arguments: str, hash_seed: str | None = None) -> subprocess.Complet
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTHONHASHSEED", None)
     environment |= {} if hash_seed is None else {"PYTHONHASHSEED": hash_seed}
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    return ran(arguments, env=environment)
 
 
 COMMANDS = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import run_files
+from processes import ran
 
 pytestmark = [pytest.mark.forks, pytest.mark.command, pytest.mark.timeout(120)]
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
@@ -61,9 +62,7 @@ def lockstep(
 ) -> subprocess.CompletedProcess[str]:
     (folder / "two.py").write_text(SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
-    return subprocess.run(
-        [LOCKSTEP, *arguments], cwd=folder, env=environ, capture_output=True, text=True, check=False
-    )
+    return ran([LOCKSTEP, *arguments], cwd=folder, env=environ)
 
 
 def fingerprints(folder: Path, name: str) -> list[str]:
@@ -121,9 +120,7 @@ def test_a_script_that_names_its_directories_goes_on_where_it_was(
             else [LOCKSTEP, "run", "--nproc", str(processes), "folds.py"]
         )
         environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        return subprocess.run(
-            line, cwd=folder, env=environ, capture_output=True, text=True, check=False
-        )
+        return ran(line, cwd=folder, env=environ)
 
     whole = run(tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import run_files
 from cluster import asked, cluster
+from processes import ran
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -35,14 +36,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def srun(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["timeout", "100", "srun", *line],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran(["timeout", "100", "srun", *line], cwd=folder, env=environment(folder))
 
 
 @contextmanager
@@ -200,19 +194,11 @@ def test_the_jobs_of_a_search_share_its_trials(slurm: None, tmp_path: Path) -> N
         "--seconds",
         "0.1",
     ]
-    sent = subprocess.run(
-        line, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
-    )
+    sent = ran(line, cwd=tmp_path, env=environment(tmp_path))
     assert sent.returncode == 0, sent.stderr
     assert re.match(r"lockstep: job \d+, an array of 3: ", sent.stderr)
     wait_for(lambda: not job_id())
-    told = subprocess.run(
-        [LOCKSTEP, "report", "--json", "search"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    told = ran([LOCKSTEP, "report", "--json", "search"], cwd=tmp_path, check=True)
     trials = json.loads(told.stdout)["trials"]
     assert [trial["state"] for trial in trials] == ["complete"] * 6
     assert len({trial["parameters"]["lr"] for trial in trials}) == 6

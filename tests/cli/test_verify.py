@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import started
+from processes import ran, started
 
 from lockstep.cli.arguments import PlansCommand, rearranged
 from lockstep.cli.verify import command
@@ -28,13 +28,8 @@ SCRIPT = str(SCRIPTS / "faults" / "train.py")
 
 
 def verify(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [LOCKSTEP, "verify", *arguments],
-        cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+    return ran(
+        [LOCKSTEP, "verify", *arguments], cwd=folder, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,13 +33,10 @@ def names() -> list[str]:
 @pytest.mark.parametrize("name", names())
 def test_right_plans_raise_no_alarm(tmp_path: Path, name: str) -> None:
     plans = PLANS if name == MICROBATCH_OF_THE_PLAN else PLANS + BITWISE
-    ended = subprocess.run(
+    ended = ran(
         [LOCKSTEP, "verify", str(SCRIPT), name, "--plans", *plans, "--steps", "5", "--json"],
         cwd=tmp_path,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert ended.stderr == ""
     report = json.loads(ended.stdout)

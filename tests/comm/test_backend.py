@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import ran
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LaunchError, PlanError
@@ -191,12 +191,7 @@ def test_a_run_trains_through_a_backend_that_the_script_registers(
     lines = []
     for backend in (["--backend", "telegraph"], []):
         run_dir = ["--run-dir", str(tmp_path / f"run-{len(backend)}")]
-        done = subprocess.run(
-            [*command, *run_dir, *backend, str(script)],
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        done = ran([*command, *run_dir, *backend, str(script)], timeout=100)
         assert done.returncode == 0, done.stderr
         lines.append(sorted(line for line in done.stdout.splitlines() if "made" in line))
     (through,) = {line.partition("made ")[2] for line in lines[0]}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
 import pytest
+from processes import ran
 
 SCRIPT = """
 import ctypes, sys, threading
@@ -24,8 +24,6 @@ threading.Event().wait(20)
 @pytest.mark.parametrize(("state", "said"), [("open", "told by nativ\n"), ("closed", "")])
 @pytest.mark.command
 def test_the_function_is_called_before_the_process_aborts(state: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, state], capture_output=True, text=True, timeout=30
-    )
+    done = ran([sys.executable, "-c", SCRIPT, state], timeout=30)
     assert done.returncode == -signal.SIGABRT
     assert done.stdout == said

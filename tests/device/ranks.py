@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import forked
 import torch
 import torch.distributed as dist
+from processes import ran
 from stand_in import build
 
 from lockstep.testing.pool import WorkerPool
@@ -62,6 +63,4 @@ def _in_forks(
     os.environ.clear()
     os.environ.update(given)
     with forked.use():
-        return subprocess.run(
-            line, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False
-        )
+        return ran(line, cwd=folder, timeout=seconds)

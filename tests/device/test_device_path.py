@@ -18,6 +18,7 @@ from checkpoint.states import ATTEMPT
 from device import ranks
 from device.ranks import on_device
 from device.test_training import steps
+from processes import ran
 
 import lockstep as ls
 from lockstep.base import accelerator
@@ -94,14 +95,8 @@ def started(
     *arguments: str, folder: Path, seconds: float = 100
 ) -> subprocess.CompletedProcess[str]:
     """Run a command whose processes are no forks."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=ranks.environment(folder),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
+    return ran(
+        [sys.executable, *arguments], env=ranks.environment(folder), cwd=folder, timeout=seconds
     )
 
 

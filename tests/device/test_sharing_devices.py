@@ -15,6 +15,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from device.ranks import on_device
 from device.test_training import steps
+from processes import ran
 from stand_in import build
 
 import lockstep as ls
@@ -212,9 +213,7 @@ def command(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
     }
     environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
     given = [sys.executable, "-m", *arguments, "train.py"]
-    return subprocess.run(
-        given, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False
-    )
+    return ran(given, env=environment, cwd=folder, timeout=100)
 
 
 @pytest.mark.command

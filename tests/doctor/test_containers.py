@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from containers import container
+from processes import ran
 
 ENVIRONMENT = {
     name: value
@@ -46,13 +47,7 @@ def examined(before: Sequence[str], *options: str) -> dict[str, dict[str, Any]]:
         "--json",
         *options,
     ]
-    ended = subprocess.run(
-        line,
-        env=ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran(line, env=ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""})
     assert ended.stdout, ended.stderr
     return {check["check"]: check for check in json.loads(ended.stdout)["checks"]}
 

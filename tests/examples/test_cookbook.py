@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from processes import ran
 
 import lockstep as ls
 from lockstep.testing.pool import WorkerPool
@@ -114,7 +114,5 @@ def test_it_passes_verify(tmp_path: Path, name: str) -> None:
     plans += VERIFIED_TOO.get(name, [])
     command += ["--plans", *plans, "--steps", "3", *VERIFY_OPTIONS.get(name, [])]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
-    )
+    ended = ran(command, cwd=tmp_path, env=environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr

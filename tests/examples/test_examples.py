@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import run_files
 import torch
+from processes import ran
 
 import lockstep as ls
 
@@ -202,13 +202,7 @@ def start(example: Load, tmp_path: Path) -> Start:
         environment = {**os.environ, "TMPDIR": str(tmp_path)}  # torchrun leaves a folder there
         if launcher != "lockstep":
             environment |= {"LOCKSTEP_PLAN": plan, "LOCKSTEP_RUN_DIR": str(folder)}
-        ending = subprocess.run(
-            [sys.executable, *command, script, *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ending = ran([sys.executable, *command, script, *arguments], env=environment)
         assert ending.returncode == 0, ending.stderr
         return run_files.fingerprint(folder)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import ModuleType
 from unittest.mock import patch
 
 import pytest
+from processes import ran
 
 from lockstep.recipe.parameters import declared
 
@@ -89,9 +89,7 @@ def test_a_short_search_of_it(tmp_path: Path) -> None:
         "100",
     ]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
-    )
+    ended = ran(command, cwd=tmp_path, env=environ)
     assert ended.returncode == 0, ended.stderr
     results = json.loads(ended.stdout)
     assert [trial["state"] in ("complete", "pruned") for trial in results["trials"]] == [True] * 5

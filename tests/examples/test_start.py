@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import forked
 import pytest
+from processes import ran
 
 from website.rewriting import two_scripts
 
@@ -92,14 +92,7 @@ def printed(line: list[str], folder: Path) -> str:
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(folder),
     }
-    ended = subprocess.run(
-        line,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran(line, cwd=folder, env=environment)
     assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
     return ended.stdout
 

@@ -19,6 +19,7 @@ import pytest
 from hostile.folders import forged, mutated, write_run
 from hostile.fuzz import Fuzz
 from hypothesis import HealthCheck, given, settings, strategies as st
+from processes import ran
 
 from lockstep.base.errors import CheckpointError, LaunchError, RunDirectoryError, UserError
 from lockstep.checkpoint.manifest import DamagedError, Manifest, check
@@ -39,13 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 def commands(*words: object) -> subprocess.CompletedProcess[str]:
     with forked.use():
-        return subprocess.run(
-            [forked.LOCKSTEP, *map(str, words)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=50,
-        )
+        return ran([forked.LOCKSTEP, *map(str, words)], timeout=50)
 
 
 @pytest.mark.timeout(180)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from containers import control_groups
 from hypothesis import given, strategies as st
+from processes import ran
 
 from lockstep.base.errors import DataError, DivergenceError, RecipeError, exit_status
 from lockstep.comm.segment import PeerDied, PeerStopped
@@ -60,9 +60,7 @@ def test_memory_that_a_control_group_limits_is_named_where_a_process_was_killed(
         " returncode=-9).line)"
     )
     with control_groups({"memory.limit_in_bytes": str(3 << 28)}) as (_, join):
-        ended = subprocess.run(
-            [*join, sys.executable, "-c", code], capture_output=True, text=True, check=False
-        )
+        ended = ran([*join, sys.executable, "-c", code])
     assert (
         ended.stdout
         == "rank 1 was killed by SIGKILL (often the kernel or the container, because memory ran"

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from processes import ran
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from lockstep.base.errors import LaunchError
@@ -55,13 +56,7 @@ def test_without_a_loopback_interface_the_launcher_names_it_at_once() -> None:
         "from lockstep.launch.rendezvous import LoopbackRendezvous;"
         " LoopbackRendezvous().next_rendezvous()"
     )
-    ended = subprocess.run(
-        [*before, sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    ended = ran([*before, sys.executable, "-c", code], timeout=50)
     assert "LaunchError: 127.0.0.1 cannot be reached" in ended.stderr
     assert "ip link set lo up" in ended.stderr
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ran
 
 from lockstep.audit.request import AuditRequest
 from lockstep.base.errors import LaunchError
@@ -88,14 +89,7 @@ def test_a_script_with_a_damaged_request_ends_with_one_line_and_status_2(
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "request.json").write_text("{")
     environ = {**os.environ, "LOCKSTEP_REQUEST": str(tmp_path / "request.json")}
-    ended = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran([sys.executable, "train.py"], cwd=tmp_path, env=environ)
     assert ended.returncode == 2
     assert ended.stderr.startswith("lockstep: LaunchError: LOCKSTEP_REQUEST=")
     assert ended.stderr.count("\n") == 1

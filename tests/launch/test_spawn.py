@@ -6,7 +6,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import ran
 from scripts import functions
 
 import lockstep as ls
@@ -81,14 +81,7 @@ def test_the_first_process_runs_nothing_that_is_in_the_working_directory(tmp_pat
         " nproc=1))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=here,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran([sys.executable, str(script)], cwd=here, env=environment)
     assert (done.returncode, done.stdout) == (0, "(None, 'False')\n"), done.stderr
     assert not (here / "was-run").exists()
 
@@ -297,7 +290,7 @@ def test_a_fork_is_refused_once_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch)
 def test_a_script_that_calls_it_unguarded_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import lockstep as ls\ndef main(): return 1\nls.spawn(main, nproc=2)\n")
-    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    ended = ran([sys.executable, str(path)])
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
@@ -343,15 +336,7 @@ def test_a_notebooks_functions_run_in_forks_that_leave_its_own_things_alone(tmp_
         """
     line = [sys.executable, "-", str(tmp_path / "notes")]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    ended = subprocess.run(
-        line,
-        input=dedent(source),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
+    ended = ran(line, input=dedent(source), env=environment, timeout=50)
     assert ended.stderr == ""
     assert ended.stdout.splitlines() == [
         "True 3.0 1 1 0",

@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from processes import ran
 
 from lockstep.launch.failures import FailureRecord
 from lockstep.launch.worker_files import WorkerFiles, WorkerStart
@@ -26,14 +27,7 @@ def work(
     files = WorkerFiles(folder / "rank-0")
     told = WorkerStart(launcher=os.getpid(), files=str(files.stem)).variables()
     added = {**told, **environment}
-    ended = subprocess.run(
-        [*PYTHON, *arguments],
-        cwd=folder,
-        env={**os.environ, **added},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = ran([*PYTHON, *arguments], cwd=folder, env={**os.environ, **added})
     return ended, FailureRecord.read(files.failure)
 
 
@@ -82,13 +76,10 @@ def test_a_module_that_a_spare_process_cannot_import_is_told_as_it_is(tmp_path: 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         told = WorkerStart(launcher=os.getpid(), channel=theirs.fileno(), imports=["broken"])
-        ended = subprocess.run(
+        ended = ran(
             [*PYTHON, "broken.py"],
             env={**os.environ, "PYTHONPATH": str(tmp_path), **told.variables()},
             pass_fds=[theirs.fileno()],
-            capture_output=True,
-            text=True,
-            check=False,
         )
     assert ended.returncode == 1
     assert ended.stderr.endswith("OSError: libcudart.so: cannot open shared object file\n")
@@ -118,9 +109,7 @@ def test_a_script_finds_what_python_would_give_it(tmp_path: Path) -> None:
     name = script(tmp_path, ABOUT, "sub/train.py")
     arguments = ["--help", "-m", "--", "", "a b", "$$x", "${local_rank}", "--nproc=3"]
     ended, record = work(tmp_path, name, *arguments)
-    plain = subprocess.run(
-        [sys.executable, name, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    plain = ran([sys.executable, name, *arguments], cwd=tmp_path, check=True)
     assert (ended.returncode, ended.stderr, record) == (0, "", None)
     assert json.loads(ended.stdout) == json.loads(plain.stdout)
     assert json.loads(ended.stdout)["argv"] == [name, *arguments]
@@ -132,13 +121,7 @@ def test_a_module_finds_what_python_would_give_it(tmp_path: Path, module: str) -
         script(tmp_path, ABOUT, name)
     script(tmp_path, "", "package/__init__.py")
     ended, record = work(tmp_path, "-m", module, "--help", "a b")
-    plain = subprocess.run(
-        [sys.executable, "-m", module, "--help", "a b"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    plain = ran([sys.executable, "-m", module, "--help", "a b"], cwd=tmp_path, check=True)
     assert (ended.returncode, ended.stderr, record) == (0, "", None)
     assert json.loads(ended.stdout) == json.loads(plain.stdout)
 
@@ -182,9 +165,7 @@ def test_an_exception_is_recorded_without_our_own_frames_and_not_printed(tmp_pat
         """,
     )
     ended, record = work(tmp_path, name)
-    plain = subprocess.run(
-        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    plain = ran([sys.executable, name], cwd=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "atexit ran\n", "")
     assert record is not None
     assert record.traceback == plain.stderr
@@ -193,9 +174,7 @@ def test_an_exception_is_recorded_without_our_own_frames_and_not_printed(tmp_pat
 def test_a_syntax_error_reads_as_python_shows_it(tmp_path: Path) -> None:
     name = script(tmp_path, "x = = 3")
     ended, record = work(tmp_path, name)
-    plain = subprocess.run(
-        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    plain = ran([sys.executable, name], cwd=tmp_path)
     assert ended.returncode == 1
     assert record is not None
     assert record.traceback.removeprefix("Traceback (most recent call last):\n") == plain.stderr

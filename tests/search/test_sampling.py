@@ -3,7 +3,6 @@ by nothing else."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from processes import ran
 from search.storages import PARAMETERS, Open, end_as_killed, make_trial, proposals
 
 from lockstep.base.errors import LaunchError, RecipeError
@@ -58,7 +58,7 @@ def test_another_process_samples_alike(storage: Open, tmp_path: Path) -> None:
         "tpe",
         str(TRIALS),
     ]
-    found = subprocess.run(line, capture_output=True, text=True, check=True)
+    found = ran(line, check=True)
     assert found.stdout == f"{made[-1]}\n"
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from unittest.mock import patch
 
 import pytest
 import torch
+from processes import ran
 
 from lockstep.base import accelerator
 from lockstep.testing.pool import WorkerPool
@@ -39,11 +39,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how: str) -> int:
-    return int(
-        subprocess.run(
-            [sys.executable, "-c", CODE, how], check=True, capture_output=True, text=True
-        ).stdout
-    )
+    return int(ran([sys.executable, "-c", CODE, how], check=True).stdout)
 
 
 @pytest.mark.command
@@ -108,9 +104,7 @@ def test_importing_lockstep_sets_the_workspace_unless_the_gpu_is_in_use() -> Non
 
     def seen(torch: str, **given: str) -> str:
         line = [sys.executable, "-c", FAKE, torch]
-        return subprocess.run(
-            line, env=environ | given, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        return ran(line, env=environ | given, check=True).stdout.strip()
 
     assert [seen("not imported"), seen("imported"), seen("in use")] == [
         ":4096:8",

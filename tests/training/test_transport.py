@@ -17,6 +17,7 @@ import pytest
 import run_files
 import torch
 from containers import OWN_NAMESPACES, container
+from processes import ran
 from tiers import tiered
 from torch import distributed
 from training.subjects import recipe
@@ -193,7 +194,7 @@ def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path)
             "/tmp/run",
             str(script),
         ]
-        ended = subprocess.run(line, capture_output=True, text=True, check=False)
+        ended = ran(line)
     assert ended.returncode == 0, ended.stderr
     assert (
         "warning: run directory /tmp/run is in the container's own file system (overlay on /), and"
@@ -249,7 +250,7 @@ def test_loader_workers_that_find_no_room_in_shared_memory_name_the_remedy(
             "run",
             "train.py",
         ]
-        ended = subprocess.run(line, capture_output=True, text=True, check=False)
+        ended = ran(line)
     assert ended.returncode == status, ended.stderr
     assert error in ended.stderr
     assert "make it larger (docker run --shm-size" in ended.stderr
@@ -282,8 +283,6 @@ def test_a_small_shared_memory_folder_is_enough(tmp_path: Path) -> None:
         "100",
         "train.py",
     ]
-    ended = subprocess.run(
-        line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
-    )
+    ended = ran(line, cwd=tmp_path, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert reasons(tmp_path / "run") == {}

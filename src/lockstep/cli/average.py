@@ -114,7 +114,7 @@ def command(
       lockstep average runs/a runs/b -o soup.safetensors --evaluate "train.py --data test" --nproc 2
       lockstep average runs/a runs/b -o soup.safetensors --evaluate train.py --greedy --metric loss
 
-    Exit status: 0, or that of the evaluation that failed.
+    Exit status: 0, or the status of the evaluation that failed.
     """
     path = Path(out)
     parts = _checked(click.get_current_context(), sources, path)

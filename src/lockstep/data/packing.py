@@ -1,15 +1,15 @@
 """Packing: documents of different lengths in rows of one length.
 
-The documents are taken in their order, `TOGETHER` at a time, and these are packed among themselves:
-the longest first, each into the row with the least room that it fits in (best-fit decreasing). A
-row has its documents in their order, and rows are in the order of their first documents. So rows
-follow from the lengths of documents alone.
+`TOGETHER` documents at a time are packed into rows of their own, by best-fit decreasing: the
+longest document first, each into the fullest row that has room for it. Documents keep their order
+in a row, and rows are in the order of their first documents. So the lengths of the documents alone
+determine the rows.
 
-A document longer than a row is cut into pieces, each a document of its own to the model. A piece
+A document longer than a row is cut into pieces. To the model, each piece is a document. A piece
 begins with the last token of the piece before it, so that each token but the document's first is
 predicted exactly once.
 
-The rows are a contract: a run that is resumed, or repeated years later, must see the same.
+Do not change the rows: a run that is resumed, or repeated years later, must get the same rows.
 """
 
 from __future__ import annotations

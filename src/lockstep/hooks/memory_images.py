@@ -13,11 +13,10 @@ from lockstep.training.run import Run
 from lockstep.training.state import KnownTensors, state_of
 
 MOST_TIME = 0.01
-"""Largest share of the run time that images may take, where a lost process may hold state that no
-other has."""
+"""Largest share of the run time that images may take, if each process has state that no other
+process has."""
 MOST_TIME_WITH_REPLICAS = 0.002
-"""Largest share where every process holds the whole state: an image is then needed only if all are
-lost."""
+"""The same if every process has the whole state: an image is then needed only if all are lost."""
 
 
 @dataclass(eq=False)

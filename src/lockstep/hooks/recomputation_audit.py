@@ -120,7 +120,7 @@ class RecomputationAudit(ControlHook):
 
 
 def _together(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
-    """Return what several ranks computed, as if one had, in each role."""
+    """Join what several ranks have computed, in each role, as if a single rank had."""
     return [
         Computed(
             sorted(chain(*(exchanged for exchanged, _ in several))),

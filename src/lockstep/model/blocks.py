@@ -128,8 +128,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
-    """Make the parameters with these names one object again; if one of them is a DTensor, that
-    one."""
+    """Let the modules with these parameters share one object again: the DTensor if there is one,
+    else the first."""
     found = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
     for name in names:

@@ -172,8 +172,8 @@ View = Callable[[Tensor], Tensor]
 
 def drop_casts(group: nn.Module, *, is_root: bool) -> None:
     """Stop autograd from keeping casts of the weights of one of FSDP2's groups from forward to
-    backward. `is_root`: the group of the parameters outside of blocks; its forward is searched only
-    after the last block."""
+    backward. `is_root`: True for the group of the parameters outside of blocks. Only the part of
+    its forward after the last block is searched."""
     parameters = fsdp_parameter_group(group)
     compared: set[str] = set()
 

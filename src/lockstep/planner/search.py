@@ -82,8 +82,8 @@ class Space:
         return devices < self.devices_per_node or devices % self.devices_per_node == 0
 
     def contexts(self, devices: int, each: int = 1) -> list[int]:
-        """Return the sizes of `context` with which so many devices are data ranks with `each`
-        microbatches. A rank computes two chunks or more."""
+        """Return the sizes of `context` that leave at least `each` microbatches for every data
+        rank. A rank computes at least two chunks."""
         most = 1 if self.chunks is None else max(1, self.chunks // 2)
         return [
             size

@@ -24,11 +24,12 @@ class Balance:
 
     coefficient: float = 0.0
     """Factor of the balance loss of each layer, E Σ f P over its E experts: f is the number of
-    tokens that chose the expert, per token; P is the mean probability that the router gives it. 0:
-    no balance loss."""
+    times that the expert is chosen, divided by the number of tokens; P is the router's mean
+    probability for it. 0: no balance loss."""
     over: Over = "microbatch"
     """The tokens of f and P: `microbatch`, `step` (the global batch, exact at any microbatch), or
-    `sample` (each sample). `previous`: f of the step before, P of the global batch."""
+    `sample` (each sample). `previous`: f is measured in the previous step, P in the global
+    batch."""
     bias_rate: float = 0.0
     """Change of the router's bias after each step: up for experts with fewer tokens of the global
     batch than the mean, down for others (DeepSeek-V3). 0: the bias is left alone."""

@@ -42,9 +42,9 @@ class ScriptEnd:
     timed_out: bool = False
 
     def nothing_done(self, line: ScriptLine, *, before: str, needs: str, works: str) -> LaunchError:
-        """Return the error for a script that ended too early. `before`: text for what it did not
-        reach; `needs`: text for what the command needs. `works`: a command line that has to work
-        first."""
+        """Return the error for a script that ended too early. `before`: the call that it did not
+        reach. `needs`: what the command needs. `works`: the command line that must work first. All
+        three are parts of the text."""
         if self.timed_out:
             return LaunchError(
                 f"{line.script} did not come to {before} in {self.seconds:.0f} s; {needs}; give it"

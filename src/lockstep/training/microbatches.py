@@ -190,8 +190,8 @@ class Batching:
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Number of samples in each microbatch of an epoch's last global batch. Without epochs: of
-        any global batch. With a `batch_sampler`: of all global batches."""
+        """Number of samples in each microbatch of an epoch's last global batch. Without epochs, all
+        global batches are alike. With a `batch_sampler`: the sizes in all global batches."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(

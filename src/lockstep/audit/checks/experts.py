@@ -85,9 +85,9 @@ def divided(records: Records) -> Divided:
 
 
 def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
-    """Find the experts: parameters that only some ranks have, that differ from rank to rank before
-    the first step, or that are called experts, if gradients are not reduced over the ranks that
-    exchange tokens. Experts that are reduced by mistake are found by their names."""
+    """Return the names of the experts' parameters. An expert is on some ranks only, or it differs
+    from rank to rank before the first step and its gradient is not reduced over the ranks that
+    exchange tokens. Experts that are reduced by mistake are known by their names."""
     found: set[str] = set()
     for rows in (rows for rows in records.together() if rows[0]["index"] == 0):
         for name in dict.fromkeys(name for row in rows for name in row["applied"]):

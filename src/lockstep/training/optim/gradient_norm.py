@@ -48,8 +48,8 @@ class GradientNorm:
         self._stage_rows: StageRows | None = None
 
     def begin(self, model: nn.Module, counted: Mapping[str, nn.Parameter]) -> None:
-        """Get to know the parameters in the norm. Every rank calls it before `of`, in a pipeline.
-        `counted`: by name, those that this rank counts."""
+        """Set the parameters in the norm. In a pipeline, every rank calls it before `of`.
+        `counted`: the parameters that this rank counts, by name."""
         if self._bitwise and self._stages.size > 1:
             self._stage_rows = StageRows(model, counted, self._stages)
 
@@ -262,7 +262,8 @@ class StageRows:
 
     def gather(self, squares: Sequence[Tensor], has_gradient: Sequence[bool]) -> list[Tensor]:
         """Return the squares of the rows of every parameter that has a gradient. Every rank of the
-        pipeline calls it. `squares`: of this rank's. `has_gradient`: for each counted one."""
+        pipeline calls it. `squares`: of this rank's parameters that have a gradient.
+        `has_gradient`: True or False for each counted parameter of this rank."""
         waiting, device = iter(squares), self._stages.device
         found = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
         for rows, has in zip(self._rows, has_gradient, strict=True):

@@ -47,7 +47,7 @@ class Evidence:
 
     @property
     def token_tolerance(self) -> float:
-        """Largest difference of a token's sketch, relative to that of a typical token."""
+        """Largest difference of a token's sketch, relative to a typical token's sketch."""
         return float(COMPUTE_EPS[self.reference.metadata.get("precision", "fp32")] ** 0.5)
 
     def of(self, *checks: str) -> list[Difference]:
