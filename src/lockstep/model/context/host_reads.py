@@ -26,6 +26,7 @@ from lockstep.comm.world import World
 from lockstep.model.context.calls import is_call_of_model, outside_modes
 from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.host_values import READS, named
 
 BITS = 24
 """Bits of the digest that are compared."""
@@ -33,23 +34,11 @@ MOST_NAMED = 1000
 """Number of reads of a forward that are kept to be named."""
 _COUNT = "_lockstep_count"
 """Attribute of a tensor that is a count."""
-
-
-def _named(*names: str) -> frozenset[Any]:
-    found = (getattr(owner, name, None) for owner in (torch, Tensor) for name in names)
-    return frozenset(each for each in found if each is not None)
-
-
-READS = _named(
-    *("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist"),
-    *("equal", "allclose", "is_nonzero"),
-)
-"""Functions that return a number on the host."""
-_COUNTING = _named(
+_COUNTING = named(
     *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere")
 )
-_SUMS = _named("sum", "cumsum")
-_COMPARISONS = _named(
+_SUMS = named("sum", "cumsum")
+_COMPARISONS = named(
     *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
     *("__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "not_equal"),
 )

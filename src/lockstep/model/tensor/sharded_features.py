@@ -58,7 +58,7 @@ from lockstep.base.torch_private import (
     tree_leaves,
     tree_map,
 )
-from lockstep.model.context.host_reads import READS
+from lockstep.model.host_values import ARRAYS, READS
 from lockstep.model.tensor.elementwise import mapped
 from lockstep.model.tensor.following import Following
 from lockstep.model.tensor.forms import Forms, by_rows, other_product, repeated
@@ -81,7 +81,7 @@ from lockstep.model.tensor.sharded_logits import ShardedLogits, gather_full
 from lockstep.model.tensor.sliced import Slices, of_heads
 
 SEEDS = 2**32
-VALUES = READS | {Tensor.__array__, Tensor.numpy, Tensor.register_hook}
+VALUES = READS | ARRAYS | {Tensor.register_hook}
 """Functions that give a tensor's values to code that lockstep does not see."""
 ANSWERS = {
     **dict.fromkeys((torch.any, Tensor.any), dist.ReduceOp.MAX),
