@@ -1,10 +1,10 @@
-"""A branch on a number of some of the tokens: refused on all ranks before the step is applied, if
-the ranks read different numbers."""
+"""Numbers of some of the tokens: refused on all ranks before the step is applied, if the ranks read
+different ones; counts only if the model computes something else by them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,21 @@ PLANS = (
 )
 
 
+COUNT_PLANS = ("context=2", "context=2,numerics=bitwise")
+COUNTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "any": lambda x, text: 2 * x if (text == RARE).any() else x,
+    "sum": lambda x, text: 2 * x if (text == RARE).sum() > 0 else x,
+    "scale": lambda x, text: x * (1 + (text == RARE).sum().item()),
+    "hidden": lambda x, text: 2 * x if (x > 110).any() else x,
+    "numpy": lambda x, text: 2 * x if text.numpy().max() == RARE else x,
+    "list": lambda x, text: 2 * x if max(text.flatten().tolist()) == RARE else x,
+    "in": lambda x, text: 2 * x if RARE in text else x,
+    "nonzero": lambda x, text: 2 * x if len((text == RARE).nonzero()) else x,
+    "shape": lambda x, text: x * (1 + text[text == RARE].shape[0]),
+}
+"""Ways to compute something else by a count of some of the tokens."""
+
+
 class Reader(nn.Module):
     """Reads the number of rare words in some way."""
 
@@ -36,6 +51,9 @@ class Reader(nn.Module):
         super().__init__()
         self.way = way
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        with torch.no_grad():
+            self.words.weight[RARE, 0] = 100.0
+        self.last: list[Tensor] = []
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.double()
 
@@ -47,6 +65,10 @@ class Reader(nn.Module):
             x = 2 * x
         if self.way == "number":
             x = x * (1 + (text.amax() == RARE).long().item())
+        if self.way == "log":
+            self.last = [x.detach().norm()]
+        if self.way in COUNTS:
+            x = COUNTS[self.way](x, text)
         if self.way == "each token":
             x = torch.where((text == RARE)[..., None], 2 * x, x)
         if self.way == "experts":
@@ -95,14 +117,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-REMEDIES = ("experts", "each token")
+REMEDIES = ("experts", "each token", "log")
 
 
 def train(run_dir: str, plans: Sequence[str]) -> list[tuple[str, str, float | str]]:
     """Return (plan, case, the error or the last loss)."""
     found: list[tuple[str, str, float | str]] = []
     for plan in plans:
-        for name, case in {**CASES, **{way: {"way": way} for way in REMEDIES}}.items():
+        counts = [*COUNTS, "evaluated"] if plan in COUNT_PLANS else []
+        ways = {way: {"way": way} for way in (*REMEDIES, *counts)}
+        if counts:
+            ways["evaluated"] = {"way": "any", "in_evaluation": True}
+        for name, case in {**CASES, **ways}.items():
             options = {"plan": plan, "run_dir": f"{run_dir}/{plan}/{name}", "log_every": 1}
             try:
                 found.append((plan, name, ls.train(recipe(**case), **options).loss))
@@ -127,6 +153,7 @@ def test_ranks_that_would_decide_differently_refuse_it(pool: WorkerPool, tmp_pat
             assert isinstance(found, str), (plan, name)
             where = "chunk" if bits else "rank"
             assert re.search(rf"test_host_reads.py, line \d+, gives .* on {where} \d", found)
+            assert ("a count, or an array," in found) == (name not in CASES)
             folder = tmp_path / ("1" if (plan, name, found) in one else "2") / plan / name
             rows = run_files.metrics(folder)
             assert rows, (plan, name, "the check before the first step does not see it")

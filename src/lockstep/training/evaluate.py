@@ -138,6 +138,7 @@ class Evaluator:
         for index, parts in ahead:
             _arrive(index, parts, collected)
         agreement.compare_now()
+        self.module.check_counts()
         agreement.doing.text = ""
         found: dict[str, float] = executor.on_output_rank(
             lambda: {**self._means(rows, len(bounds)), **self._gathered(collected, bounds)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,7 +234,20 @@ class TrainModule:
 
     def _new_agreement(self) -> StepAgreement:
         cut = self.parallel.cut
-        return StepAgreement(self.mesh.summed(), [] if cut is None else [cut.reads])
+        if cut is None:
+            return StepAgreement(self.mesh.summed())
+        return StepAgreement(self.mesh.summed(), [cut.reads], cut.counts)
+
+    def check_counts(self) -> None:
+        """Check the counts that differed between ranks in the latest step, or evaluation, if a
+        model of sequences has read any. Every rank calls it. Raises `RecipeError`."""
+        if (step := self.agreement.unchecked()) is None:
+            return
+        cut, streams = self.parallel.cut, self.parallel.streams
+        assert cut is not None, "it alone reads counts"
+        paused = nullcontext() if streams is None else streams.paused()
+        with self.autocast, paused:
+            cut.check_counts(step, self.mesh.summed())
 
     def begin_loop(self, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
@@ -335,6 +348,7 @@ class TrainModule:
         stats = self.reducer.reduce(values, weights, flag=flag)
         if stats.agreement is not None:
             self.agreement.compare(stats.agreement, self.parameters)
+            self.check_counts()
         if self._tied is not None:
             self._tied.sum()
         return stats

@@ -58,7 +58,7 @@ def sums(body: Callable[[Tensor], Any], parts: list[Tensor]) -> tuple[list[float
     numbers = reads.numbers()
     reads.end_step()
     assert not any(reads.numbers())
-    reads._ranks = [*range(len(parts))]
+    reads._digests.ranks = [*range(len(parts))]
     return numbers, reads.difference()
 
 
@@ -117,4 +117,4 @@ def test_calls_of_a_loss_are_noted_once_if_they_read_the_same() -> None:
         noted = noting(loss, part)
         for tokens in calls:
             noted(tokens, None)
-    assert once.bits() == twice.bits() != changed.bits()
+    assert once.digest.digest() == twice.digest.digest() != changed.digest.digest()

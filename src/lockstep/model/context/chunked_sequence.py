@@ -18,8 +18,10 @@ from lockstep.model.chunked_logits import hidden_states, with_hidden
 from lockstep.model.context.chunk_axis import ChunkAxis
 from lockstep.model.context.chunk_sums import ChunkInputs, join_outputs, sum_losses
 from lockstep.model.context.chunk_threads import ChunkThreads
+from lockstep.model.context.count_reads import KnownCounts, PartCounts
 from lockstep.model.context.cut import MOST_LAYOUTS, MicrobatchCut, SequenceCut
 from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.context.host_reads import PartReads
 from lockstep.model.context.kernels import Chosen
 from lockstep.model.context.label_shift import LossFunction, has_tokens
 from lockstep.model.context.proof import Trial
@@ -67,6 +69,7 @@ class ChunkedSequenceCut(SequenceCut):
         all processes."""
         reshard(self._model)  # a forward without a backward may have left parameters gathered
         cut = self.current = self.cut_of(arguments, batch)
+        self.counts.begin_microbatch(arguments)
         run = self.run_of(cut, loss, batch, nullcontext)
         result: tuple[Any, Any] = run(
             0, lambda given: given.call(self._model), self.inputs_of(arguments, cut)
@@ -115,7 +118,7 @@ class ChunkedSequenceCut(SequenceCut):
 
         def compute(place: int, of_chunk: MicrobatchCut) -> tuple[Any, Any]:
             with (
-                self._noted(of_chunk.layout, number) as part,
+                self._noted_forward(of_chunk.layout, number) as part,
                 self._mode(of_chunk, stage, chosen=Chosen(), part=part),
             ):
                 output = forward(given[place][0])
@@ -187,11 +190,14 @@ class ChunkedSequenceCut(SequenceCut):
 
     def _cut_trial(self, sample: Any, tokens: int) -> Trial:
         cut = MicrobatchCut(1, self._layout_of(tokens), None)
+        layouts = self._layouts_of_chunks(tokens)
+        counts = [PartCounts(KnownCounts()) for _ in layouts]
 
         def compute(observers: Sequences[Around]) -> Sequences[Any]:
             def run(stage: int, forward: Callable[[Arguments], Any], arguments: Chunks) -> Chunks:
                 def in_chunk(place: int, of_chunk: MicrobatchCut) -> Any:
-                    mode = self._mode(of_chunk, stage, chosen=Chosen())
+                    part = PartReads(counts[place])
+                    mode = self._mode(of_chunk, stage, chosen=Chosen(), part=part)
                     with mode, observers[place](stage):
                         return forward(arguments.each[place])
 
@@ -200,7 +206,7 @@ class ChunkedSequenceCut(SequenceCut):
             outputs = self._forwards.try_forward(self.inputs_of(sample, cut), run)
             return outputs.each if self._forwards.has_output else []
 
-        return Trial(self._layouts_of_chunks(tokens), compute)
+        return Trial(layouts, compute, counts)
 
     def _layout_of(self, tokens: int) -> TokenLayout:
         """Return the layout of this process's first chunk."""

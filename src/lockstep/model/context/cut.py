@@ -20,6 +20,8 @@ from lockstep.comm.world import World
 from lockstep.model.context.active import ActiveSequence
 from lockstep.model.context.calls import Dims, find_dims
 from lockstep.model.context.chunk_axis import ChunkAxis
+from lockstep.model.context.count_check import TriedGroup, TriedTokens, check_counts, short_rows
+from lockstep.model.context.count_reads import CountReads, KnownCounts, PartCounts, StepCounts
 from lockstep.model.context.document_check import check_labels, check_model, tried_tokens
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.exchange import TokenLayout, gather_tokens
@@ -36,7 +38,7 @@ from lockstep.model.context.label_shift import (
     windows,
 )
 from lockstep.model.context.mode import SequenceMode
-from lockstep.model.context.proof import Provers, Trial, check_modules, prove
+from lockstep.model.context.proof import Provers, Trial, check_modules, differences, prove
 from lockstep.model.context.transformers import check_call, open_transformers
 from lockstep.model.forwards import Forwards, WholeModel
 from lockstep.model.pipeline.boundary import Arguments, Around, Chunks, Run, within
@@ -128,6 +130,8 @@ class SequenceCut:
         """The cut of the microbatch whose output `loss` and `whole` get."""
         self.reads = HostReads(world, is_summed=self._is_summed)
         """Reads of forwards and losses on the host."""
+        self.counts = CountReads(world, is_summed=self._is_summed)
+        """Counts that forwards read on the host."""
         self.kernels = Chosen()
         """The kernels of attention in microbatches."""
 
@@ -141,6 +145,7 @@ class SequenceCut:
         `Recipe.inputs` for `batch`, with all tokens. Raises `RecipeError`, `DataError` and
         `PlanError`."""
         self.current = self.cut_of(arguments, batch)
+        self.counts.begin_microbatch(arguments)
         return self._output(arguments, self.current, self.kernels)
 
     def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
@@ -188,15 +193,29 @@ class SequenceCut:
     def _noting_mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> Iterator[None]:
         """The context of `_mode`, in which `reads` notes what the forward reads."""
         with (
-            self._noted(cut.layout, self.reads.begin()) as part,
+            self._noted_forward(cut.layout, self.reads.begin()) as part,
             self._mode(cut, stage, chosen=chosen, part=part),
         ):
             yield
 
     @contextmanager
-    def _noted(self, layout: TokenLayout, forward: int) -> Iterator[PartReads]:
-        """Yield what notes the reads of a part of a forward, and add it to `reads`."""
-        part = PartReads()
+    def _noted_forward(self, layout: TokenLayout, forward: int) -> Iterator[PartReads]:
+        """Yield what notes the reads of a part of the model's forward, and add it to `reads` and
+        `counts`."""
+        # in a pipeline, the ranks of a stage cannot decide on a check by themselves
+        counts = PartCounts(self.counts.known) if self._forwards.last_stage == 0 else None
+        with self._noted(layout, forward, counts) as part:
+            yield part
+        if counts is not None:
+            self.counts.end_part(forward, layout, counts)
+
+    @contextmanager
+    def _noted(
+        self, layout: TokenLayout, forward: int, counts: PartCounts | None = None
+    ) -> Iterator[PartReads]:
+        """Yield what notes the reads of a part of a forward, and add it to `reads`. `counts`: notes
+        the counts."""
+        part = PartReads(counts)
         yield part
         self.reads.end_part(forward, layout, part)
 
@@ -253,6 +272,54 @@ class SequenceCut:
         self._check_documents(arguments, loss, batch)
         self._checked.add(self._model.training)
 
+    def check_counts(self, step: StepCounts, summed: World) -> None:
+        """Check that the counts which differed between ranks in a step make no difference. Every
+        rank of the axis and of `summed` calls it, with its own `step`, in the mode of that step.
+        Generators and buffers are unchanged afterwards. Raises `RecipeError`, the same on all
+        ranks."""
+        with unchanged(self._model, self._world.device), all_in_use(self._model):
+            check_counts(step, self.counts.known, self._tokens_tried, (self._world, summed))
+
+    def _tokens_tried(self, arguments: Any) -> TriedTokens:
+        """Return the tokens of a microbatch in groups of short sequences. Each rank has tokens of
+        its own in them, and in a group no more than in the microbatch."""
+        samples, tokens = self._size_of(arguments)
+        known, layout = self._know_sequences(arguments, tokens), self._layout_of(tokens)
+        rows = short_rows(tokens, layout.chunks, COMPARED_TOKENS_PER_CHUNK)
+        compared = len(rows[0])
+        together = max(1, layout.local // compared)
+        groups = [rows[start : start + together] for start in range(0, len(rows), together)]
+        whole = TokenLayout(compared, layout.chunks, self._alone)
+
+        def compute(group: int) -> TriedGroup:
+            places = torch.tensor(groups[group], device=self._world.device)
+            sample = self._rows(arguments, known, samples, places)
+            trial = self._cut_trial(sample, compared)
+            found = differences(trial, self._trial(sample, whole), self.dim)
+            noted = {
+                self.counts.place(group, of_chunk): counts.by_line()
+                for of_chunk, counts in zip(trial.layouts, trial.counts, strict=True)
+            }
+            return TriedGroup(found, noted)
+
+        return TriedTokens(self._layout_of(compared), len(groups), compute)
+
+    def _rows(self, arguments: Any, known: list[bool], samples: int, places: Tensor) -> Any:
+        """Return the tokens at each row of `places` of each of so many samples. `known`: which
+        tensors are sequences."""
+
+        def taken(tensor: Tensor) -> Tensor:
+            if len(tensor) != samples:  # the same for all samples
+                tensor = tensor.expand(samples, *tensor.shape[1:])
+            return torch.cat([tensor.index_select(self.dim, row) for row in places])
+
+        def repeated(tensor: Tensor) -> Tensor:
+            has_samples = tensor.shape[:1] == (samples,)
+            return torch.cat([tensor] * len(places)) if has_samples else tensor
+
+        sequences = iter(known)
+        return map_tensors(arguments, lambda each: (taken if next(sequences) else repeated)(each))
+
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
         """Return the loss of this rank's tokens, in the form in which `loss` returns it. Summed
         over the axis, these give the loss of all tokens. `output`: the result of `run` for this
@@ -288,14 +355,18 @@ class SequenceCut:
         return map_tokens(output, dim, layout.local, gathered)
 
     def _tried(
-        self, arguments: Any, cut: MicrobatchCut, observer: Around = lambda _: nullcontext()
+        self,
+        arguments: Any,
+        cut: MicrobatchCut,
+        observer: Around = lambda _: nullcontext(),
+        part: PartReads | None = None,
     ) -> Any:
         """Return the model's output for this rank's tokens, on ranks that have it. `observer`: a
-        context inside that of each stage's forward."""
+        context inside that of each stage's forward. `part`: notes what the forward reads."""
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
-            with self._mode(cut, stage, chosen=Chosen()), observer(stage):
+            with self._mode(cut, stage, chosen=Chosen(), part=part), observer(stage):
                 yield
 
         return self._forwards.try_forward(self.arguments_of(arguments, cut), within(around))
@@ -345,12 +416,14 @@ class SequenceCut:
 
     def _trial(self, sample: Any, layout: TokenLayout) -> Trial:
         """Return the forward of the tokens of a layout."""
+        counts = PartCounts(KnownCounts())
 
         def compute(observers: Sequences[Around]) -> list[Any]:
-            output = self._tried(sample, MicrobatchCut(1, layout, None), observers[0])
+            cut = MicrobatchCut(1, layout, None)
+            output = self._tried(sample, cut, observers[0], PartReads(counts))
             return [output] if self._forwards.has_output else []
 
-        return Trial([layout], compute)
+        return Trial([layout], compute, [counts])
 
     def _size_of(self, arguments: Any) -> tuple[int, int]:
         """Return the numbers of samples and of tokens in a batch. Raises `RecipeError`."""

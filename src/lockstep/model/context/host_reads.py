@@ -1,9 +1,9 @@
 """The numbers that a forward reads on the host, to decide what to compute.
 
 `if x.sum() > 0` decides by the tokens that a rank has. One process decides by all tokens, so the
-ranks must read the same number, or they compute another model. Counts of chosen tokens may differ:
-the loop over experts that skips an expert without tokens (`if chosen.any()`) computes the same, and
-so does code that leaves out a mask of ones (`if not mask.all()`).
+ranks must read the same number, or they compute another model. Counts of chosen tokens may differ
+(`count_reads.py`): the loop over experts that skips an expert without tokens (`if chosen.any()`)
+computes the same, and so does code that leaves out a mask of ones (`if not mask.all()`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -25,18 +24,23 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
 from lockstep.model.context.calls import is_call_of_model, outside_modes
 from lockstep.model.context.chunk_axis import ChunkAxis
+from lockstep.model.context.count_reads import PartCounts, numbers_in, sizes_of
 from lockstep.model.context.exchange import TokenLayout
-from lockstep.model.host_values import READS, named
+from lockstep.model.context.part_digests import PartDigests
+from lockstep.model.host_values import ARRAYS, READS, named
 
-BITS = 24
-"""Bits of the digest that are compared."""
 MOST_NAMED = 1000
 """Number of reads of a forward that are kept to be named."""
 _COUNT = "_lockstep_count"
 """Attribute of a tensor that is a count."""
 _COUNTING = named(
-    *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere")
+    *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere"),
+    *("unique_consecutive", "searchsorted"),
 )
+_GIVE_COUNTS = ARRAYS | {Tensor.__contains__}
+"""Functions that give values to Python which may differ as counts do."""
+_SHAPED = named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
+"""Functions whose result has a shape that is a count."""
 _SUMS = named("sum", "cumsum")
 _COMPARISONS = named(
     *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
@@ -55,32 +59,42 @@ class Read(NamedTuple):
 class PartReads:
     """The reads of one forward of a part of a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: PartCounts | None = None) -> None:
+        """`counts`: notes the counts; None if they may differ unseen."""
         self.reads: list[Read] = []
-        self._digest = hashlib.blake2b(digest_size=BITS // 8)
+        self.counts = counts
+        self.digest = hashlib.blake2b()
+        """The digest of the reads that must be the same for all parts."""
         self._has_counts = False
 
     def note(self, function: Any, args: Any, result: Any, caller: FrameType) -> None:
-        """Note a call of torch, if it is a read that must be the same for all parts."""
+        """Note a call of torch, if it is a read."""
         if function in READS:
-            if not any(map(_is_count, args)) and not _is_several(result):
+            if any(map(_is_count, args)) or _is_several(result):
+                self._note_count(result, caller)
+            else:
                 self._note_read(result, caller)
+        elif function in _GIVE_COUNTS:
+            self._note_count(result, caller)
         elif function in _COUNTING or (
             _is_of_integers(args)
             if function in _SUMS
             else self._has_counts and _is_of_counts(function, args)
         ):
             self._mark(result)
+        if self.counts is not None and _is_shape_a_count(function, args):
+            self._note_count(sizes_of(result), caller)
 
     def _note_read(self, value: Any, caller: FrameType) -> None:
-        if not is_call_of_model(caller):
-            return
-        frame = _outside_torch(outside_modes(caller))
-        place = f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
-        self._add(Read(place, repr(value)))
+        if is_call_of_model(caller):
+            self._add(Read(_line_of(caller), repr(value)))
+
+    def _note_count(self, value: Any, caller: FrameType) -> None:
+        if self.counts is not None and is_call_of_model(caller):
+            self.counts.note(_line_of(caller), value)
 
     def _add(self, read: Read) -> None:
-        self._digest.update("\n".join(read).encode())
+        self.digest.update("\n".join(read).encode())
         if len(self.reads) < MOST_NAMED:
             self.reads.append(read)
 
@@ -94,15 +108,6 @@ class PartReads:
         self._has_counts = True
         for each in _tensors_of(result if isinstance(result, tuple | list) else (result,)):
             setattr(each, _COUNT, True)
-
-    def bits(self, *salt: int) -> list[int]:
-        """Return the bits of the digest; all 0 if nothing was read. `salt`: mixed into it."""
-        if not self.reads:
-            return [0] * BITS
-        digest = self._digest.copy()
-        digest.update(repr(salt).encode())
-        number = int.from_bytes(digest.digest(), "little")
-        return [number >> bit & 1 for bit in range(BITS)]
 
 
 class Noting(TorchFunctionMode):
@@ -140,18 +145,15 @@ class HostReads:
     """The reads of a step's forwards of parts of sequences, which the ranks of `world` share out.
     Every part of a forward must read the same."""
 
-    count = BITS
-    """Number of values that `numbers` returns."""
-
     def __init__(self, world: World, *, is_summed: bool = True) -> None:
         """`is_summed`: True if the numbers of a step are summed over `world`."""
         self._world = world
-        self._is_summed = is_summed
-        self._ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
+        self._digests = PartDigests(world, is_summed=is_summed)
+        self.count = self._digests.count
+        """Number of values that `numbers` returns."""
         self._layout: TokenLayout
         """The layout of the latest part that read a number."""
         self._forwards = 0
-        self._sums = [0] * BITS
         self._reads: dict[tuple[int, int], list[Read]] = {}
         self._before = self._reads
 
@@ -162,27 +164,21 @@ class HostReads:
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartReads) -> None:
         """Add the reads of a part of a forward. `layout`: of its tokens."""
-        place, size = layout.world.rank, layout.world.size
-        if size > 1 and part.reads:
+        if layout.world.size > 1 and part.reads:
             self._layout = layout
-            factor = size - 1 if place == 0 else -1
-            bits = part.bits(forward, self._ranks[0])
-            self._sums = [total + factor * bit for total, bit in zip(self._sums, bits, strict=True)]
-            self._reads[forward, place] = part.reads
+            self._digests.add(forward, layout, part.digest)
+            self._reads[forward, layout.world.rank] = part.reads
 
     def numbers(self) -> list[float]:
         """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
         forward have read the same. Every rank of `world` calls it."""
-        sums = torch.tensor(self._sums, dtype=torch.float64)
-        if not self._is_summed:
-            self._world.all_reduce(sums)
-        numbers: list[float] = sums.tolist()
-        return numbers
+        return self._digests.numbers()
 
     def end_step(self) -> None:
         """Keep the reads since the previous step, to be named if they differ."""
         self._before, self._reads = self._reads, {}
-        self._sums, self._forwards = [0] * BITS, 0
+        self._digests.clear()
+        self._forwards = 0
 
     def difference(self) -> str | None:
         """Return the first difference between the parts of a forward in the last step; None if
@@ -205,7 +201,7 @@ class HostReads:
         is_chunked = isinstance(layout.world, ChunkAxis)
         found = [
             f"{read.place}, gives {read.value} on"
-            f" {f'chunk {part}' if is_chunked else f'rank {self._ranks[part]}'}"
+            f" {f'chunk {part}' if is_chunked else f'rank {self._digests.ranks[part]}'}"
             for part, read in reads.items()
             if read is not None
         ]
@@ -251,10 +247,19 @@ def _is_of_integers(args: Any) -> bool:
 
 
 def _is_several(value: Any) -> bool:
-    return isinstance(value, list) and len(value) != 1
+    return isinstance(value, list) and len(list(numbers_in(value))) != 1
 
 
-def _outside_torch(frame: FrameType) -> FrameType:
+def _is_shape_a_count(function: Any, args: Any) -> bool:
+    if function is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(each, Tensor) and each.dtype is torch.bool for each in index)
+    return function in _SHAPED or (function is torch.where and len(args) == 1)
+
+
+def _line_of(caller: FrameType) -> str:
+    """Return the file and line of the model's code that made a call."""
+    frame = outside_modes(caller)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
-    return frame
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"

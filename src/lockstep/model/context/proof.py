@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from lockstep.comm.world import World
 from lockstep.model.chunked_logits import hidden_states
 from lockstep.model.context.active import handled
 from lockstep.model.context.calls import is_call_of_model
+from lockstep.model.context.count_reads import PartCounts
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.label_shift import has_tokens
 from lockstep.model.pipeline.boundary import Around
@@ -132,10 +133,7 @@ class Provers:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks."""
-        values = [value]
-        for world in self.worlds:
-            values = [each for theirs in world.gather_values(values) for each in theirs]
-        return values
+        return gather_over(value, self.worlds)
 
     def raise_on_all_ranks(self, compute: Callable[[], T]) -> T:
         """Return `compute()`. If it fails on any rank, every rank raises."""
@@ -154,6 +152,14 @@ class Provers:
         raise cause.as_user_error() or RecipeError(f"another rank failed: {cause.described}")
 
 
+def gather_over(value: Any, worlds: Iterable[World]) -> list[Any]:
+    """Return the JSON values of all ranks of several worlds."""
+    values = [value]
+    for world in worlds:
+        values = [each for theirs in world.gather_values(values) for each in theirs]
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A forward of a rank's tokens: of all at once, or of several chunks, each by itself."""
@@ -163,6 +169,8 @@ class Trial:
     compute: Callable[[Sequence[Around]], Sequence[Any]]
     """(context of each stage's forward, for each chunk) -> the output of each chunk, nothing on
     ranks without the model's output. Has collectives, and raises the same on all ranks."""
+    counts: Sequence[PartCounts]
+    """Note the counts that each chunk reads."""
 
 
 def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
@@ -170,8 +178,7 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
     Every rank calls it. Returns the output of the first chunk; None on ranks without it. Raises
     `RecipeError` if they differ."""
     layout = cut.layouts[0]
-    reasons = [partial(_with_reason, each) for each in cut.layouts]
-    found, states = _run(cut, reasons)
+    found, states = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, (expected_states,) = _run(whole)
     if ranks.any(any(not _are_equal(each, expected_states) for each in states)):
         raise RecipeError(
@@ -180,15 +187,27 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
             " draw by dropout, torch.rand, torch.randn, rand_like, randn_like or bernoulli, for"
             " tensors of (samples, tokens, ...)"
         )
-    differences = ranks.raise_on_all_ranks(
-        lambda: [
-            _difference(part, expected[0], each, dim)
-            for part, each in zip(found, cut.layouts, strict=False)
-        ]
-    )
+    differences = ranks.raise_on_all_ranks(lambda: _differences(found, expected, cut.layouts, dim))
     if ranks.any(any(not error <= allowed for error, allowed in differences)):
         raise RecipeError(_explanation(cut, whole, differences, ranks))
     return found[0] if found else None
+
+
+def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
+    """Return the relative difference of the output of each of this rank's chunks from the output
+    for all tokens, and the difference that rounding explains. For a model that is whole on this
+    rank."""
+    found, _ = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
+    expected, _ = _run(whole)
+    return _differences(found, expected, cut.layouts, dim)
+
+
+def _differences(
+    found: Sequence[Any], expected: Sequence[Any], layouts: Sequence[TokenLayout], dim: int
+) -> list[tuple[float, float]]:
+    """`found`, `expected`: empty on ranks without the output."""
+    pairs = zip(found, layouts, strict=False)
+    return [_difference(part, expected[0], layout, dim) for part, layout in pairs]
 
 
 @contextmanager

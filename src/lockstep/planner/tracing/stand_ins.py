@@ -34,6 +34,7 @@ from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
 from lockstep.data.streams import StreamFetcher
 from lockstep.model.context import attention, cut
+from lockstep.model.context.count_reads import CountReads
 from lockstep.model.context.documents import Documents
 from lockstep.model.context.host_reads import HostReads
 from lockstep.model.expert.dispatch import Dispatch
@@ -178,7 +179,8 @@ def without_others(boundaries: Sequence[Sequence[Boundary]], skew: float) -> Ite
     yield Dispatch, {"_prove": lambda *_: None, "_exchange_counts": _routed(skew)}
     # The sums over all ranks of the originals' numbers are 0, and one rank's alone are not.
     yield exchange_order, {"numbers_of": lambda _, **given: [0.0] * BITS * given["groups"]}
-    yield HostReads, {"numbers": lambda reads: [0.0] * reads.count}
+    for reads in (HostReads, CountReads):
+        yield reads, {"numbers": lambda reads: [0.0] * reads.count}
     # The originals use torch's store.
     yield FirstFailure, {"__init__": lambda *_: None, "tell": lambda *_: None}
     # The original raises the error of another rank.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 from lockstep.training.reducers.exchange_order import END, Doing, ExchangeOrder, Exchanges
+
+if TYPE_CHECKING:
+    from lockstep.model.context.count_reads import CountReads, StepCounts
 
 
 class Alike(Protocol):
@@ -42,16 +45,22 @@ class Alike(Protocol):
 class StepAgreement:
     """The comparison of what the ranks have done in each step of one model."""
 
-    def __init__(self, summed: World, alike: Sequence[Alike] = ()) -> None:
+    def __init__(
+        self, summed: World, alike: Sequence[Alike] = (), counts: CountReads | None = None
+    ) -> None:
         """`summed`: the ranks that sum the numbers of a step. `alike`: what is compared, besides
-        the orders of exchanges."""
+        the orders of exchanges. `counts`: what may differ, but is checked if it does."""
         self._summed = summed
         self._alike = list(alike)
+        self._counts = counts
         self._orders: dict[int, ExchangeOrder] = {}
         self.doing = Doing()
         """Set by the reducer, to be told with an exchange."""
-        self._late: tuple[Tensor, torch.Event] | None = None
-        """True if the ranks differed in the previous step, while it is copied to the host."""
+        self._late: tuple[Tensor, torch.Event, StepCounts | None] | None = None
+        """If the ranks, and their counts, differed in the previous step, while it is copied to the
+        host; and this rank's counts."""
+        self._unchecked: StepCounts | None = None
+        """The counts of a step in which they differed."""
 
     def over(self, world: World) -> ExchangeOrder | None:
         """Return the order of exchanges over `world`; None if nothing needs to be compared. Every
@@ -66,13 +75,21 @@ class StepAgreement:
     @property
     def count(self) -> int:
         """Number of values that `numbers` returns."""
-        return sum(each.count for each in self._alike)
+        return self._counted + sum(each.count for each in self._alike)
+
+    @property
+    def _counted(self) -> int:
+        """Number of values of the counts, which come first in `numbers`."""
+        return 0 if self._counts is None else self._counts.count
 
     def numbers(self) -> list[float]:
         """Return this rank's numbers. Their sums over `summed` are 0 exactly if the ranks agree."""
-        return [number for each in self._alike for number in each.numbers()]
+        of_counts = [] if self._counts is None else self._counts.numbers()
+        return [*of_counts, *(number for each in self._alike for number in each.numbers())]
 
     def end_step(self) -> None:
+        if self._counts is not None:
+            self._counts.end_step()
         for each in self._alike:
             each.end_step()
 
@@ -105,38 +122,55 @@ class StepAgreement:
         self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu
+        counts, others = sums[: self._counted], sums[self._counted :]
+        latest = None if self._counts is None else self._counts.latest
         if sums.is_cpu or (has_streams and is_offloaded):
             if bool(sums.any()):
-                self._refuse()
+                self._take(bool(others.any()), latest if bool(counts.any()) else None)
             return
-        differ = sums.any()
+        differ = others.any()
         gradients = (to_local(p.grad) for p in parameters if p.grad is not None)
         for gradient in [each for each in gradients if each.numel()][:1]:
             gradient.mul_(torch.where(differ, math.nan, 1.0))
         if has_streams:  # the planner has none
-            copied = differ.to("cpu", non_blocking=True)
-            self._late = copied, accelerator.recorded_event(sums.device)
+            copied = torch.stack([differ, counts.any()]).to("cpu", non_blocking=True)
+            self._late = copied, accelerator.recorded_event(sums.device), latest
+
+    def _take(self, differ: bool, unchecked: StepCounts | None) -> None:
+        """Raise `RecipeError` if the ranks differ. Every rank of `summed` calls it. `unchecked`:
+        the counts of the step, if they differ."""
+        if differ:
+            self._refuse()
+        self._unchecked = unchecked
+
+    def unchecked(self) -> StepCounts | None:
+        """Return the counts of a step if they differed between ranks, and forget them. On an
+        accelerator, this is the step before."""
+        found, self._unchecked = self._unchecked, None
+        return found
 
     def compare_now(self) -> None:
         """Raise `RecipeError` if the ranks differ. Every rank of `summed` calls it, outside of
         steps."""
-        if not self._alike:
+        if not self.count:
             return
         numbers = self.numbers()
         self.end_step()
         everyone = self._summed.gather_values(numbers)
         self.settle()
-        if any(map(sum, zip(*everyone, strict=True))):
-            self._refuse()
+        sums = [*map(sum, zip(*everyone, strict=True))]
+        latest = None if self._counts is None else self._counts.latest
+        self._take(any(sums[self._counted :]), latest if any(sums[: self._counted]) else None)
 
     def refuse_late(self) -> None:
         """Raise `RecipeError`, on every rank, if the ranks differed in the last step. Waits for the
         device."""
         before, self._late = self._late, None
         if before is not None:
-            before[1].synchronize()
-            if bool(before[0]):
-                self._refuse()
+            copied, event, latest = before
+            event.synchronize()
+            differ, counts_differ = copied.tolist()
+            self._take(differ, latest if counts_differ else None)
 
     def _refuse(self) -> NoReturn:
         """Raise `RecipeError` with the first difference. Every rank of `summed` calls it, after

@@ -1,0 +1,248 @@
+"""The counts that a forward reads on the host, by the tokens that it has.
+
+Counts of chosen tokens differ between ranks: how many tokens an expert has, or if any is masked. A
+model may use them to leave out what computes nothing. If it uses them otherwise (`x * count`, or
+`if rare.any(): x = 2 * x`), it is another model. The two read the same, so they are told apart by
+value: when ranks first read different counts at a line, some of their tokens are computed whole and
+cut, and the outputs compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lockstep.base.nested import tensors_in
+from lockstep.comm.world import World
+from lockstep.model.context.chunk_axis import ChunkAxis
+from lockstep.model.context.exchange import TokenLayout
+from lockstep.model.context.part_digests import PartDigests
+
+MOST_CHECKS = 8
+"""Number of times that the counts at a line are checked."""
+MOST_KEPT_BYTES = 2**26
+"""Size of the microbatches of a step that are kept to be checked. The first one always is."""
+
+
+class Counts(NamedTuple):
+    """The counts that a part of a forward has read at a line."""
+
+    low: float
+    high: float
+    digest: str
+    """The digest of all of them, in order."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+
+
+class KnownCounts:
+    """The counts at each line that make no difference to what the model computes."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, float]] = {}
+        """Line -> the range that was checked."""
+        self._checks: dict[str, int] = {}
+
+    def has(self, line: str, low: float, high: float) -> bool:
+        known = self._known.get(line)
+        return known is not None and known[0] <= low and high <= known[1]
+
+    def add(self, line: str, counts: Iterable[Counts], *, is_shown: bool) -> None:
+        """Add the counts of a line after a check. `is_shown`: False if the ranks read the same
+        there in the check."""
+        checks = self._checks[line] = self._checks.get(line, 0) + 1
+        if checks >= MOST_CHECKS:
+            self._known[line] = -math.inf, math.inf
+        elif is_shown:
+            low, high = self._known.get(line, (math.inf, -math.inf))
+            lows, highs = zip(*((each.low, each.high) for each in counts), strict=True)
+            self._known[line] = min(low, *lows), max(high, *highs)
+
+
+class PartCounts:
+    """The counts that a part of a forward reads, except those that are known."""
+
+    def __init__(self, known: KnownCounts) -> None:
+        self._known = known
+        self._ranges: dict[str, tuple[float, float]] = {}
+        self._digests: dict[str, Any] = {}
+
+    def note(self, line: str, value: Any) -> None:
+        """Note a number, or numbers in a list, a tuple or an array."""
+        low, high = _range_of(value)
+        if self._known.has(line, low, high):
+            return
+        if line not in self._ranges:
+            self._ranges[line] = low, high
+            self._digests[line] = hashlib.blake2b(digest_size=6)
+        lowest, highest = self._ranges[line]
+        self._ranges[line] = min(lowest, low), max(highest, high)
+        is_array = isinstance(value, np.ndarray)
+        self._digests[line].update(value.tobytes() if is_array else repr(value).encode())
+
+    def by_line(self) -> dict[str, Counts]:
+        return {
+            line: Counts(*ends, self._digests[line].hexdigest())
+            for line, ends in self._ranges.items()
+        }
+
+
+def _range_of(value: Any) -> tuple[float, float]:
+    """Return the smallest and the largest number; 0 if there is none."""
+    if isinstance(value, np.ndarray):
+        numbers = [value.min().item(), value.max().item()] if value.size else [0]
+    else:
+        numbers = list(numbers_in(value)) or [0]
+    if not all(isinstance(each, int | float) for each in numbers):
+        return 0, 0
+    if any(map(math.isnan, numbers)):
+        return -math.inf, math.inf
+    return float(min(numbers)), float(max(numbers))
+
+
+def numbers_in(value: Any) -> Iterator[Any]:
+    """Yield the numbers in nested lists and tuples."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from numbers_in(each)
+    else:
+        yield value
+
+
+class Place(NamedTuple):
+    """A part of a forward."""
+
+    axis: int
+    """The first rank of the axis."""
+    forward: int
+    part: int
+    """The rank among all, or the chunk."""
+    parts: int
+    """Number of parts of a forward."""
+
+
+Noted = dict[Place, dict[str, Counts]]
+"""The counts that parts of forwards have read."""
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """The counts that were read in a step, or in an evaluation, on this rank."""
+
+    arguments: list[Any] = field(default_factory=list)
+    """The arguments of the first microbatches."""
+    microbatches: int = 0
+    noted: dict[int, Noted] = field(default_factory=dict)
+    """Microbatch -> its counts."""
+    kept_bytes: int = 0
+
+
+class DifferentCounts(NamedTuple):
+    """A microbatch for whose tokens the ranks have read different counts."""
+
+    microbatch: int
+    lines: dict[str, dict[Place, Counts]]
+    """Line -> the counts of the parts of forwards in which they differ."""
+
+
+class CountReads:
+    """The counts that the ranks of `world`, which share out the tokens of each microbatch, read in
+    a step."""
+
+    def __init__(self, world: World, *, is_summed: bool) -> None:
+        """`is_summed`: True if the numbers of a step are summed over `world`."""
+        self.known = KnownCounts()
+        self._digests = PartDigests(world, is_summed=is_summed)
+        self.count = self._digests.count
+        """Number of values that `numbers` returns."""
+        self._step = StepCounts()
+        self.latest = self._step
+        """The step before `end_step`."""
+
+    def begin_microbatch(self, arguments: Any) -> None:
+        """Begin the forward of a microbatch. Every rank of the axis calls it. `arguments`: for all
+        tokens."""
+        step = self._step
+        step.microbatches += 1
+        size = sum(each.nbytes for each in tensors_in(arguments))
+        is_next = len(step.arguments) == step.microbatches - 1
+        if is_next and (not step.arguments or step.kept_bytes + size <= MOST_KEPT_BYTES):
+            step.kept_bytes += size
+            step.arguments.append(arguments)
+
+    def end_part(self, forward: int, layout: TokenLayout, part: PartCounts) -> None:
+        """Add the counts of a part of a forward. `layout`: of its tokens."""
+        step, counts = self._step, part.by_line()
+        if layout.world.size == 1 or not counts or step.microbatches > len(step.arguments):
+            return
+        text = repr(sorted((line, each.digest) for line, each in counts.items()))
+        self._digests.add(forward, layout, hashlib.blake2b(text.encode()))
+        step.noted.setdefault(step.microbatches - 1, {})[self.place(forward, layout)] = counts
+
+    def place(self, forward: int, layout: TokenLayout) -> Place:
+        """Return the place of a part of a forward. `layout`: of its tokens."""
+        world = layout.world
+        part = world.rank if isinstance(world, ChunkAxis) else self._digests.ranks[world.rank]
+        return Place(self._digests.axis, forward, part, world.size)
+
+    def numbers(self) -> list[float]:
+        """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
+        forward have read the same. Every rank of the axis calls it."""
+        return self._digests.numbers()
+
+    def end_step(self) -> None:
+        """Keep the counts since the previous step as `latest`."""
+        self.latest, self._step = self._step, StepCounts()
+        self._digests.clear()
+
+
+def to_json(noted: Noted) -> list[Any]:
+    return [[*place, counts] for place, counts in noted.items()]
+
+
+def from_json(rows: Iterable[Any]) -> Noted:
+    """Return what was noted. `rows`: results of `to_json`, one behind another."""
+    return {
+        Place(*place): {line: Counts(*each) for line, each in counts.items()}
+        for *place, counts in rows
+    }
+
+
+def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
+    """Return the lines at which parts of the same forward have read different counts, and these
+    counts."""
+    forwards: dict[tuple[int, int], list[Place]] = {}
+    for place in sorted(noted):
+        forwards.setdefault((place.axis, place.forward), []).append(place)
+    found: dict[str, dict[Place, Counts]] = {}
+    for places in forwards.values():
+        for line in dict.fromkeys(line for place in places for line in noted[place]):
+            read = {place: noted[place][line] for place in places if line in noted[place]}
+            if len(read) < places[0].parts or len(set(read.values())) > 1:
+                found.setdefault(line, {}).update(read)
+    return found
+
+
+def first_difference(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts | None:
+    """Return the first microbatch in which parts of a forward have read different counts."""
+    for microbatch in sorted({each for theirs in everyone for each in theirs}):
+        noted: Noted = {}
+        for theirs in everyone:
+            noted.update(theirs.get(microbatch, {}))
+        if lines := differing_lines(noted):
+            return DifferentCounts(microbatch, lines)
+    return None
+
+
+def sizes_of(result: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors in a result."""
+    several = result if isinstance(result, tuple | list) else (result,)
+    return [tuple(each.shape) for each in several if isinstance(each, Tensor)]

@@ -1,0 +1,58 @@
+"""Numbers by which the ranks that compute the parts of a forward see if their parts have read the
+same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.world import World
+from lockstep.model.context.exchange import TokenLayout
+
+BITS = 24
+"""Bits of a digest that are compared."""
+
+
+class PartDigests:
+    """The digests of the parts of a step's forwards, which the ranks of `world` share out."""
+
+    count = BITS
+    """Number of values that `numbers` returns."""
+
+    def __init__(self, world: World, *, is_summed: bool) -> None:
+        """`is_summed`: True if the numbers of a step are summed over `world`."""
+        self.ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
+        """The ranks of the axis among all."""
+        self._world = world
+        self._is_summed = is_summed
+        self._sums = [0] * BITS
+
+    @property
+    def axis(self) -> int:
+        """The first rank of the axis, which tells axes apart."""
+        return self.ranks[0]
+
+    def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
+        """Add the digest of what a part of a forward has read, if it has read anything. `layout`:
+        of its tokens."""
+        place, size = layout.world.rank, layout.world.size
+        digest = digest.copy()
+        digest.update(repr((forward, self.axis)).encode())
+        number = int.from_bytes(digest.digest()[: BITS // 8], "little")
+        factor = size - 1 if place == 0 else -1
+        self._sums = [total + factor * (number >> bit & 1) for bit, total in enumerate(self._sums)]
+
+    def numbers(self) -> list[float]:
+        """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
+        forward have read the same. Every rank of `world` calls it."""
+        sums = torch.tensor(self._sums, dtype=torch.float64)
+        if not self._is_summed:
+            self._world.all_reduce(sums)
+        numbers: list[float] = sums.tolist()
+        return numbers
+
+    def clear(self) -> None:
+        """Forget the digests of a step."""
+        self._sums = [0] * BITS
