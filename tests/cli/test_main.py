@@ -419,3 +419,23 @@ def test_an_interrupt_while_torch_is_imported_ends_the_command(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\n")
+
+
+def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
+    """Python's own functions raise for a name that is too long, and for symlinks in a circle."""
+    circle, long = tmp_path / "circle", tmp_path / ("x" * 300)
+    circle.symlink_to(circle)
+    out = f"{tmp_path / 'out'}.safetensors"
+    for arguments in (
+        ["inspect", circle],
+        ["export", circle, out],
+        ["export", tmp_path, f"{long}.safetensors"],
+        ["average", circle, tmp_path, "-o", out],
+        ["report", circle],
+        ["replay", "--step", "1", circle],
+        *([name, long] for name in ("inspect", "report", "run", "blame")),
+    ):
+        ended = lockstep(*map(str, arguments), folder=tmp_path)
+        assert ended.returncode == 2, (arguments, ended.stderr)
+        assert ended.stderr.startswith("lockstep: "), (arguments, ended.stderr)
+        assert ended.stderr.count("\n") == 1, (arguments, ended.stderr)

@@ -22,7 +22,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.base.errors import RecipeError, RunDirectoryError
-from lockstep.logging.run_directory import RunDirectory, check_tensors, describe_environment
+from lockstep.logging.run_directory import (
+    RunDirectory,
+    check_tensors,
+    describe_environment,
+    is_followed,
+)
 from lockstep.logging.run_files import default_run_path
 
 HOLDER = Path(__file__).parents[1] / "scripts" / "holder.py"
@@ -208,6 +213,13 @@ def test_a_place_that_cannot_be_written_to_is_refused() -> None:
         " /proc/lockstep); a run directory is a folder in which files can be created and locked;"
         " choose another, or change its permissions"
     )
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    assert not is_followed(path), "a run asks this first"
+    with pytest.raises(RunDirectoryError, match=r"cannot be written to \(File name too long"):
+        RunDirectory.create(path)
 
 
 def test_a_disk_without_room_is_said_with_the_path(

@@ -82,6 +82,8 @@ def remedy_of(error: OSError) -> str | None:
             "give yourself the right to it, or name another place; TMPDIR is that of temporary"
             " files"
         )
+    if error.errno == errno.ENAMETOOLONG:
+        return "give a shorter name"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import math
 import sys
 import tempfile
@@ -159,7 +160,7 @@ def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list
             f"an average of one run, {sources[0]}; it needs two or more; give others, or use "
             "lockstep export for one"
         )
-    places = [Path(source).resolve() for source in sources]
+    places = [Path(os.path.realpath(source)) for source in sources]
     for source, place in zip(sources, places, strict=True):
         if "://" not in source and places.count(place) > 1:
             raise LaunchError(

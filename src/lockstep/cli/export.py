@@ -74,7 +74,7 @@ def command(module: int | None, form: str, best: bool, source: str, out: str) ->
 
 def _export_folder(source: str, folder: Path, *, module: int | None, best: bool) -> str:
     """Write a folder for `from_pretrained`. Returns a message. Raises `CheckpointError`."""
-    run = Target.find(source).run or Path(source).resolve().parent.parent
+    run = Target.find(source).run or Path(os.path.realpath(source)).parent.parent
     if not (run / CONFIGURATION).is_dir():
         raise CheckpointError(
             f"--format huggingface, and {run} has no folder {CONFIGURATION}; ls.train saves the "
@@ -157,7 +157,7 @@ def export_pretrained(source: str, folder: str, model: Any, *, best: bool = Fals
 
 
 def _check_new(path: Path) -> None:
-    if path.exists():
+    if os.path.exists(path):  # False too for a name that is too long
         raise CheckpointError(
             f"{path} is there already; nothing is overwritten; name another, or remove it"
         )

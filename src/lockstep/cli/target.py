@@ -3,6 +3,7 @@ or a URL."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def _at_url(url: str) -> Target:
 
 
 def _at_path(text: str) -> Target:
-    path = Path(text).resolve()
+    path = Path(os.path.realpath(text))
     if not path.exists():
         raise CheckpointError(
             f"{text} does not exist; give a run directory, or a checkpoint in its folder "

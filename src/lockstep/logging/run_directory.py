@@ -216,7 +216,7 @@ def note_followed(path: Path, by: Path) -> None:
 
 def is_followed(path: Path) -> bool:
     """True if the script has begun another training after this one."""
-    return (path / _FOLLOWED).exists()
+    return os.path.exists(path / _FOLLOWED)  # False too for a name that is too long
 
 
 class _FileLock:

@@ -48,7 +48,7 @@ def read_runs(paths: Sequence[str]) -> list[RunHistory]:
     given twice."""
     folders: dict[Path, str] = {}
     for path in paths:
-        folder = Path(path).resolve()
+        folder = Path(os.path.realpath(path))
         if folder in folders:
             raise RunDirectoryError(
                 f"{path} and {folders[folder]} are the same run directory; give each once"
