@@ -47,6 +47,15 @@ def test_a_position_has_the_same_sample_alone_as_among_others(length, seed, posi
         assert order.samples(np.array(position))[1] == sample
 
 
+@given(st.integers(1, 2**16), seeds, st.integers(1, 2**30))
+def test_many_positions_of_an_epoch_have_the_same_samples_as_a_few(length, seed, epoch):
+    """The rounds of many positions are looked up in tables."""
+    order = Order(length, seed)
+    positions = epoch * length + np.arange(min(length, 1000))
+    few = np.concatenate([order.samples(some)[1] for some in np.array_split(positions, 32)])
+    assert order.samples(positions)[1].tolist() == few.tolist()
+
+
 @given(st.integers(2**20, 2**62), seeds, st.integers(0, 2**61))
 def test_samples_of_neighbouring_positions_differ_and_are_spread_over_the_data(length, seed, start):
     start -= start % length

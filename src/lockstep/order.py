@@ -13,6 +13,7 @@ same samples.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -46,6 +47,7 @@ class Order:
         self._low_bits = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << bits // 2) - 1)
         self._high_mask = np.uint64((1 << bits - bits // 2) - 1)
+        self._tables = lru_cache(maxsize=2)(self._rounds_of_all_halves)
         self._rounds = ROUNDS_OF_SMALL_DOMAINS if bits <= SMALL_DOMAIN_BITS else ROUNDS
         self._key = np.uint64(key(seed, RandomStream.ORDER))
 
@@ -58,10 +60,14 @@ class Order:
         """
         epochs, places = np.divmod(positions.reshape(-1), np.int64(self.length))
         keys = _mix(self._key + epochs.view(np.uint64) * np.uint64(GOLDEN))
-        samples = self._permute(places.view(np.uint64), keys)
+        tables = None
+        # with fewer positions, tables take longer than their use
+        if keys.size > self._high_mask and (keys == keys[0]).all():
+            tables = self._tables(int(keys[0]))
+        samples = self._permute(places.view(np.uint64), keys, tables)
         outside = np.flatnonzero(samples >= self.length)
         while outside.size:
-            walked = self._permute(samples[outside], keys[outside])
+            walked = self._permute(samples[outside], keys[outside], tables)
             samples[outside] = walked
             outside = outside[walked >= self.length]
         if self.length > 1:
@@ -70,15 +76,39 @@ class Order:
             samples ^= (keys >> np.uint64(63)) & (samples < 2)
         return epochs.reshape(positions.shape), samples.view(np.int64).reshape(positions.shape)
 
-    def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permute(
+        self,
+        values: NDArray[np.uint64],
+        keys: NDArray[np.uint64],
+        tables: list[NDArray[np.uint64]] | None,
+    ) -> NDArray[np.uint64]:
+        """Return the permuted values. `tables`: if all have one key, its `_rounds_of_all_halves`."""
         low, high = values & self._low_mask, values >> self._low_bits
         for number in range(self._rounds):
-            round_keys = keys + np.uint64(number * GOLDEN % 2**64)
+            half = high if number % 2 else low
+            mixed = (
+                self._round(number, half, keys)
+                if tables is None
+                else tables[number].take(half.view(np.int64))
+            )
             if number % 2:
-                low ^= _mix(round_keys + high) & self._low_mask
+                low ^= mixed
             else:
-                high ^= _mix(round_keys + low) & self._high_mask
+                high ^= mixed
         return high << self._low_bits | low
+
+    def _round(
+        self, number: int, half: NDArray[np.uint64], keys: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        """Return what a round adds to the other half of the values."""
+        mask = self._low_mask if number % 2 else self._high_mask
+        return _mix(keys + np.uint64(number * GOLDEN % 2**64) + half) & mask
+
+    def _rounds_of_all_halves(self, key: int) -> list[NDArray[np.uint64]]:
+        """Return `_round` of each half, in order, for every round."""
+        halves = np.arange(int(self._high_mask) + 1, dtype=np.uint64)
+        keys = np.full_like(halves, key)
+        return [self._round(number, halves, keys) for number in range(self._rounds)]
 
 
 def hashed(numbers: NDArray[np.int64], key: int) -> NDArray[np.uint64]:
