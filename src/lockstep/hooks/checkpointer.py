@@ -118,6 +118,8 @@ class Checkpointer:
     _saver: Saver = field(init=False)
     # seconds from one save to the next; None if steps are counted
     _interval: float | None = field(init=False)
+    _every: int | None = field(init=False)  # steps from one save to the next
+    _each_epoch: bool = field(init=False)
     _since: float = field(init=False)  # when the last save began
     scores: Scores = field(init=False)
     _began_at: int = 0  # steps done at the start
@@ -135,6 +137,7 @@ class Checkpointer:
         self._saver = Saver(self.world, str(self.folder), self.attempt)
         self.scores = Scores(self.saving)
         self._interval = self.saving.seconds
+        self._every, self._each_epoch = self.saving.steps, self.saving.each_epoch
         self._since = time.monotonic()
 
     @property
@@ -195,9 +198,8 @@ class Checkpointer:
             self.run.event("best-evaluation", metric=self.saving.best, value=score)
             self.wait()  # at a later step, another state would be saved
             self._is_due = True
-        every = self.saving.steps
-        self._is_due |= is_time or (every is not None and step % every == 0)
-        self._is_due |= self.saving.each_epoch and self.run.has_ended_epoch
+        self._is_due |= is_time or (self._every is not None and step % self._every == 0)
+        self._is_due |= self._each_epoch and self.run.has_ended_epoch
         if self._is_due and self._has_ended():
             self._is_due = False
             self._save(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,16 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 PIECE_ELEMENTS = 2**16
 """Number of elements summed at once on a CPU, where torch first copies them as 64-bit numbers: this
 copy fits the cache."""
+Part = tuple[int, Tensor]
+"""A factor, and the sum of the bits of elements that have this factor, a scalar of int64."""
 
 
 class GradientChecksum(ControlHook):
     """Sums the bits of the gradients of all models, before clipping. Every rank runs it."""
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []
+        self._parts: list[Part] | None = None
+        """Parts of the checksum of this step. None: every model has skipped it."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
         if not run.is_logging_step:
@@ -37,37 +40,42 @@ class GradientChecksum(ControlHook):
             for name, gradient in module.counted_gradients()
             if mesh.is_first(gradient)
         ]
-        self._sums.append(checksum_of(counted, run.context.device))
+        self._parts = [*(self._parts or ()), *parts_of(counted, run.context.device)]
 
     def between_steps(self, run: Run) -> None:
         if not run.is_logging_step:
             return
-        if not self._sums:  # the script has skipped every model
+        if self._parts is None:
             run.training.checksum = None
             return
-        total, self._sums = torch.stack(self._sums).sum().reshape(1), []
-        run.context.mesh.world.all_reduce(total)
-        run.training.checksum = f"{total.item() % 2**64:016x}"
+        total, self._parts = checksum_of(self._parts), None
+        as_signed = total - 2**64 if total >= 2**63 else total
+        sums = torch.tensor([as_signed], device=run.context.device)
+        run.context.mesh.world.all_reduce(sums)
+        run.training.checksum = f"{sums.item() % 2**64:016x}"
 
 
-def checksum_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> Tensor:
-    """Return the sum, modulo 2**64, of the bits of all elements, times a number that follows from
-    the tensor's name. A scalar of int64 on `device`.
+def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> list[Part]:
+    """Return the sums of the bits of the gradients' elements, on `device`. Their factors follow
+    from the gradients' names.
 
     The sum has no order: the parts of a tensor have together the checksum of the tensor.
     """
-    sums: list[Tensor] = []
-    factors: list[int] = []
+    parts: list[Part] = []
     for name, gradient in gradients:
-        parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        words = parts.detach().contiguous().view(_WORDS[parts.element_size()])
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        words = real.detach().contiguous().view(_WORDS[real.element_size()])
         cut = words.is_cpu and words.numel() > PIECE_ELEMENTS
         pieces = torch.split(words.view(-1), PIECE_ELEMENTS) if cut else [words]
-        sums += [piece.sum(dtype=torch.int64).to(device) for piece in pieces]
-        factors += [_factor(name)] * len(pieces)
-    if not sums:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    return (torch.stack(sums) * torch.tensor(factors, device=device)).sum()
+        parts += [(_factor(name), piece.sum(dtype=torch.int64).to(device)) for piece in pieces]
+    return parts
+
+
+def checksum_of(parts: Sequence[Part]) -> int:
+    """Return the sum, modulo 2**64, of all sums times their factors. The host waits once for the
+    device."""
+    sums = torch.stack([each for _, each in parts]).tolist() if parts else []
+    return sum([factor * each for (factor, _), each in zip(parts, sums, strict=True)]) % 2**64
 
 
 @functools.cache

@@ -40,9 +40,10 @@ class Metrics(ControlHook):
         self.throughput = Throughput()
 
     def between_steps(self, run: Run) -> None:
-        weights = run.training.current.weights or {}
-        own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
-        self.throughput.count(run.training.current.samples, own)
+        weights = run.training.current.weights
+        if weights:
+            weights = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
+        self.throughput.count(run.training.current.samples, weights)
         self._unread += run.training.results.values()
         if run.is_logging_step or run.training.stopping is not None:
             self._read(run)

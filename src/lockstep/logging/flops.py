@@ -38,6 +38,9 @@ _PEAKS = {
 the device's name; the first match is used."""
 
 
+NOTHING = nullcontext()
+
+
 def peak(device_name: str, precision: Precision) -> float | None:
     """Return one device's peak FLOP/s; None if unknown, and for fp32."""
     if precision == "fp32":
@@ -63,7 +66,7 @@ class Flops:
     def counting(self, samples: int) -> AbstractContextManager[None]:
         """Run the forward of `samples` samples in this context."""
         is_counted = self._peak is None or self._forward is not None
-        return nullcontext() if is_counted else self._counting(samples)
+        return NOTHING if is_counted else self._counting(samples)
 
     @contextmanager
     def _counting(self, samples: int) -> Iterator[None]:

@@ -55,7 +55,9 @@ class ModuleRandomStreams:
         self._position: tuple[int, ...] | None = None
         modules = [model.get_submodule(name) for name in parts]
         draw = [_may_draw(module) for module in modules]
-        self._several = any(draw)
+        self.are_several = any(draw)
+        """False if no part can draw: everything then draws from one stream, and the position
+        matters to `start` alone."""
         # A part that cannot draw needs no stream; the loss always gets one.
         self._needed = [*draw, True]
         self._places: dict[int, list[int]] = {}
@@ -64,14 +66,14 @@ class ModuleRandomStreams:
         for place, module in enumerate(modules):
             self._places.setdefault(id(module), []).append(place)
         once = {id(module): module for module in modules}
-        hooked = once.values() if self._several else ()
+        hooked = once.values() if self.are_several else ()
         self._handles = [module.register_forward_hook(self._ended) for module in hooked]
 
     def start(self, position: tuple[int, ...], part: int = 0) -> None:
         """Start the stream of `part` in a microbatch's first forward. `part`: the first part of a
         pipeline's stage."""
         self.set_position(position)
-        self._begin(key(*position, part, 0) if part and self._several else key(*position))
+        self._begin(key(*position, part, 0) if part and self.are_several else key(*position))
 
     def set_position(self, position: tuple[int, ...]) -> None:
         """Set a microbatch's position, if the stream of its first part has been started already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class Consensus:
     request: Callable[[], Request]  # returns this rank's current request
     # the flags of the previous step, which are being copied from the GPU
     _before: tuple[Tensor, torch.Event] | None = None
+    _reach_all: bool = field(init=False)
+    """True if the flags that are exchanged with the gradients come from all ranks."""
+
+    def __post_init__(self) -> None:
+        self._reach_all = self.mesh.summed().size == self.mesh.world.size
 
     def flag(self, *, may_stop: bool) -> bool:
         """True if this rank has a request. `may_stop`: True if a request to stop counts in this
@@ -98,11 +103,7 @@ class Consensus:
         ]
         if not on_gpu:
             raised = any(map(bool, flags))
-            return (
-                self.mesh.world.any(raised)
-                if self.mesh.summed().size < self.mesh.world.size
-                else raised
-            )
+            return raised if self._reach_all else self.mesh.world.any(raised)
         raised_by = torch.stack(on_gpu)
         for axis in self.mesh.larger:
             if not self.mesh.sums_over(axis):  # over others it is summed with the gradients

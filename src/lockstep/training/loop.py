@@ -411,7 +411,9 @@ def steps(
         statistics for module in training.modules for statistics in module.statistics
     ]
     streams = [(number, module.parallel.streams) for number, module in enumerate(training.modules)]
-    training.streams = [(number, each) for number, each in streams if each is not None]
+    training.streams = [
+        (number, each) for number, each in streams if each is not None and each.are_several
+    ]
     for source in batches:  # each batch is fetched in the phase "data" of `Step.batches`
         context.phases.step = source.step
         if weight is not None:

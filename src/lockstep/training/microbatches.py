@@ -237,11 +237,14 @@ class Batching:
         """The microbatch of another rank that this rank recomputes in a step, and the one that it
         computes if it has to decide. None: it has none, and forwards have no collectives. Empty in
         most steps."""
-        several, rank = self.recomputed(step, count), self.mesh.data.rank
+        several = self.recomputed(step, count)
+        if not several:
+            return []
+        rank = self.mesh.data.rank
         dummy = rank % count if self.assignment_in_step(step).round_robin else None
         return [
             next((each.microbatch for each in several if each.ranks[role] == rank), dummy)
-            for role in (range(1, len(several[0].ranks)) if several else ())
+            for role in range(1, len(several[0].ranks))
         ]
 
     def mine_in_step(self, step: int) -> list[Span]:

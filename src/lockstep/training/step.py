@@ -42,6 +42,9 @@ from lockstep.training.train_module import TrainModule
 from lockstep.training.training import Training
 
 
+NOTHING = nullcontext()
+
+
 class Step:
     """One optimizer step in progress, the same on all ranks. `Session.steps` yields it.
 
@@ -347,9 +350,8 @@ class Step:
         microbatch."""
         if self._borrowed is not None:
             return self._discarding(self._borrowed[1])
-        place = self._compared_among(microbatches)
-        if place is None or self._recomputation is None:
-            return nullcontext()
+        if self._recomputation is None or (place := self._compared_among(microbatches)) is None:
+            return NOTHING
         number = place if len(microbatches) > 1 else None
         return self._recomputing_reducer.recording.of(self._recomputation.own, number)
 
