@@ -24,10 +24,10 @@ from lockstep.data.positions import Position
 from lockstep.keys import RandomStream, key
 
 CPU = torch.device("cpu")
-GATHERED_BYTES = 2**20
+GATHERED_BYTES = 2**17
 GATHERED_REQUESTS = 16
 """Largest number of microbatches of a TensorDataset whose rows are copied at once, up to
-GATHERED_BYTES."""
+GATHERED_BYTES: they stay in the cache of the processor until they are used."""
 ALIGNMENT_BYTES = 64
 """The alignment of torch's allocations: with another one, a matrix product may round differently.
 """
@@ -139,11 +139,10 @@ class Fetcher:
         while several := list(_some_requests(requests, rows, fits)):
             sizes = [len(request.samples) for request in several]
             together = self._rows(np.concatenate([request.samples for request in several]))
-            columns = [torch.split(column, sizes) for column in together]
-            for request, parts in zip(several, zip(*columns, strict=True), strict=True):
+            batches = [together] if len(several) == 1 else _pieces(together, sizes)
+            for request, batch in zip(several, batches, strict=True):
                 self.check_length(request)
-                # .data: each may then be changed in place, because it is not a view of the others
-                yield request, [part.data for part in parts]
+                yield request, batch
 
     def _by_rows(self, request: SampleRequest) -> list[Tensor]:
         return self._rows(request.samples)
@@ -239,6 +238,13 @@ def batch_of(
     except Exception as error:
         error.add_note(f"raised by collate {request}: {describe()}")
         raise
+
+
+def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
+    """Split the rows of all columns into batches of these sizes."""
+    pieces = zip(*(torch.split(column, sizes) for column in columns), strict=True)
+    # .data: each may then be changed in place, because it is not a view of the others
+    return [[piece.data for piece in batch] for batch in pieces]
 
 
 def _some_requests(
