@@ -74,7 +74,7 @@ def parts_of(gradients: Iterable[tuple[str, Tensor]], device: torch.device) -> l
 def checksum_of(parts: Sequence[Part]) -> int:
     """Return the sum, modulo 2**64, of all sums times their factors. The host waits once for the
     device."""
-    sums = torch.stack([each for _, each in parts]).tolist() if parts else []
+    sums: list[int] = torch.stack([each for _, each in parts]).tolist() if parts else []
     return sum([factor * each for (factor, _), each in zip(parts, sums, strict=True)]) % 2**64
 
 

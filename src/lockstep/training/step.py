@@ -41,7 +41,6 @@ from lockstep.training.step_result import StepResult, numbers_of
 from lockstep.training.train_module import TrainModule
 from lockstep.training.training import Training
 
-
 NOTHING = nullcontext()
 
 
