@@ -248,6 +248,7 @@ class TrainModule:
         paused = nullcontext() if streams is None else streams.paused()
         with self.autocast, paused:
             cut.check_counts(step, self.mesh.summed())
+        self.agreement.settle()
 
     def begin_loop(self, max_microbatches: int) -> None:
         """Build the reducer for a loop of steps of at most `max_microbatches` each. Every rank
