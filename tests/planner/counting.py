@@ -18,7 +18,7 @@ from lockstep.base.torch_private import TorchDispatchMode, tree_leaves
 from lockstep.comm.world import World
 from lockstep.planner.trace import CollectiveKind
 
-LEFT_OUT = ("gather_values", "value_of", "any", "gather_ragged", "leave")
+LEFT_OUT = ("gather_values", "value_of", "value_from", "any", "gather_ragged", "leave")
 """Methods of `World` whose exchanges a trace does not have: JSON, flags, and rows of
 evaluations."""
 RESULT = -1

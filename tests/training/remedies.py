@@ -1989,10 +1989,19 @@ ELSEWHERE = {
     "for samples of all ranks, give Recipe.batch_loss": (
         "training/test_collectives.py::test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks"
     ),
+    "in a wrapper of another optimizer, super().__init__(other.param_groups, {})": (
+        "training/test_optimizers.py::test_an_optimizer_around_another_trains_by_the_remedy_of_its_error"
+    ),
+    "for averaged weights, give ls.ExponentialMovingAverage as a hook": (
+        "training/test_sharded.py::test_what_comes_out_is_what_one_process_gives"
+    ),
+    "draw them for the full tensor, torch.randn_like(parameter)": (
+        "training/test_own_draws.py::test_they_are_those_of_one_process"
+    ),
     "{text}; or drop numerics=bitwise": (
         "training/test_loss_check.py::test_a_loss_is_named_or_refused_if_it_depends_on_the_cut_or_keeps_a_value"
     ),
-    "draw from these generators, or drop numerics=bitwise": (
+    "{text}{remedy}, or drop numerics=bitwise": (
         "training/test_ordinary_mistakes.py::test_other_data_on_each_rank_is_refused_or_an_event"
     ),
     "for a line that one rank prints or logs": (
@@ -2041,7 +2050,7 @@ ELSEWHERE = {
     "give shard two processes or more, or leave offload=yes out": PLANS,
     "the number of threads changes bits, so it is 1; leave threads out": PLANS,
     "leave {name}={said} out, or {instead}": PLANS,
-    "give {remedy} (and the same slices to the plans": PLANS,
+    "write {remedy},numerics=bitwise, with the same slices in each plan": PLANS,
     "add numerics=bitwise, or leave slices out": PLANS,
     "leave slices out, or use replicate instead of {name}": PLANS,
     "choose checkpointing=full, or schedule=1f1b": PLANS,
@@ -2125,6 +2134,7 @@ RIGHT_VALUES = (
 """Words of errors that ask for a right value, such as those of all other trainings here."""
 
 HANDED_ON = (
+    "another rank failed: {cause.described}",
     "{no_weight(name, value)}",
     "{self._world.size} ranks: {failure}",
     "{what} with {why}; {remedy}",

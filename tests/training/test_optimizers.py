@@ -200,6 +200,46 @@ def test_optimizers_that_do_not_share_out_the_model_are_refused(name: str) -> No
     assert str(caught.value).startswith(message)
 
 
+class InitializedLookahead(torch.optim.Optimizer):
+    """`Lookahead` by its error's remedy: every second step, the weights go half of the way."""
+
+    def __init__(self, other: torch.optim.Optimizer) -> None:
+        super().__init__(other.param_groups, {})
+        self.other = other
+        self.param_groups = other.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.other.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                slow = state.setdefault("slow", parameter.clone())
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] % 2 == 0:
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def by_lookahead(folder: str) -> str | None:
+    return ls.train(
+        recipe(optimizer=lambda model: InitializedLookahead(sgd(model)), steps=5),
+        run_dir=f"{folder}/run-{torch.distributed.get_world_size()}",
+        plan="replicate=auto,numerics=bitwise",
+    ).fingerprint
+
+
+def test_an_optimizer_around_another_trains_by_the_remedy_of_its_error(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    one, *two = (
+        fingerprint
+        for size in (1, 2)
+        for fingerprint in pool.run(size, by_lookahead, str(tmp_path))
+    )
+    assert one is not None
+    assert set(two) <= {one, None}
+
+
 def test_the_remedy_for_an_optimizer_class_makes_the_optimizer() -> None:
     with pytest.raises(RecipeError) as caught:
         build_optimizers(partial(torch.optim.SGD, lr=0.5, momentum=0.9), nn.Linear(2, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lockstep.base.errors import LockstepError, named_error
 from lockstep.comm.world import World
@@ -29,13 +29,17 @@ def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[Lockst
 def on_rank_0(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
     """Return the JSON value of rank 0's `compute()`. Every rank calls it. If it raises a `base`,
     all ranks raise that error."""
-    value, mine, told = None, None, None
-    if world.rank == 0:
+    mine: LockstepError | None = None
+
+    def outcome() -> list[Any]:
+        nonlocal mine
         try:
-            value = compute()
+            return [compute(), None]
         except base as error:
-            mine, told = error, [type(error).__name__, str(error)]
-    result, told = world.value_of(0, [value, told])
+            mine = error
+            return [None, [type(error).__name__, str(error)]]
+
+    result, told = world.value_from(0, outcome)
     if told is not None:
         raise mine or _same(told, base)
     received: T = result

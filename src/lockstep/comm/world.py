@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -231,6 +231,11 @@ class World:
         full_text = _tensor(text.ljust(_length(received)))
         self.broadcast(full_text, rank)
         return json.loads(bytes(full_text.numpy()))
+
+    def value_from(self, rank: int, compute: Callable[[], Any]) -> Any:
+        """Return the JSON value of `compute()` on rank `rank`, which alone calls it. Every rank
+        calls this."""
+        return self.value_of(rank, compute() if rank == self.rank else None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace `tensor`, which is contiguous, by the tensor of rank `source`. Every rank calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -251,6 +251,9 @@ class FakeWorld(World):
 
     def value_of(self, rank: int, value: Any) -> Any:
         return value
+
+    def value_from(self, rank: int, compute: Callable[[], Any]) -> Any:
+        return compute()
 
     def gather_ragged(self, rows: Tensor | None) -> Tensor:
         assert rows is not None, "this rank has a part of everything"
