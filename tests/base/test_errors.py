@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from textwrap import dedent
 
 import pytest
+from processes import ran
 
 from lockstep.base.errors import (
     DataError,
@@ -32,3 +34,15 @@ def test_an_error_of_lockstep_is_one_message(
     assert capsys.readouterr().err == f"lockstep: {kind.__name__}: value; rule; remedy\n"
     sys.excepthook(KeyError, KeyError("x"), None)
     assert others == [KeyError]
+
+
+def test_an_error_of_lockstep_does_not_end_an_interactive_python() -> None:
+    lines = """
+    from lockstep.base.errors import DivergenceError, install_excepthook
+    install_excepthook()
+    raise DivergenceError("value; rule; remedy")
+    print("goes on")
+    """
+    ended = ran([sys.executable, "-i", "-q"], input=dedent(lines))
+    assert (ended.returncode, ended.stdout) == (0, "goes on\n")
+    assert "lockstep: DivergenceError: value; rule; remedy\n" in ended.stderr

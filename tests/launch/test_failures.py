@@ -110,6 +110,12 @@ def test_a_failure_that_lockstep_names_is_shown_without_its_own_frames() -> None
     assert Ending(failures=[failure, other]).report().splitlines()[-1] == (
         "The others: rank 0 failed (exit status 1) too with the same error."
     )
+    elsewhere = replace(made, message=f"{made.message}\nin another tensor")
+    other = replace(other, record=elsewhere)
+    assert Ending(failures=[failure, other]).report().splitlines()[-1] == (
+        "The others: rank 0 failed (exit status 1) too with DivergenceError: replicas differ after"
+        " step 3: rank 1 differs."
+    )
 
 
 def test_an_error_whose_text_cannot_be_had_is_recorded() -> None:

@@ -171,6 +171,8 @@ def install_excepthook() -> None:
             previous(kind, error, traceback)
             return
         say(f"lockstep: {named(error)}")
+        if hasattr(sys, "ps1"):  # an interactive Python goes on
+            return
         # A SystemExit from the hook sets the exit status; without it, an uncaught exception gives
         # status 1.
         raise SystemExit(exit_status(error))

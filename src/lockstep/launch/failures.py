@@ -112,6 +112,10 @@ class FailureRecord:
         first = self.message.partition("\n")[0]
         return f"{name}: {first}"[:160] if first else name
 
+    def is_like(self, other: FailureRecord | None) -> bool:
+        """True if the other's exception has the same type and text."""
+        return other is not None and (self.kind, self.message) == (other.kind, other.message)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFailure:
@@ -256,7 +260,7 @@ class Ending:
         for failure in later:
             if not failure.lost_a_peer:
                 title = failure.record.title if failure.record is not None else ""
-                is_same = first.record is not None and title == first.record.title
+                is_same = failure.record is not None and failure.record.is_like(first.record)
                 detail = " with the same error" if is_same else f" with {title}" if title else ""
                 yield f"rank {failure.rank} {failure.end} too{detail}"
         if self.stopped:
