@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -307,6 +308,18 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_one_before_and_nothing_e
                 directory.save_tensors("model.safetensors", {"weight": torch.zeros(3)})
         assert run_files.result(tmp_path) == {"steps": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_tensors_for_which_there_is_no_room_are_an_error_of_the_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunDirectory.create(tmp_path) as directory:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                directory.save_tensors("model.safetensors", {"weight": torch.zeros(2**20)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert caught.value.filename == str(tmp_path / "model.safetensors")
 
 
 def test_a_file_of_tensors_holds_every_name_with_its_bits(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -287,10 +287,8 @@ class Recorder:
         event = Event(name, step, details)
         if self._directory is not None and self._directory.is_taken:
             self.events.close()  # later events are kept in memory only
-        try:
+        with _writing():
             self.events.record(event)
-        except OSError as error:
-            raise cannot_write(error.filename, error) from error
         return event
 
     def message(self, text: str) -> None:
@@ -309,17 +307,27 @@ class Recorder:
                 # a GPU may not have room for all tensors
                 gathered[key] = tensor.cpu() if isinstance(tensor, Tensor) else tensor
         if self._directory is not None:
-            self._directory.save_tensors(name, gathered)
+            with _writing():
+                self._directory.save_tensors(name, gathered)
 
     def end(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`, which marks the run as ended, unless the file exists."""
         if self._directory is not None and not (self.path / "result.json").exists():
-            self._directory.write_json("result.json", result)
+            with _writing():
+                self._directory.write_json("result.json", result)
             if self._loggers is not None:
                 self._loggers.end(result)
 
     def close(self) -> None:
         self._open.close()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(error.filename, error) from error
 
 
 class Throughput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import sys
 import weakref
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep.base import accelerator
@@ -52,6 +54,8 @@ _SAVED_DTYPES = frozenset(
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
 )
+
+_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 class RunDirectory(Closing):
@@ -156,7 +160,7 @@ class RunDirectory(Closing):
 
     def save_tensors(self, name: str, state_dict: Mapping[str, Any]) -> None:
         """Write a safetensors file, with tied tensors under each of their names. Raises
-        `RecipeError`."""
+        `RecipeError`, and `OSError` if the file cannot be written."""
         check_tensors(state_dict)
         storages: set[int] = set()
         tensors: dict[str, torch.Tensor] = {}
@@ -167,7 +171,13 @@ class RunDirectory(Closing):
             storages.add(storage)
         with replace_atomically(self.path / name) as temporary:
             mode = temporary.stat().st_mode
-            save_file(tensors, temporary)
+            try:
+                save_file(tensors, temporary)
+            except SafetensorError as error:
+                if found := _ERROR_NUMBER.search(str(error)):
+                    number = int(found[1])
+                    raise OSError(number, os.strerror(number), str(self.path / name)) from error
+                raise
             temporary.chmod(mode)  # safetensors creates a file that only its owner can read
 
     @property
