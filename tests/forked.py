@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -159,6 +160,9 @@ def _fork(
     number = os.fork()
     if number == 0:
         try:
+            # Garbage of the test, such as a store whose thread and pipes are not in the fork, would
+            # end the process. It also hides what the test has open from those who close all files.
+            freeze_for_good()
             if start_new_session:
                 os.setsid()
             if cwd is not None:
@@ -344,7 +348,6 @@ def _own_modules() -> list[str]:
 
 
 def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
-    freeze_for_good()  # hides what the test has open from those who close all files at their end
     atexit._clear()
     random.seed()
     torch.seed()
@@ -359,6 +362,7 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
         sys.modules.pop(name, None)
     sys.excepthook = sys.__excepthook__
     install_excepthook()
+    faulthandler.enable(2)  # this process's is written to a file that is closed here
     write_stacks_when_asked()
     status: Any = 0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -145,6 +146,24 @@ def test_a_forked_command_computes_on_threads_of_its_own(tmp_path: Path) -> None
         torch.set_num_threads(threads)
     (tmp_path / "compute.py").write_text(COMPUTE)
     subprocess.run([sys.executable, str(tmp_path / "compute.py")], check=True, timeout=50)
+
+
+class Reports:
+    def __init__(self, file: Path) -> None:
+        self.file, self.itself = file, self
+
+    def __del__(self) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+@pytest.mark.forks
+def test_a_forked_command_does_not_collect_the_garbage_of_this_process(tmp_path: Path) -> None:
+    (tmp_path / "collect.py").write_text("import gc; gc.collect()")
+    Reports(tmp_path / "collected")
+    subprocess.run([sys.executable, str(tmp_path / "collect.py")], check=True, timeout=50)
+    gc.collect()
+    assert (tmp_path / "collected").read_text() == f"{os.getpid()}\n"
 
 
 def test_forks_of_a_forked_command_have_the_files_that_it_has_opened(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ REMEDIES = {
             ["shard=2,offload=yes,numerics=bitwise"],
         ),
         "tensor=2,numerics=bitwise": (
-            "give slices=2 (and the same slices to the plans whose bits are compared), or leave",
+            "write tensor=2,slices=2,numerics=bitwise, with the same slices in each plan",
             ["tensor=2,numerics=bitwise,slices=2", "tensor=2"],
         ),
         "tensor=2,slices=2": (

@@ -272,7 +272,7 @@ def test_hooks_of_users_are_called_at_their_moments_only() -> None:
             self.calls += 1
 
     own = Own()
-    context: Any = SimpleNamespace(seed=0, device=torch.device("cpu"))
+    context: Any = SimpleNamespace(seed=0, device=torch.device("cpu"), plan=ls.Plan())
     hooks = Hooks([Asked(), ls.Hook(), own], context)
     run: Any = SimpleNamespace(step=0)
     hooks.call("between_steps", run)
