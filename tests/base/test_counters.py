@@ -83,6 +83,12 @@ class Reversal(nn.Module):
         return x
 
 
+def test_a_number_that_stays_nan_has_not_changed() -> None:
+    model = nn.Linear(1, 1)
+    model.best = float("nan")
+    assert changed_each_time(*[dict(numbers_of_model(model)) for _ in range(3)]) == []
+
+
 def test_a_counter_in_a_module_is_named_by_its_path() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Reversal())
     found = [dict(numbers_of_model(model))]

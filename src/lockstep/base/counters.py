@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -64,9 +65,11 @@ def _numbers_in(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if type(value) is dict:
             yield from (
-                (f"{name}[{each!r}]", item)
-                for each, item in value.items()
-                if type(item) in (int, float)
+                (f"{name}[{each!r}]", item) for each, item in value.items() if _is_number(item)
             )
-        elif type(value) in (int, float):
+        elif _is_number(value):
             yield name, value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and not math.isnan(value)  # NaN is not equal to itself

@@ -149,8 +149,8 @@ def set_item_of_distributed(item: Callable[[Tensor], Any]) -> None:
 
 def version(tensor: Tensor) -> int:
     """Return the number of in-place writes that autograd has counted; it does not count writes
-    through `.data`."""
-    return int(tensor._version)
+    through `.data`, nor to tensors of `torch.inference_mode()`."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    return [version(tensor) for tensor in tensors]
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
