@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from lockstep.base.counters import (
+    carried,
     changed_each_time,
     numbers_of_dataset,
     numbers_of_functions,
@@ -107,6 +108,60 @@ class Growing(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         self.reads, self.open_file = self.reads + 1, index // 2
         return index
+
+
+def test_a_number_that_is_not_one_is_not_changed() -> None:
+    model = nn.Linear(2, 2)
+    model.fill = model.worst = float("nan")  # type: ignore[assignment]
+    before = numbers_of_model(model)
+    model.worst = 1.0  # type: ignore[assignment]
+    assert changed_each_time(before, before, numbers_of_model(model)) == []
+
+
+class Logs(nn.Module):
+    """Sets numbers in each forward for a log, and uses one of an earlier forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale, self.mean, self.log = 0.0, 1.0, 0.0, {"norm": 0.0, "mean": 0.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm = x.norm().item()
+        self.log["norm"] = self.norm
+        return x / (1.0 + self.average(x))
+
+    @torch.no_grad()
+    def average(self, x: torch.Tensor) -> float:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean().item()
+        return self.mean
+
+
+class LogsTwice(Logs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log["mean"] += x.mean().item()
+        self.scale = x.std().item()
+        return super().forward(x) * grown(self)
+
+
+def grown(module: Any) -> float:
+    return 1.0 + float(getattr(module, "scale", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(Logs, ["0.mean"]), (LogsTwice, ["0.log['mean']", "0.log['norm']", "0.mean", "0.scale"])],
+)
+def test_numbers_that_no_forward_reads_before_it_sets_them_are_not_carried(
+    kind: type[nn.Module], expected: list[str]
+) -> None:
+    model = nn.Sequential(kind())
+    assert carried(model, numbers_of_model(model)) == expected
+
+
+def test_each_number_of_a_model_without_python_code_may_be_carried() -> None:
+    model = nn.Linear(2, 2)
+    model.forward = functools.partial(print)  # type: ignore[method-assign]
+    assert carried(nn.Sequential(model), ["0.calls"]) == ["0.calls"]
 
 
 def test_a_dataset_inside_a_subset_is_looked_at_too() -> None:

@@ -128,7 +128,8 @@ def test_version():
     tensor.add_(1)
     assert torch_private.version(tensor) == before + 1
     with torch.inference_mode():
-        assert torch_private.version(torch.zeros(1)) == 0
+        constant = torch.zeros(1)
+    assert torch_private.version(constant) == 0
 
 
 def test_storage_address():

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import run_files
 import torch
 from torch import nn
 from training.subjects import recipe, rows
 
 import lockstep as ls
 from lockstep.base.errors import CheckpointError
+from lockstep.hooks.loop_variables import LoopVariables
 from lockstep.testing.pool import WorkerPool
 
 
@@ -41,7 +44,16 @@ class SavedTeacher(Teacher):
         self.teacher.load_state_dict(state["teacher"])
 
 
+class GivenTeacher(SavedTeacher):
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher = teacher
+
+    def on_start(self, run: Any) -> None:
+        """The teacher is there."""
+
+
 NETWORK = nn.Linear(2, 2)
+NOT_SAVED = ("hook-state-not-saved", "attributes-not-saved", "variables-not-saved")
 
 
 class MovesAnother(ls.Hook):
@@ -119,6 +131,54 @@ def looped(run_dir: str, *, included: bool) -> list[Any]:
 def test_a_network_that_a_loop_changes_is_named_unless_it_is_included(tmp_path: Path) -> None:
     assert looped(str(tmp_path / "left out"), included=False) == [["target"]]
     assert looped(str(tmp_path / "included"), included=True) == []
+
+
+class Holds:
+    """An object with a state dict, around a network."""
+
+    def __init__(self) -> None:
+        self.networks = [nn.Linear(6, 3)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.networks[0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.networks[0].load_state_dict(state)
+
+
+def test_variables_that_are_saved_as_a_part_of_something_are_not_named(tmp_path: Path) -> None:
+    """By a hook, an included object or an optimizer. And constants may be of inference mode."""
+    teacher, holder, lr = nn.Linear(2, 3), Holds(), torch.tensor(0.1)
+    with torch.inference_mode():
+        scale = torch.ones(3)
+    hooks, network, left_out = [GivenTeacher(teacher)], holder.networks[0], torch.zeros(3)
+    with ls.Session(run_dir=tmp_path, saving=ls.Saving(every=1), hooks=hooks) as session:
+        model, optimizer = session.prepare(
+            lambda: nn.Linear(2, 3), lambda model: torch.optim.Adam(model.parameters(), lr=lr)
+        )
+        session.include("holder", holder)
+        for step in session.steps(rows(16), global_batch=8, microbatch=8, steps=2):
+            for _, x, _ in step.microbatches():
+                step.backward((model(x[:, :2]) * scale.clone() - network(x)).square().mean())
+            step.commit(optimizer)
+            with torch.no_grad():
+                for tensor in (network.weight, lr, left_out):
+                    tensor.add_(0.1)
+    (found,) = run_files.events(tmp_path, *NOT_SAVED)
+    assert found["variables"] == ["left_out"]
+
+
+def test_variables_are_not_kept_alive_nor_changed() -> None:
+    gone, stays = torch.zeros(2), torch.zeros(2)
+    known = weakref.ref(gone)
+    variables = LoopVariables(())
+    del gone
+    assert known() is None
+    stays.add_(1)
+    assert variables.changed() == ["stays"]
+    of_script = locals()
+    LoopVariables(())
+    assert of_script["stays"] is stays
 
 
 class Rescaled(nn.Linear):

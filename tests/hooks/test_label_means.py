@@ -26,6 +26,7 @@ OVER_CLASSES, OVER_OTHERS = "class weights", "labels other than"
         (lambda: F.cross_entropy(OUTPUT, LABELS, ignore_index=-1), []),
         (lambda: F.cross_entropy(OUTPUT, LABELS, weight=WEIGHT, reduction="sum"), []),
         (lambda: F.cross_entropy(OUTPUT, OUTPUT.softmax(1), weight=WEIGHT), []),
+        (lambda: F.cross_entropy(OUTPUT, LABELS, weight=torch.full((3,), 0.1)), []),
         (lambda: F.cross_entropy(OUTPUT, LABELS, weight=WEIGHT), [(OVER_CLASSES, 10 / 6)]),
         (
             lambda: F.cross_entropy(OUTPUT, LABELS, weight=WEIGHT, label_smoothing=0.1),
@@ -42,6 +43,20 @@ OVER_CLASSES, OVER_OTHERS = "class weights", "labels other than"
 def test_means_that_are_weighted_by_labels(
     loss: Callable[[], Tensor], expected: list[tuple[str, float]]
 ) -> None:
-    with LabelMeans() as means:
+    with LabelMeans(2) as means:
         loss()
     assert [(mean.over, pytest.approx(mean.weight)) for mean in means.found] == expected
+
+
+@pytest.mark.parametrize(
+    ("ignored", "expected"),
+    [([2, 5], False), ([0, 4], False), ([4, 5], True), ([5], True)],
+)
+def test_a_mean_without_equally_many_labels_of_each_sample_may_differ(
+    ignored: list[int], *, expected: bool
+) -> None:
+    labels = LABELS.index_fill(0, torch.tensor(ignored), -100)
+    with LabelMeans(2) as means:
+        F.cross_entropy(OUTPUT, labels)
+        F.cross_entropy(OUTPUT, labels.clamp(min=0), ignore_index=0)
+    assert [mean.may_differ for mean in means.found] == [expected, True]

@@ -64,19 +64,30 @@ class Buffered(nn.Module):
         return output - before
 
 
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(FEATURES, OUTPUTS)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 class Caching(nn.Module):
-    """Computes a table once, and sets the latest output anew in each forward."""
+    """Computes a table once, and sets the latest output, and its norm, anew in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, OUTPUTS)
         self.table: Tensor | None = None
-        self.latest = torch.zeros(0)
+        self.latest, self.norm = torch.zeros(0), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None or self.table.shape != x.shape:
             self.table = torch.arange(float(x.numel())).reshape(x.shape).cos()
         self.latest = self.layer(x + self.table)
+        self.norm = self.latest.detach().norm().item()
         return self.latest
 
 
@@ -84,6 +95,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "centred": Centred,
     "buffered": Buffered,
+    "counting": Counting,
     "caching": Caching,
     "reset": lambda: Recurrent(carries=False),
 }
@@ -133,6 +145,10 @@ def test_in_bitwise_numerics_it_is_refused(pool: WorkerPool, tmp_path: Path) -> 
         for name, found in (one | alone).items():
             if name.startswith("buffered"):
                 assert one.get(name, found) == alone.get(name, found)
+                continue
+            if name.startswith("counting"):
+                (text,) = found
+                assert text.startswith("each forward changes the number calls; each rank would")
                 continue
             carries = {"recurrent": "hidden", "centred": "centres"}.get(name.partition(",")[0])
             assert bool(found) == (carries is not None), (name, found)

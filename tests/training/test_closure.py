@@ -63,6 +63,17 @@ class SamOfItsPaper(Sam):
         return loss
 
 
+class SamThatZeroes(Sam):
+    """Zeroes the gradient before each of its calls."""
+
+    def zeroed(self, closure: Any) -> Any:
+        self.zero_grad(set_to_none=False)
+        return closure()
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(lambda: self.zeroed(closure))
+
+
 class SamUnnamed(SamOfItsPaper):
     needs_closure = False
 
@@ -79,6 +90,10 @@ def sam_of_its_paper(model: nn.Module) -> Optimizer:
     return SamOfItsPaper(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def sam_that_zeroes(model: nn.Module) -> Optimizer:
+    return SamThatZeroes(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def noisy() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, OUTPUTS)
@@ -89,6 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizer]
     "lbfgs": (network, lbfgs),
     "sam": (network, sam),
     "sam of its paper": (network, sam_of_its_paper),
+    "sam that zeroes": (network, sam_that_zeroes),
     "sam, dropout, BatchNorm": (noisy, sam),
 }
 
@@ -163,7 +179,7 @@ class Initial(ls.Hook):
         self.model = run.model
 
 
-@pytest.mark.parametrize("name", ["lbfgs", "sam", "sam of its paper"])
+@pytest.mark.parametrize("name", ["lbfgs", "sam", "sam of its paper", "sam that zeroes"])
 def test_it_is_the_update_of_a_loop_by_hand_on_the_whole_batch(tmp_path: Path, name: str) -> None:
     initial = Initial()
     ls.train(given(name), run_dir=str(tmp_path / "run"), hooks=[initial])
@@ -229,6 +245,17 @@ def test_an_optimizer_that_asks_for_a_closure_in_its_step_is_told_the_remedy(
     unnamed = given("sam", optimizer=lambda model: SamUnnamed(model.parameters(), lr=0.1))
     with pytest.raises(RecipeError, match=r"it needs a closure; if it .*needs_closure = True"):
         ls.train(unnamed, run_dir=str(tmp_path / "run"))
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise AttributeError("'NoneType' object has no attribute 'mul'")
+
+
+def test_another_error_of_an_optimizer_is_its_own(tmp_path: Path) -> None:
+    failing = given("sam", optimizer=lambda model: Fails(model.parameters(), lr=0.1))
+    with pytest.raises(AttributeError, match="has no attribute 'mul'"):
+        ls.train(failing, run_dir=str(tmp_path / "run"))
 
 
 def lost_and_resumed(name: str, run_dir: str) -> str:

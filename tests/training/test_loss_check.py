@@ -69,6 +69,17 @@ def of_one_class(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(output, torch.zeros_like(batch[1]), weight=WEIGHTS)
 
 
+def of_each_sample(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    pairs = zip(output, batch[1], strict=True)
+    return torch.stack([F.cross_entropy(*pair, ignore_index=255) for pair in pairs]).mean()
+
+
+def of_next_tokens(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+    """Each sample as two tokens, of which the last has no next one."""
+    labels = torch.stack([batch[1], torch.full_like(batch[1], -100)], 1)
+    return F.cross_entropy(output.repeat_interleave(2, 0), labels.flatten())
+
+
 def rescaled(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
     return class_weighted(output, batch) * WEIGHTS[batch[1]].mean()
 
@@ -301,6 +312,8 @@ TABLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("loss-depends-on-microbatches: it is a mean over class weights",),
     ),
     (UNSPLIT, {"loss": rescaled}, IS_FINE),
+    (ALONE, {"loss": of_each_sample}, IS_FINE),
+    (ALONE, {"loss": of_next_tokens}, IS_FINE),
     (f"{ALONE} replicate=2 shard=2", {"model": variational, "loss": sum_of_errors}, DEPENDS_THERE),
     (f"{ALONE} replicate=2", {"model": variational}, ("not", "loss-")),
     *((UNSPLIT, {"loss": loss}, IS_FINE) for loss in (plain, noisy, fails_on_halves)),

@@ -406,7 +406,7 @@ def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
 
 def variables_of(function: FunctionType) -> dict[str, Any]:
     """Return the variables that a function uses: of its closure, then of its module."""
-    used = {name for code in _inner(function.__code__) for name in code.co_names}
+    used = {name for code in inner_code(function.__code__) for name in code.co_names}
     found = dict(_closed_over(function))
     for name in sorted(used & function.__globals__.keys() - found.keys()):
         found[name] = function.__globals__[name]
@@ -432,18 +432,19 @@ def _code(code: CodeType) -> Iterator[str]:
             yield f"{type(value).__name__} {value!r}"
 
 
-def _inner(code: CodeType) -> Iterator[CodeType]:
+def inner_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _inner(constant)
+            yield from inner_code(constant)
 
 
 def _attributes_used(code: CodeType, variable: str) -> set[str] | None:
     """Return the attributes of a variable that code uses; None if the code uses the variable in
     another way too."""
     found = set[str]()
-    for each in _inner(code):
+    for each in inner_code(code):
         instructions = [
             one
             for one in dis.get_instructions(each)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
+from lockstep.base.attribute_reads import attributes_read
 from lockstep.base.contents import attributes, variables_of
 
 Numbers = Mapping[str, float]
@@ -22,6 +23,15 @@ def numbers_of_model(model: Any) -> Numbers:
         for prefix, module in model.named_modules()
         for name, value in _numbers_in(vars(module))
     }
+
+
+def carried(model: Any, names: Iterable[str]) -> list[str]:
+    """Return those of the model's numbers whose earlier value a forward may use. Others are set
+    anew by each forward, for a log."""
+    read = attributes_read(model)
+    return sorted(
+        name for name in names if read is None or name.partition("[")[0].rpartition(".")[2] in read
+    )
 
 
 def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:

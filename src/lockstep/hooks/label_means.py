@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.comm.torch_collectives import CollectivesRefused
 
 _OPERATIONS = ("nll_loss_forward", "nll_loss2d_forward")
@@ -21,16 +23,21 @@ class LabelMean:
     """The labels, or their weights, as text."""
     weight: float
     """The mean weight of a label in this call."""
+    may_differ: bool = True
+    """False if all samples of this call have equally many labels, and some are ignored: such as
+    the last one of each row, whose next token is not known."""
 
 
 @dataclass(eq=False)
 class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
     """Collects the means over labels in `found` while the body runs. Refuses collectives too.
 
-    A mean counts if it has class weights, if it ignores some of its labels, or if the label that it
-    is told to ignore is not negative: a pixel's 255, the id of padding.
+    A mean counts if it has different class weights, if it ignores some of its labels, or if the
+    label that it is told to ignore is not negative: a pixel's 255, the id of padding.
     """
 
+    samples: int
+    """Number of samples whose loss is computed."""
     found: list[LabelMean] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -39,12 +46,23 @@ class LabelMeans(CollectivesRefused):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket.__name__ in _OPERATIONS:
-            _, labels, weight, reduction, ignored = args
-            count = labels.numel()
-            if reduction == _MEAN and count:
-                total = float(result[1])
-                if weight is not None:
-                    self.found.append(LabelMean("class weights", total / count))
-                elif ignored >= 0 or total < count:
-                    self.found.append(LabelMean(f"labels other than {ignored}", total / count))
+            _, labels, weights, reduction, ignored = args
+            if reduction == _MEAN and labels.numel():
+                self._note(labels, weights, ignored, float(result[1]))
         return result
+
+    def _note(self, labels: Tensor, weights: Tensor | None, ignored: int, total: float) -> None:
+        """`total`: the sum of the labels' weights."""
+        is_ignored = labels == ignored
+        if weights is not None and bool((weights != weights[0]).any()):
+            self.found.append(LabelMean("class weights", total / labels.numel()))
+        elif ignored >= 0 or bool(is_ignored.any()):
+            counted = 1 - float(is_ignored.sum()) / labels.numel()
+            may_differ = ignored >= 0 or self._differ_between_samples(is_ignored)
+            self.found.append(LabelMean(f"labels other than {ignored}", counted, may_differ))
+
+    def _differ_between_samples(self, is_ignored: Tensor) -> bool:
+        if is_ignored.numel() % self.samples:
+            return True
+        counts = is_ignored.reshape(self.samples, -1).sum(1)
+        return bool((counts != counts[0]).any())

@@ -3,41 +3,57 @@ checkpoint holds."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.base.torch_private import version
 
+_OWN_REFERENCES = 3
+"""References to a frame's dict of variables: the frame's, a variable's and an argument's."""
+
 
 class LoopVariables:
-    """The networks and tensors that the script's function has in variables when its loop begins."""
+    """The networks and tensors that the script's function has in variables when its loop begins.
+    They may go before they are looked at again."""
 
     def __init__(self, saved: Collection[int]) -> None:
         """`saved`: ids of the tensors that checkpoints hold."""
-        self._tensors = {
-            name: [tensor for tensor in _tensors(value) if id(tensor) not in saved]
+        self._before = {
+            name: [
+                (weakref.ref(tensor), version(tensor))
+                for tensor in _tensors(value)
+                if id(tensor) not in saved
+            ]
             for name, value in _variables_of_script().items()
-            if isinstance(value, nn.Module | Tensor)
         }
-        self._before = self._versions()
 
     def changed(self) -> list[str]:
         """Return the names of those that have been changed in place."""
-        return [name for name, now in self._versions().items() if now != self._before[name]]
+        found = []
+        for name, marks in self._before.items():
+            now = [(tensor(), writes) for tensor, writes in marks]
+            if any(each is not None and version(each) != writes for each, writes in now):
+                found.append(name)
+        return found
 
-    def _versions(self) -> dict[str, list[int]]:
-        return {name: list(map(version, tensors)) for name, tensors in self._tensors.items()}
 
-
-def _variables_of_script() -> dict[str, Any]:
-    """Return the variables of the innermost function that is not lockstep's."""
+def _variables_of_script() -> dict[str, nn.Module | Tensor]:
+    """Return the networks and tensors in variables of the innermost function that is not
+    lockstep's."""
     frame = sys._getframe()
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    return dict(frame.f_locals)
+    variables = frame.f_locals
+    found = {name: each for name, each in variables.items() if isinstance(each, nn.Module | Tensor)}
+    # before Python 3.13, a function's frame would keep this dict, and so all that is in it
+    is_copy = type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and sys.getrefcount(variables) == _OWN_REFERENCES:  # not the script's `locals()`
+        variables.clear()
+    return found
 
 
 def _is_ours(module: str) -> bool:

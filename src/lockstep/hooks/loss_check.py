@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.base import accelerator
 from lockstep.base.counters import (
     Numbers,
+    carried,
     changed_each_time,
     numbers_of_functions,
     numbers_of_model,
@@ -356,18 +357,34 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
                 " per sample, and two or more"
             )
         )
-    sums, means = [whole[0].sums], [[mean.weight for mean in whole[0].means]]
+    sums, halves = [whole[0].sums], []
     for index, span in enumerate([(0, None), (0, rows // 2), (rows // 2, rows)], start=1):
         tried = compute(_piece(item, span, index))
         if isinstance(tried, str):
             return Findings(unchecked=f"it fails on a half of the first microbatch: {tried}")
         sums.append(tried.sums)
-        means.append([mean.weight for mean in tried.means])
+        halves.append(tried.means)
     found = _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
-    if found.cut is None and whole[0].means and (found == IS_RANDOM or means[-2] == means[-1]):
-        # labels of one class, or none ignored yet: the halves cannot show it
-        return Findings(cut=f"it is a mean over {whole[0].means[0].over}")
+    if found.cut is None and (over := _unseen_mean(whole[0].means, *halves[1:], found=found)):
+        return Findings(cut=f"it is a mean over {over}")
     return found
+
+
+def _unseen_mean(
+    whole: Sequence[LabelMean],
+    first: Sequence[LabelMean],
+    second: Sequence[LabelMean],
+    *,
+    found: Findings,
+) -> str | None:
+    """Describe a mean over labels whose value the halves do not show: they have labels of one
+    class, or none that is ignored, or draw random numbers. None if there is none."""
+    if len(first) < len(whole):  # a mean for each sample by itself
+        return None
+    alike = [mean.weight for mean in first] == [mean.weight for mean in second]
+    if not alike and found != IS_RANDOM:
+        return None
+    return next((mean.over for mean in whole if mean.may_differ), None)
 
 
 def _common_rows(batch: Any) -> int:
@@ -396,7 +413,7 @@ def _of_output(run: Run, loss: Callable[[Any, Any], Any], piece: Microbatch) -> 
     seed_generators(stream, run.context.device)
     try:
         weights = None if weight is None else weights_of(weight(batch))
-        with _watching(run) as watched:
+        with _watching(run, piece.size) as watched:
             value = loss(output, batch)
         measured = _measured(value, samples=piece.size, batch=batch, weights=weights)
         return Tried(measured, [], _of_samples(value, watched))
@@ -429,7 +446,7 @@ def _computed(run: Run, recipe: Recipe, piece: Microbatch, *, training: bool = F
     def loss(output: Any, batch: Any) -> Any:
         assert recipe.loss is not None, "a batch loss is not checked"
         is_unwatched = recipe.inputs is None and _takes_outputs(run)
-        with nullcontext() if is_unwatched else _watching(run) as mode:
+        with nullcontext() if is_unwatched else _watching(run, piece.size) as mode:
             watched.append(mode)
             return recipe.loss(output, batch)
 
@@ -473,10 +490,10 @@ def _buffers_restored(run: Run) -> Iterator[None]:
         statistics.discard()
 
 
-def _watching(run: Run) -> AbstractContextManager[LabelMeans | None]:
+def _watching(run: Run, samples: int) -> AbstractContextManager[LabelMeans | None]:
     """Watch a loss for collectives and means over labels, except for tensors that are split over
     ranks."""
-    return nullcontext() if run.context.plan.divides("features") else LabelMeans()
+    return nullcontext() if run.context.plan.divides("features") else LabelMeans(samples)
 
 
 def _of_samples(loss: Any, watched: LabelMeans | None) -> Sequence[LabelMean]:
@@ -656,7 +673,7 @@ class CarriedState(ControlHook):
         self._steps += 1
         mine = {
             "read": sorted({name for watch in self._watches for name in watch.found}),
-            "changed": sorted({name for watch in self._watches for name in watch.counted}),
+            "changed": sorted({name for watch in self._watches for name in watch.counted()}),
         }
         everyone = run.context.world.gather_values(mine)
         read: list[str] = next((found["read"] for found in everyone if found["read"]), [])
@@ -689,7 +706,7 @@ class _Watch:
         self, model: nn.Module, held: Iterable[int], microbatches: Callable[[], int]
     ) -> None:
         self.found: set[str] = set()
-        self.counted: set[str] = set()
+        self._changed_twice: set[str] = set()
         """Numbers that the forwards of two microbatches have changed."""
         self._changed: set[str] = set()  # in this microbatch
         self._changed_before: set[str] = set()
@@ -703,6 +720,10 @@ class _Watch:
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave, always_call=True),
         ]
+
+    def counted(self) -> list[str]:
+        """Return the numbers that forwards change and may use."""
+        return carried(self._model, self._changed_twice) if self._changed_twice else []
 
     def close(self) -> None:
         for handle in self._handles:
@@ -739,9 +760,9 @@ class _Watch:
         entered.close()
         numbers = numbers_of_model(self._model)
         self._changed |= {
-            name for name, value in self._numbers.items() if numbers.get(name) != value
+            name for name, value in self._numbers.items() if numbers.get(name, value) != value
         }
-        self.counted |= self._changed & self._changed_before
+        self._changed_twice |= self._changed & self._changed_before
         if self._uses.names:
             now = self._marks()
             self.found |= {

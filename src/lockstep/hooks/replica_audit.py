@@ -9,13 +9,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.base.contents import variables_of
+from lockstep.base.contents import attributes, variables_of
 from lockstep.base.errors import CheckpointError, DivergenceError, first_few
 from lockstep.base.torch_private import MODULE_ATTRIBUTES, RECURRENT_CACHES, tree_leaves, version
 from lockstep.checkpoint.json_state import encode
@@ -176,17 +177,29 @@ class UnsavedState:
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = [hook for hook in hooks if not isinstance(hook, Stateful)]
+        self._saved_hooks = [hook for hook in hooks if isinstance(hook, Stateful)]
         self._at_start: dict[int, Versions] = {}
         self._variables: LoopVariables | None = None  # of a session's loop
 
     def begin(self, run: Run) -> None:
         models = _ids_of(run)
         if run.recipe is None:
-            included = run.training.stateful.values()
-            saved = {id(tensor) for each in included for tensor in _tensors_of(each)}
-            self._variables = LoopVariables(models | saved)
+            self._variables = LoopVariables(models | self._saved(run))
         self._at_start = {id(hook): _tensor_versions(hook, models) for hook in self._hooks}
         self._at_start |= {id(owner): _versions(owner, models) for _, owner in _owners(run)}
+
+    def _saved(self, run: Run) -> set[int]:
+        """Return the ids of the tensors that included objects, optimizers and hooks save."""
+        groups = [
+            each.param_groups for module in run.training.modules for each in module.optimizers
+        ]
+        values = (*run.training.stateful.values(), *map(attributes, run.training.stateful.values()))
+        tensors = [
+            tensor for leaf in tree_leaves([*values, *groups]) for tensor in _tensors_of(leaf)
+        ]
+        for hook in self._saved_hooks:
+            tensors += chain(*_tensors_by_name(hook).values())
+        return set(map(id, tensors))
 
     def tell(self, run: Run) -> None:
         if not self._at_start:
@@ -218,7 +231,8 @@ class UnsavedState:
         if self._variables is not None and (names := self._variables.changed()):
             line = (
                 f"warning: the script changes {first_few(names)} in its loop, and no checkpoint"
-                " holds them: a resumed run begins with others; before session.steps, include each:"
+                " holds them: unless each step sets them anew, a resumed run goes on with others;"
+                " before session.steps, include each:"
                 f" session.include({names[0]!r}, {names[0]}); a tensor has to be in an object with"
                 " state_dict and load_state_dict, such as a buffer of a module"
             )
@@ -264,9 +278,16 @@ def _marks(value: Any, models: set[int]) -> list[Any]:
 
 
 def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
-    """Return the versions of tensors that the hook holds, or that its methods find in variables
-    around them; those of the models are left out."""
+    """Return the versions of a hook's tensors, except those of the models."""
     versions: Versions = {}
+    for name, tensors in _tensors_by_name(hook).items():
+        if own := [tensor for tensor in tensors if id(tensor) not in models]:
+            versions[name] = [(id(tensor), version(tensor)) for tensor in own]
+    return versions
+
+
+def _tensors_by_name(hook: Hook) -> dict[str, list[Tensor]]:
+    """Return the tensors that the hook holds, or that its methods find in variables around them."""
     methods = [
         inspect.unwrap(method)  # of `torch.no_grad()`, for example
         for kind in type(hook).__mro__
@@ -275,11 +296,10 @@ def _tensor_versions(hook: Hook, models: set[int]) -> Versions:
         if isinstance(method, FunctionType)
     ]
     around = [item for method in methods for item in variables_of(method).items()]
-    for name, value in (*around, *vars(hook).items()):
-        tensors = [tensor for leaf in tree_leaves(value) for tensor in _tensors_of(leaf)]
-        if own := [tensor for tensor in tensors if id(tensor) not in models]:
-            versions[name] = [(id(tensor), version(tensor)) for tensor in own]
-    return versions
+    return {
+        name: [tensor for leaf in tree_leaves(value) for tensor in _tensors_of(leaf)]
+        for name, value in (*around, *vars(hook).items())
+    }
 
 
 def _ids_of(run: Run) -> set[int]:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base.errors import LossError, RecipeError
 from lockstep.base.torch_private import version
@@ -35,7 +35,7 @@ from lockstep.training.reducers.microbatch_checksums import MicrobatchChecksums
 from lockstep.training.reducers.ordered import OrderedReducer
 from lockstep.training.reducers.reducer import RecomputingReducer
 from lockstep.training.reducers.rounds import RoundsReducer
-from lockstep.training.reducers.step_stats import Number
+from lockstep.training.reducers.step_stats import Number, gradient_versions
 from lockstep.training.set_up import Remark
 from lockstep.training.step_result import StepResult, numbers_of
 from lockstep.training.train_module import TrainModule
@@ -492,7 +492,7 @@ class Step:
         self._call_gradient_hooks(number)
         self._training.hooks.call("after_backward", self._run, module.model)
         result.applied, result.terms = None, self._terms
-        again = self._again(number, result, closure) if module.needs_closure else None
+        again = partial(self._again, number, result, closure) if module.needs_closure else None
         if module.may_draw:
             context = self._training.context
             seed = key(context.seed, RandomStream.OPTIMIZER, self._run.step, number)
@@ -514,17 +514,16 @@ class Step:
     def _again(
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
-        """The closure for an optimizer: it returns the loss and sets the gradient. The first call
-        uses the gradient of this step, unless the optimizer has changed the parameters with it;
-        later calls compute it again at the current parameters, with the same random numbers.
-        `closure`: the script's closure; None: repeat `compute`."""
+        """Make the closure for an optimizer, right before its step. The closure returns the loss
+        and sets the gradient. Its first call uses the gradient of this step, unless the optimizer
+        has changed it, or the parameters; later calls compute it again at the current parameters,
+        with the same random numbers. `closure`: the script's closure; None: repeat `compute`."""
         module, calls = self._modules[number], count()
-        marks = [_marks(parameter) for parameter in module.parameters]
+        marks = _marks(module.parameters)
         repeat = closure or partial(self._train, number, *(self._computed or ()))
 
         def again() -> Tensor:
-            now = [_marks(parameter) for parameter in module.parameters]
-            if next(calls) == 0 and now == marks:
+            if next(calls) == 0 and _marks(module.parameters) == marks:
                 return torch.tensor(first.loss())
             self._is_repeated, self._has_begun = True, False
             with torch.enable_grad():
@@ -807,9 +806,10 @@ class Step:
         )
 
 
-def _marks(parameter: Tensor) -> tuple[int, int, bool]:
-    """Return values that differ after the parameter was changed, or its gradient removed."""
-    return version(parameter), parameter.data_ptr(), parameter.grad is None
+def _marks(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """Return values that differ after a parameter or a gradient was changed."""
+    of_parameters = [(version(each), each.data_ptr()) for each in parameters]
+    return [of_parameters, gradient_versions(parameters)]
 
 
 def _check_loop(

@@ -78,6 +78,9 @@ class HostValues:
     """The parameter groups of each optimizer."""
 
 
+Closure = Callable[[], Any]
+
+
 class TrainModule:
     """A model and its optimizers on one rank. `parameters`: the trainable parameters, by name.
     `steppers`: functions to call instead of `step()`, by the id of the optimizer."""
@@ -416,13 +419,13 @@ class TrainModule:
         clip_norm: float | None,
         *,
         measure: bool,
-        closure: Callable[[], Any] | None = None,
+        closure: Callable[[], Closure] | None = None,
     ) -> tuple[Tensor | float, bool | None]:
         """Unscale and clip the reduced gradient and step the optimizers; if it is not finite, do
         nothing.
 
         Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
-        needed. `closure`: for optimizers that need one.
+        needed. `closure`: makes the closure that optimizers need, when the gradient is final.
         """
         gradients = self.gradients()
         divisor: Tensor | float = 1.0
@@ -447,7 +450,7 @@ class TrainModule:
         return norm, applied
 
     def _step_optimizers(
-        self, norm: Tensor | float, divisor: Tensor | float, closure: Callable[[], Any] | None
+        self, norm: Tensor | float, divisor: Tensor | float, closure: Callable[[], Closure] | None
     ) -> bool | None:
         if not isinstance(divisor, Tensor) and divisor == 1.0:
             return self._step_if_finite(norm, closure)
@@ -461,7 +464,7 @@ class TrainModule:
                 vars(optimizer).pop("grad_scale", None)
 
     def _step_if_finite(
-        self, norm: Tensor | float, closure: Callable[[], Any] | None
+        self, norm: Tensor | float, closure: Callable[[], Closure] | None
     ) -> bool | None:
         if self._gates_on_device:
             found_inf = (~torch.isfinite(torch.as_tensor(norm, device=self.device))).float()
@@ -477,10 +480,11 @@ class TrainModule:
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=not applied)
         if applied:
+            given = None if closure is None else closure()
             for optimizer in self.optimizers:
                 stepper = self._steppers.get(id(optimizer))
-                if closure is not None:
-                    optimizer.step(closure)
+                if given is not None:
+                    optimizer.step(given)
                 else:
                     _step_without_closure(optimizer) if stepper is None else stepper()
         return applied
@@ -582,12 +586,15 @@ def step_optimizer(optimizer: Optimizer) -> None:
         step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
+_CALLED_NOTHING = "'nonetype' object is not callable"
+
+
 def _step_without_closure(optimizer: Optimizer) -> None:
     """Call `optimizer.step()`. Raises `RecipeError` if it fails for want of a closure."""
     try:
         step_optimizer(optimizer)
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if not any(word in str(error).lower() for word in ("closure", "'nonetype'")):
+        if not any(text in str(error).lower() for text in ("closure", _CALLED_NOTHING)):
             raise
         kind = type(optimizer).__name__
         raise RecipeError(
