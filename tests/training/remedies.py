@@ -1998,6 +1998,9 @@ ELSEWHERE = {
     "draw them for the full tensor, torch.randn_like(parameter)": (
         "training/test_own_draws.py::test_they_are_those_of_one_process"
     ),
+    "its own generator, seeded by run.step and the parameter's name": (
+        "training/test_own_draws.py::test_a_pipeline_refuses_what_each_stage_would_draw_for_itself"
+    ),
     "{text}; or drop numerics=bitwise": (
         "training/test_loss_check.py::test_a_loss_is_named_or_refused_if_it_depends_on_the_cut_or_keeps_a_value"
     ),

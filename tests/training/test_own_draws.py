@@ -4,12 +4,13 @@ of one process."""
 from __future__ import annotations
 
 import copy
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F
+from torch import Tensor, nn
+from torch.nn import functional as F, init
 from training.subjects import each_of, network, recipe
 
 import lockstep as ls
@@ -76,3 +77,75 @@ def test_they_are_those_of_one_process(pool: WorkerPool, tmp_path: Path) -> None
         assert "a deepcopy of the model, whose parameters are sharded" in sharded["copied"]
         assert "dropout() of a parameter or gradient that is sharded" in sharded["dropped"]
         assert "Langevin with shard=2" in sharded["langevin"]
+
+
+def filled(like: Tensor) -> Tensor:
+    return torch.empty_like(like).bernoulli_(0.8)
+
+
+def of_its_shape(like: Tensor) -> Tensor:
+    return torch.randn(like.shape)
+
+
+def of_its_sizes(like: Tensor) -> Tensor:
+    return torch.randn(*like.shape)
+
+
+def of_named_size(like: Tensor) -> Tensor:
+    return torch.normal(0.0, 1.0, size=like.size())
+
+
+def initialized(like: Tensor) -> Tensor:
+    return init.normal_(like.detach())
+
+
+DRAWS = (torch.randn_like, filled, of_its_shape, of_its_sizes, of_named_size, initialized)
+
+
+class Draws(ls.Hook):
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def after_backward(self, run: Any, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.add_(self.draw(parameter.grad), alpha=0.1)
+
+
+class ByName(ls.Hook):
+    """Draws as the error says, and numbers that have nothing to do with parameters."""
+
+    def after_backward(self, run: Any, model: nn.Module) -> None:
+        scale = 0.1 * torch.rand(()) * torch.rand(3).sum()
+        for name, parameter in model.named_parameters():
+            seed = zlib.crc32(f"{run.step} {name}".encode())
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.empty_like(parameter.grad).normal_(generator=generator)
+            parameter.grad.add_(noise * scale)
+
+
+def trained_in_parts(run_dir: str, plan: str, hook: ls.Hook) -> str:
+    cut = recipe(
+        model=network,
+        inputs=lambda batch: (batch[1],),
+        loss=lambda output, batch: F.mse_loss(output, batch[2]),
+    )
+    return ls.train(
+        cut, run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[hook]
+    ).fingerprint
+
+
+def each_in_parts(run_dir: str, plans: list[str]) -> list[Any]:
+    hooks = [ByName(), *map(Draws, DRAWS)]
+    return each_of(trained_in_parts, run_dir, [(plan, hook) for plan in plans for hook in hooks])
+
+
+def test_a_pipeline_refuses_what_each_stage_would_draw_for_itself(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    by_name, *_ = each_in_parts(str(tmp_path / "one"), ["replicate=1"])
+    found, _ = pool.run(2, each_in_parts, str(tmp_path / "two"), ["pipeline=2", "shard=2"])
+    pipeline, shard = found[: len(found) // 2], found[len(found) // 2 :]
+    assert by_name == pipeline[0] == shard[0]
+    for draw, refusal in zip(DRAWS, pipeline[1:], strict=True):
+        assert "() in a hook, of the shape of " in refusal, draw
+        assert "with pipeline=2; each process has the parameters of its own stages" in refusal

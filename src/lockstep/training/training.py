@@ -133,6 +133,8 @@ class Hooks:
         number = [*vars(Hook), *vars(ControlHook)].index(moment)
         own = key(self._context.seed, RandomStream.HOOK, self.all.index(hook), number)
         seeded = partial(_call_seeded, method, own, self._context.device)
+        if self._context.plan.divides("layers"):
+            seeded = partial(_with_stage_draws, seeded)
         return seeded if not self._context.plan.state_divided else partial(_with_full_draws, seeded)
 
     def call_every(self, moment: str, *arguments: Any) -> None:
@@ -152,6 +154,14 @@ def _call_seeded(
 ) -> None:
     seed_generators(longer(key, run.step), device)
     method(run, *arguments)
+
+
+def _with_stage_draws(method: Callable[..., None], run: Run, *arguments: Any) -> None:
+    from lockstep.model.stage_draws import StageDraws  # imports tensor parallelism
+
+    models = [module.model for module in run.training.modules]
+    with StageDraws(models, run.context.mesh.stages.size):
+        method(run, *arguments)
 
 
 def _with_full_draws(method: Callable[..., None], run: Run, *arguments: Any) -> None:
