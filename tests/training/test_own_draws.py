@@ -129,9 +129,7 @@ def trained_in_parts(run_dir: str, plan: str, hook: ls.Hook) -> str:
         inputs=lambda batch: (batch[1],),
         loss=lambda output, batch: F.mse_loss(output, batch[2]),
     )
-    return ls.train(
-        cut, run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[hook]
-    ).fingerprint
+    return ls.train(cut, run_dir=run_dir, plan=f"{plan},numerics=bitwise", hooks=[hook]).fingerprint
 
 
 def each_in_parts(run_dir: str, plans: list[str]) -> list[Any]:
