@@ -341,14 +341,14 @@ def test_compiled_modules_are_known():
     assert not torch_private.has_compiled_forward(plain)
 
 
-def test_is_initialized():
+def test_is_optimizer_initialized():
     class Bare(torch.optim.SGD):
         def __init__(self, parameters):
             pass
 
     parameters = [nn.Parameter(torch.zeros(1))]
-    assert torch_private.is_initialized(torch.optim.SGD(parameters))
-    assert not torch_private.is_initialized(Bare(parameters))
+    assert torch_private.is_optimizer_initialized(torch.optim.SGD(parameters))
+    assert not torch_private.is_optimizer_initialized(Bare(parameters))
 
 
 def test_has_step_hooks():

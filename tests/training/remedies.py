@@ -1990,7 +1990,7 @@ ELSEWHERE = {
         "training/test_collectives.py::test_the_remedy_of_a_loss_that_sums_its_denominator_over_ranks"
     ),
     "in a wrapper of another optimizer, super().__init__(other.param_groups, {})": (
-        "training/test_optimizers.py::test_an_optimizer_around_another_trains_by_the_remedy_of_its_error"
+        "training/test_optimizers.py::test_a_wrapper_of_an_optimizer_trains_by_its_remedy"
     ),
     "for averaged weights, give ls.ExponentialMovingAverage as a hook": (
         "training/test_sharded.py::test_what_comes_out_is_what_one_process_gives"

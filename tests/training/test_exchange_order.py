@@ -8,10 +8,10 @@ import random
 from dataclasses import asdict
 from typing import Any
 
+from lockstep.comm.compared_bits import BITS
 from lockstep.training.reducers.exchange_order import (
-    BITS,
     Exchanges,
-    first_difference,
+    first_different_exchange,
     numbers_of,
 )
 
@@ -53,7 +53,9 @@ def exchanges(rank: int, *blocks: str, **where: Any) -> Exchanges:
 
 
 def test_the_first_exchange_that_differs_is_named_for_both_ranks() -> None:
-    found = first_difference([exchanges(0, *"abc"), exchanges(1, *"abc"), exchanges(2, *"aacb")])
+    found = first_different_exchange(
+        [exchanges(0, *"abc"), exchanges(1, *"abc"), exchanges(2, *"aacb")]
+    )
     assert found == (
         "rank 0 gathers block 'b' in microbatch 0 and rank 2 gathers block 'a' in microbatch 2"
     )
@@ -67,11 +69,11 @@ def test_a_rank_that_is_behind_another_does_not_differ() -> None:
         for rank in range(3):
             first, stop = drawn.randint(0, 19), drawn.randint(0, 20)
             ranks.append(exchanges(rank, *order[first:stop], first=first))
-        assert first_difference(ranks) is None
+        assert first_different_exchange(ranks) is None
 
 
 def test_exchanges_of_other_steps_groups_and_models_are_not_compared() -> None:
     one = exchanges(0, "a")
     for other in ({"step": 5}, {"group": 2}, {"order": 2}):
-        assert first_difference([one, exchanges(1, "b", **other)]) is None
-    assert first_difference([one, exchanges(1, "b")]) is not None
+        assert first_different_exchange([one, exchanges(1, "b", **other)]) is None
+    assert first_different_exchange([one, exchanges(1, "b")]) is not None

@@ -228,9 +228,7 @@ def by_lookahead(folder: str) -> str | None:
     ).fingerprint
 
 
-def test_an_optimizer_around_another_trains_by_the_remedy_of_its_error(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_a_wrapper_of_an_optimizer_trains_by_its_remedy(pool: WorkerPool, tmp_path: Path) -> None:
     one, *two = (
         fingerprint
         for size in (1, 2)

@@ -408,7 +408,7 @@ def has_compiled_forward(module: nn.Module) -> bool:
 # Optimizers
 
 
-def is_initialized(optimizer: Optimizer) -> bool:
+def is_optimizer_initialized(optimizer: Optimizer) -> bool:
     """True if `Optimizer.__init__` was called, or its attributes were set by hand."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 

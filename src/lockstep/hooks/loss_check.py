@@ -272,7 +272,7 @@ def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
     for _ in range(2):
         twice.append(_computed(run, recipe, _piece(item, (0, None), 0), training=True))
         numbers.append(_numbers(run, recipe))
-    counts = counted(changed_each_time(*numbers))
+    counts = counters_text(changed_each_time(*numbers))
     found = Findings(talks=_talks(twice), kept=_kept(run, twice), counts=counts)
     if found != NOTHING:
         return found
@@ -301,7 +301,7 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
                 break
         trials.append(tried)
     kept = next(filter(None, (_kept(run, tried) for tried in trials)), None)
-    counts = counted(changed_each_time(*numbers[:3])) if len(trials[0]) == 2 else None
+    counts = counters_text(changed_each_time(*numbers[:3])) if len(trials[0]) == 2 else None
     found = Findings(kept=kept, counts=counts, talks=next(filter(None, map(_talks, trials)), None))
     failed = [tried[0] for tried in trials if isinstance(tried[0], str)]
     if found == NOTHING and failed:
@@ -330,7 +330,7 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
     return {**numbers_of_model(run.model), **numbers_of_functions(functions)}
 
 
-def counted(names: Sequence[str]) -> str | None:
+def counters_text(names: Sequence[str]) -> str | None:
     """Describe the numbers that each forward changes; None if there are none."""
     if not names:
         return None
@@ -678,7 +678,7 @@ class CarriedState(ControlHook):
         everyone = run.context.world.gather_values(mine)
         read: list[str] = next((found["read"] for found in everyone if found["read"]), [])
         changed: list[str] = next((found["changed"] for found in everyone if found["changed"]), [])
-        counts = counted(changed)
+        counts = counters_text(changed)
         if read or counts or self._steps == STEPS:
             self._close()
         if read:

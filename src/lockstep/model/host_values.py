@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 
-def named(*names: str) -> frozenset[Any]:
+def functions_named(*names: str) -> frozenset[Any]:
     """Return the functions and methods of torch with these names."""
     found = (getattr(owner, name, None) for owner in (torch, Tensor) for name in names)
     return frozenset(each for each in found if each is not None)
 
 
-READS = named(
+READS = functions_named(
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist"),
     *("equal", "allclose", "is_nonzero"),
 )
 """Functions that return a number, or a list of numbers."""
-ARRAYS = named("numpy", "__array__")
+ARRAYS = functions_named("numpy", "__array__")
 """Functions that return an array of numpy."""

@@ -14,7 +14,7 @@ from lockstep.base.words import listed
 from lockstep.comm.active_calls import CollectiveCall
 from lockstep.hooks.hang.snapshot import Frame, StackSnapshot, innermost_line
 from lockstep.model.shard import error_of_order
-from lockstep.training.reducers.exchange_order import first_difference
+from lockstep.training.reducers.exchange_order import first_different_exchange
 
 Kind = Literal["missing", "differ", "between", "order"]
 """`missing`: some ranks do not reach the call in which others wait. `differ`: all wait, in
@@ -42,7 +42,7 @@ def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
     """Return the hang of ranks that exchange different blocks of a sharded model; None if they do
     not. It is certain: ranks that wait for each other, or that will."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
-    calls = first_difference([told for each in everyone for told in each.exchanges])
+    calls = first_different_exchange([told for each in everyone for told in each.exchanges])
     if calls is None:
         return None
     ranks = tuple(each.rank for each in everyone if each.exchanges)

@@ -18,9 +18,9 @@ from lockstep.model.context.count_reads import (
     Noted,
     StepCounts,
     differing_lines,
-    first_difference,
-    from_json,
-    to_json,
+    first_different_counts,
+    noted_from_json,
+    noted_to_json,
 )
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.proof import gather_over
@@ -56,10 +56,13 @@ def check_counts(
     """Check the first microbatch of a step in which the ranks have read different counts, and add
     them to `known`. Every rank of `worlds` calls it, with its own `step`. `tokens_of`: (arguments
     of a microbatch) -> its tokens. Raises `RecipeError`, the same on all ranks."""
-    mine = [[microbatch, to_json(noted)] for microbatch, noted in step.noted.items()]
+    mine = [[microbatch, noted_to_json(noted)] for microbatch, noted in step.noted.items()]
     everyone = gather_over(mine, worlds)
-    difference = first_difference(
-        [{microbatch: from_json(noted) for microbatch, noted in theirs} for theirs in everyone]
+    difference = first_different_counts(
+        [
+            {microbatch: noted_from_json(noted) for microbatch, noted in theirs}
+            for theirs in everyone
+        ]
     )
     if difference is None:  # in a microbatch that is not kept
         return
@@ -72,10 +75,10 @@ def check_counts(
         tried = [tokens.compute(min(group, tokens.groups - 1)) for group in range(groups)]
     pairs = [pair for each in tried for pair in each.differences]
     shown: dict[str, None] = {}
-    own = [pairs, [to_json(each.noted) for each in tried]]
+    own = [pairs, [noted_to_json(each.noted) for each in tried]]
     gathered = gather_over(own, worlds)
     for group in range(groups):
-        noted = from_json(row for _, theirs in gathered if theirs for row in theirs[group])
+        noted = noted_from_json(row for _, theirs in gathered if theirs for row in theirs[group])
         shown.update(dict.fromkeys(differing_lines(noted)))
     errors = [tuple(pair) for theirs, _ in gathered for pair in theirs]
     if wrong := [pair for pair in errors if not pair[0] <= pair[1]]:

@@ -204,12 +204,12 @@ class CountReads:
         self._digests.clear()
 
 
-def to_json(noted: Noted) -> list[Any]:
+def noted_to_json(noted: Noted) -> list[Any]:
     return [[*place, counts] for place, counts in noted.items()]
 
 
-def from_json(rows: Iterable[Any]) -> Noted:
-    """Return what was noted. `rows`: results of `to_json`, one behind another."""
+def noted_from_json(rows: Iterable[Any]) -> Noted:
+    """Return what was noted. `rows`: results of `noted_to_json`, one behind another."""
     return {
         Place(*place): {line: Counts(*each) for line, each in counts.items()}
         for *place, counts in rows
@@ -231,7 +231,7 @@ def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
     return found
 
 
-def first_difference(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts | None:
+def first_different_counts(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts | None:
     """Return the first microbatch in which parts of a forward have read different counts."""
     for microbatch in sorted({each for theirs in everyone for each in theirs}):
         noted: Noted = {}
@@ -242,7 +242,7 @@ def first_difference(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts
     return None
 
 
-def sizes_of(result: Any) -> list[tuple[int, ...]]:
+def shapes_of(result: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors in a result."""
     several = result if isinstance(result, tuple | list) else (result,)
     return [tuple(each.shape) for each in several if isinstance(each, Tensor)]

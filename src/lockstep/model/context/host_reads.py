@@ -24,25 +24,25 @@ from lockstep.base.errors import RecipeError
 from lockstep.comm.world import World
 from lockstep.model.context.calls import is_call_of_model, outside_modes
 from lockstep.model.context.chunk_axis import ChunkAxis
-from lockstep.model.context.count_reads import PartCounts, numbers_in, sizes_of
+from lockstep.model.context.count_reads import PartCounts, numbers_in, shapes_of
 from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.part_digests import PartDigests
-from lockstep.model.host_values import ARRAYS, READS, named
+from lockstep.model.host_values import ARRAYS, READS, functions_named
 
 MOST_NAMED = 1000
 """Number of reads of a forward that are kept to be named."""
 _COUNT = "_lockstep_count"
 """Attribute of a tensor that is a count."""
-_COUNTING = named(
+_COUNTING = functions_named(
     *("any", "all", "nonzero", "count_nonzero", "bincount", "histc", "unique", "argwhere"),
     *("unique_consecutive", "searchsorted"),
 )
 _GIVE_COUNTS = ARRAYS | {Tensor.__contains__}
 """Functions that give values to Python which may differ as counts do."""
-_SHAPED = named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
+_SHAPED = functions_named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
 """Functions whose result has a shape that is a count."""
-_SUMS = named("sum", "cumsum")
-_COMPARISONS = named(
+_SUMS = functions_named("sum", "cumsum")
+_COMPARISONS = functions_named(
     *("gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
     *("__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "not_equal"),
 )
@@ -83,7 +83,7 @@ class PartReads:
         ):
             self._mark(result)
         if self.counts is not None and _is_shape_a_count(function, args):
-            self._note_count(sizes_of(result), caller)
+            self._note_count(shapes_of(result), caller)
 
     def _note_read(self, value: Any, caller: FrameType) -> None:
         if is_call_of_model(caller):

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.compared_bits import BITS, compared_bits
 from lockstep.comm.world import World
 from lockstep.model.context.exchange import TokenLayout
-
-BITS = 24
-"""Bits of a digest that are compared."""
 
 
 class PartDigests:
@@ -27,7 +25,7 @@ class PartDigests:
         """The ranks of the axis among all."""
         self._world = world
         self._is_summed = is_summed
-        self._sums = [0] * BITS
+        self._sums = [0.0] * BITS
 
     @property
     def axis(self) -> int:
@@ -37,12 +35,11 @@ class PartDigests:
     def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
         """Add the digest of what a part of a forward has read, if it has read anything. `layout`:
         of its tokens."""
-        place, size = layout.world.rank, layout.world.size
         digest = digest.copy()
         digest.update(repr((forward, self.axis)).encode())
         number = int.from_bytes(digest.digest()[: BITS // 8], "little")
-        factor = size - 1 if place == 0 else -1
-        self._sums = [total + factor * (number >> bit & 1) for bit, total in enumerate(self._sums)]
+        bits = compared_bits(number, rank=layout.world.rank, size=layout.world.size)
+        self._sums = [total + bit for total, bit in zip(self._sums, bits, strict=True)]
 
     def numbers(self) -> list[float]:
         """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
@@ -55,4 +52,4 @@ class PartDigests:
 
     def clear(self) -> None:
         """Forget the digests of a step."""
-        self._sums = [0] * BITS
+        self._sums = [0.0] * BITS

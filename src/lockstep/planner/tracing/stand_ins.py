@@ -29,6 +29,7 @@ from lockstep.base.torch_private import (
     disable_current_modes,
     tree_map,
 )
+from lockstep.comm.compared_bits import BITS
 from lockstep.comm.first_failure import FirstFailure
 from lockstep.comm.world import World
 from lockstep.data.fetch import Fetcher
@@ -58,7 +59,6 @@ from lockstep.training.balance import ExpertBalance
 from lockstep.training.loss import LossKind
 from lockstep.training.microbatches import Batching, Microbatches, Spans
 from lockstep.training.reducers import exchange_order
-from lockstep.training.reducers.exchange_order import BITS
 from lockstep.training.step import Step
 from lockstep.training.train_module import TrainModule
 

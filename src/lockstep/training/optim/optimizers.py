@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.base.errors import RecipeError, first_few
 from lockstep.base.garbage import collector_paused
-from lockstep.base.torch_private import is_initialized
+from lockstep.base.torch_private import is_optimizer_initialized
 from lockstep.comm.mesh import to_local
 from lockstep.plan import Plan
 
@@ -82,7 +82,7 @@ def build_optimizers(
                 f"the optimizer factory returned {optimizer!r} (a {type(optimizer).__name__}); it"
                 " must return a torch.optim.Optimizer, or a list of them"
             )
-        if not is_initialized(optimizer):
+        if not is_optimizer_initialized(optimizer):
             kind = type(optimizer).__name__
             raise RecipeError(
                 f"{kind}.__init__ does not call torch.optim.Optimizer.__init__, without which an"

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lockstep.base.errors import RecipeError
+from lockstep.comm.compared_bits import BITS, compared_bits
 from lockstep.comm.world import World
 from lockstep.model.shard import error_of_order
 
-BITS = 24
-"""Bits of the digest that are compared."""
 END = 0
 """The label of the end of a step, an evaluation or a trial."""
 MOST_TOLD = 50
@@ -69,7 +68,7 @@ class Exchanges:
         return " ".join(self.calls[place]).rstrip()
 
 
-def first_difference(everyone: Sequence[Exchanges]) -> str | None:
+def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
     """Return the first difference between the exchanges of two ranks that both have made; None if
     there is none. Ranks may be in different steps."""
     alike: dict[tuple[int, int, int], list[Exchanges]] = {}
@@ -185,7 +184,7 @@ class ExchangeOrder:
         number, before, _ = self._steps
         mine = self._exchanges(number - 1, before, len(before))
         everyone = self._world.gather_values([mine.rank, mine.step, mine.calls])
-        return first_difference(
+        return first_different_exchange(
             [
                 Exchanges(rank, mine.order, mine.group, step, 0, tuple(map(tuple, calls)))
                 for rank, step, calls in everyone
@@ -202,8 +201,6 @@ _numbers = count()
 def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
     """Return numbers whose sums over all ranks of all groups are 0 exactly if the digests agree in
     each group. `rank`, `size`: of this rank's `group`."""
-    factor = size - 1 if rank == 0 else -1
     row = [0.0] * (BITS * groups)
-    for bit in range(BITS):
-        row[group * BITS + bit] = float(factor * (digest >> bit & 1))
+    row[group * BITS : (group + 1) * BITS] = compared_bits(digest, rank=rank, size=size)
     return row
