@@ -406,7 +406,22 @@ def test_rendezvous_polls_and_state():
         time.sleep(0.02)
 
 
+def test_a_rendezvous_without_records():
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    def parts(handler):
+        return handler, handler._state_holder, handler._op_executor
+
+    handler = DynamicRendezvousHandler.from_backend("run", None, Backend(), 1, 1)
+    recorded = [part._record for part in parts(handler)]
+    torch_private.skip_rendezvous_records(handler)
+    for part, record in zip(parts(handler), recorded, strict=True):
+        assert part._record is not record
+        assert part._record(message="met") is None
+
+
 class Backend:
+    name = "test"
     asked = 0
 
     def get_state(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import re
 import socket
 import subprocess
@@ -226,6 +227,25 @@ def test_machines_that_wait_hear_of_the_end_of_the_run(
         other.set_closed()
         with pytest.raises(RendezvousClosedError):
             waiting.result()
+
+
+def test_no_machine_looks_up_its_callers_before_it_writes_the_shared_state(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch does so for records that nobody keeps. On a busy machine this takes longer than the
+    time between two heartbeats, and each heartbeat makes other machines' pending writes fail."""
+
+    def stack(*_: object) -> list[inspect.FrameInfo]:
+        pytest.fail("looked up its callers")
+
+    monkeypatch.setattr(inspect, "stack", stack)
+    one, other = both = [ElasticRendezvous.at(machines) for _ in range(2)]
+    meet(both)
+    other.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        one.wait_for_all()
+    for each in both:
+        each._stop_heartbeats()
 
 
 def test_they_hear_of_it_if_the_one_that_ended_the_run_is_lost(

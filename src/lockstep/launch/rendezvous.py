@@ -46,7 +46,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from lockstep.base.errors import LaunchError, say
-from lockstep.base.torch_private import refresh_rendezvous_state_after, rendezvous_polls_every
+from lockstep.base.torch_private import (
+    refresh_rendezvous_state_after,
+    rendezvous_polls_every,
+    skip_rendezvous_records,
+)
 from lockstep.launch.machines import Machines, address_on, address_towards, interface_of
 
 JOIN_SECONDS = 600
@@ -251,6 +255,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         Containers on one host may have the same: the host's address, and process id 1."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
+        skip_rendezvous_records(self)
         self.addresses = []
         self._met: Sequence[Any] = ()
         self._round = -1
