@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.base import accelerator
 from lockstep.base.errors import LossError
+from lockstep.hooks.carried_variables import CarriedVariables
 from lockstep.hooks.checkpointing import Checkpointing
 from lockstep.hooks.expert_loads import ExpertLoads
 from lockstep.hooks.gradient_checksum import GradientChecksum
@@ -97,6 +98,8 @@ class HouseHooks:
             self.loss_check,
             # Watches forwards if the loss cannot be tried.
             CarriedState(),
+            # Likewise for variables of the script's loop.
+            CarriedVariables(),
             # Stops torch from filling new tensors.
             *fills,
             # Starts a trace before any other hook of the step, and ends it before lockstep's own

@@ -50,7 +50,7 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "term-without-weight": "a loss term had no weight in a step",
         "hook-state-not-saved": "a hook without a state_dict changes tensors",
         "attributes-not-saved": "attributes of modules or optimizers change but are not saved",
-        "variables-not-saved": "a session's loop changes tensors that are not saved",
+        "variables-not-saved": "a session's loop changes values that are not saved",
         "error-feedback-dropped": "a checkpoint lacks the compression's error feedback",
         "cublas-workspace-late": "cuBLAS may not give the same bits",
         "logger-failed": "a logger was dropped",

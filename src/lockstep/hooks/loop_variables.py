@@ -7,9 +7,12 @@ import inspect
 import sys
 import weakref
 from collections.abc import Collection, Iterator
+from types import FrameType
+from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.base.contents import is_users_file
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
@@ -28,7 +31,8 @@ class LoopVariables:
                 for tensor in _tensors(value)
                 if id(tensor) not in saved
             ]
-            for name, value in _variables_of_script().items()
+            for name, value in local_variables(frame_of_script()).items()
+            if isinstance(value, nn.Module | Tensor)
         }
 
     def changed(self) -> list[str]:
@@ -41,14 +45,19 @@ class LoopVariables:
         return found
 
 
-def _variables_of_script() -> dict[str, nn.Module | Tensor]:
-    """Return the networks and tensors in variables of the innermost function that is not
-    lockstep's."""
+def frame_of_script() -> FrameType:
+    """Return the innermost frame that is neither lockstep's, nor of Python's library or an
+    installed package."""
     frame = sys._getframe()
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of a function's or module's own variables."""
     variables = frame.f_locals
-    found = {name: each for name, each in variables.items() if isinstance(each, nn.Module | Tensor)}
+    found = dict(variables)
     # before Python 3.13, a function's frame would keep this dict, and so all that is in it
     is_copy = type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
     if is_copy and sys.getrefcount(variables) == _OWN_REFERENCES:  # not the script's `locals()`
@@ -56,8 +65,8 @@ def _variables_of_script() -> dict[str, nn.Module | Tensor]:
     return found
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("lockstep", "contextlib", "torch")
+def _is_users(file: str) -> bool:
+    return file.startswith("<") or is_users_file(file)
 
 
 def _tensors(value: nn.Module | Tensor) -> Iterator[Tensor]:

@@ -1,0 +1,153 @@
+"""Variables of a loop over steps whose value of one step goes into the loss of a later one."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lockstep.base.loop_flow import carried_into_loss, loop_at
+
+CARRIED = {
+    "running": """
+        returns = []
+        for environments in step.microbatches():
+            total = 0
+            for environment in environments:
+                earned = play(environment)
+                total = total - (chosen * (earned - running)).sum()
+                returns.append(earned)
+            step.backward(ls.Loss(total, n))
+        step.commit(optimizer)
+        running = 0.9 * running + 0.1 * sum(returns) / len(returns)
+    """,
+    "hidden": """
+        for i, (x, y) in enumerate(step.microbatches()):
+            output, hidden = model(x, hidden)
+            hidden = hidden.detach()
+            step.backward(loss(output, y))
+    """,
+    "self.baseline": """
+        for x in step.microbatches():
+            step.backward(loss(x) - self.baseline)
+        self.baseline *= 0.9
+    """,
+    "count": """
+        count += 1
+        for x in step.microbatches():
+            with session.autocast() as entered:
+                step.backward(loss(x) * min(1, count / 100))
+    """,
+    "calls": """
+        for x in step.microbatches():
+            if calls > 14:
+                found = one(x)
+            else:
+                found = other(x)
+            calls += 1
+            step.backward(found)
+    """,
+    "before": """
+        step.compute(inputs, lambda output, batch: loss(output, batch, before))
+        before = look(step)
+    """,
+    "base": """
+        def accumulate():
+            for x in step.microbatches():
+                step.backward(loss(x) - base)
+        step.commit(optimizer, closure=accumulate)
+        base = 0.9 * base
+    """,
+    "history": """
+        try:
+            for x in step.microbatches():
+                step.backward(loss(x) / sum(history))
+        finally:
+            history.append(session.mean(x))
+    """,
+    "table": """
+        for x in step.microbatches():
+            scale = table[0]
+            step.backward(loss(x) * scale)
+        table[0] = 0.5
+    """,
+    "temperature": """
+        while heating(x):
+            temperature += 0.1
+        step.compute(inputs, loss_at(temperature))
+    """,
+}
+NOT_CARRIED = {
+    "only logged": """
+        for x, y in step.microbatches():
+            found = loss(model(x), y)
+            step.backward(found)
+            total += found.item()
+        step.commit(optimizer)
+        best = min(best, found.item())
+        step.log({"total": total, "best": best})
+        if best < 0.1:
+            break
+    """,
+    "of the step": """
+        beta = min(1, step.index / 100)
+        for x in step.microbatches():
+            step.backward(beta * loss(x))
+    """,
+    "set anew": """
+        total, self.count = 0, 0
+        for x in step.microbatches():
+            self.count += 1
+            total += loss(x) / self.count
+        step.backward(total)
+        kept: float = total
+    """,
+    "never changed": """
+        for x in step.microbatches():
+            step.backward(loss(x, self.weights, margin))
+        step.commit(optimizer)
+    """,
+}
+
+
+def loop(body: str, *, head: str = "for step in session.steps(data):") -> ast.For:
+    found = loop_at(f"x = 1\n{head}\n{textwrap.indent(textwrap.dedent(body), '    ')}", 2)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_value_that_goes_into_a_later_loss_is_found(name: str) -> None:
+    assert carried_into_loss(loop(CARRIED[name])) == [name]
+
+
+@pytest.mark.parametrize("name", NOT_CARRIED)
+def test_other_variables_are_not(name: str) -> None:
+    assert carried_into_loss(loop(NOT_CARRIED[name])) == []
+
+
+def test_the_target_may_be_a_tuple() -> None:
+    found = loop(
+        "step.backward(loss(number, scale))\nscale *= 2",
+        head="for number, step in enumerate(session.steps(data)):",
+    )
+    assert carried_into_loss(found) == ["scale"]
+
+
+def test_the_loop_is_found_by_its_line() -> None:
+    source = "for a in b:\n    for c in (\n        d\n    ):\n        pass\n"
+    found = [loop_at(source, line) for line in range(1, 7)]
+    assert [each and ast.unparse(each.target) for each in found] == ["a", "c", "c", "c", None, None]
+    assert loop_at("for a in", 1) is None
+
+
+def test_loops_of_the_examples_are_right() -> None:
+    """`rollouts` is a module that the loop includes: the hook does not count those."""
+    names = set()
+    for file in Path(__file__).parents[2].glob("examples/**/*.py"):
+        for each in ast.walk(ast.parse(file.read_text())):
+            if isinstance(each, ast.For) and ".steps(" in ast.unparse(each.iter):
+                names |= set(carried_into_loss(each))
+    assert names == {"rollouts.rows"}
