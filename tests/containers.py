@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import forked
+import namespace
 import pytest
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_NAMESPACES = ("--mount", "--pid", "--ipc", "--uts", "--cgroup")
 _MAKE = """
 set -e
+mount --make-rprivate /
 layers=$1; shm=$2; volume=$3; groups=$4; infiniband=$5; shift 5
 mount -t tmpfs tmpfs "$layers"
 mkdir "$layers/upper" "$layers/work" "$layers/root"
@@ -31,6 +34,8 @@ if [ -n "$infiniband" ]; then mount -t tmpfs tmpfs sys/class && mkdir -p "sys/cl
 mount -t tmpfs tmpfs sys/fs/cgroup
 for group in $groups; do mkdir sys/fs/cgroup/$group && mount -t cgroup -o $group cgroup sys/fs/cgroup/$group; done
 if [ -n "$volume" ]; then mount --bind "$volume" ".$volume"; fi
+"""
+_ENTER = """
 exec chroot . sh -c 'cd "$0" && exec "$@"' "${volume:-/tmp}" "$@"
 """
 
@@ -44,13 +49,11 @@ def container(
     limits: dict[str, str] | None = None,
     infiniband: str = "",
     namespaces: Sequence[str] = OWN_NAMESPACES,
-    before: Sequence[str] = (),
 ) -> Iterator[list[str]]:
     """The words to put before a command that is to run in a container. `volume`: a folder of this
     machine, which is at the same path in it. `limits`: of control groups, as in
     {"cpu.cfs_quota_us": "50000"}. `infiniband`: the name of a device that it sees. `namespaces`:
-    options of unshare; those that are left out are this machine's. `before`: to run in another
-    network namespace."""
+    options of unshare; those that are left out are this machine's."""
     if (
         os.geteuid() != 0
         or subprocess.run(
@@ -66,18 +69,20 @@ def container(
             *namespaces,
             *(("--fork", "--kill-child") if "--pid" in namespaces else ()),
         ]
-        make = [
-            "sh",
-            "-c",
-            _MAKE,
-            "sh",
-            str(layers),
-            shm,
-            str(volume or ""),
-            " ".join(groups),
-            infiniband,
-        ]
-        yield [*join, *before, *words, *make]
+        layout = ["sh", str(layers), shm, str(volume or ""), " ".join(groups), infiniband]
+        line = [*join, *words, "sh", "-c", _MAKE + _ENTER, *layout]
+        if limits:
+            yield line
+            return
+
+        def enter() -> None:
+            namespace.leave(namespaces)
+            subprocess.run(["sh", "-c", _MAKE, *layout], check=True)
+            os.chroot(layers / "root")
+            os.chdir(volume or "/tmp")
+
+        with forked.inside(line, enter):
+            yield line
 
 
 @contextmanager

@@ -64,6 +64,7 @@ PRELOADED = (
 )
 """What most of the processes import."""
 OMP_PAUSE_HARD = 2
+_entered: dict[tuple[str, ...], Callable[[], object]] = {}
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -102,6 +103,17 @@ def lockstep(*arguments: Any, folder: Path | None = None) -> subprocess.Complete
         )
 
 
+@contextmanager
+def inside(words: Sequence[str], enter: Callable[[], object]) -> Iterator[None]:
+    """Within, a command after these words, which have it run in a container, is a fork that calls
+    `enter` first."""
+    _entered[tuple(words)] = enter
+    try:
+        yield
+    finally:
+        del _entered[tuple(words)]
+
+
 def _fork(
     process: Any,
     args: Any,
@@ -130,11 +142,10 @@ def _fork(
 ) -> None:
     """Take the place of `subprocess.Popen._execute_child`."""
     given = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-    body = (
-        None
-        if shell or isinstance(args, str | bytes) or not close_fds
-        else _body([os.fsdecode(word) for word in args], env)
-    )
+    body = None
+    if not (shell or isinstance(args, str | bytes) or not close_fds):
+        enter, line = _inside([os.fsdecode(word) for word in args])
+        body = _body(line, env)
     if body is None or (cwd is not None and not os.path.isdir(cwd)):
         rest = (restore_signals, gid, gids, uid, umask, start_new_session, process_group)
         before = (
@@ -173,10 +184,7 @@ def _fork(
             _own_descriptors(
                 (p2cread, c2pwrite, errwrite), pass_fds, [number for number, _ in of_libuv]
             )
-            sys.orig_argv[:] = [
-                *([sys.executable] if args[0] == LOCKSTEP else []),
-                *map(os.fsdecode, args),
-            ]
+            sys.orig_argv[:] = [*([sys.executable] if line[0] == LOCKSTEP else []), *line]
             _own_environment(
                 {
                     os.fsdecode(name): os.fsdecode(value)
@@ -186,12 +194,21 @@ def _fork(
             _default_signals()
             if preexec_fn is not None:
                 preexec_fn()
+            enter()
             _run(body, own)
         finally:
             os._exit(255)
     process.pid = number
     process._child_created = True
     process._close_pipe_fds(*given)
+
+
+def _inside(line: list[str]) -> tuple[Callable[[], object], list[str]]:
+    """Return what brings a fork to where the command runs, and the command."""
+    for words, enter in _entered.items():
+        if tuple(line[: len(words)]) == words:
+            return enter, line[len(words) :]
+    return lambda: None, line
 
 
 def _body(line: list[str], env: Mapping[str, str] | None) -> Callable[[], object] | None:

@@ -95,6 +95,7 @@ def test_the_remedies_help(tmp_path: Path) -> None:
     assert not {"lifetime", "locked memory"} & found.keys()
 
 
+@pytest.mark.forks
 @pytest.mark.command
 def test_two_containers_of_one_host_are_told_that_they_share_no_memory(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -150,6 +150,7 @@ def trained_in_containers(
     ]
 
 
+@pytest.mark.forks
 @pytest.mark.command
 def test_ranks_in_containers_of_one_host_exchange_through_gloo_and_are_told_the_remedy(
     tmp_path: Path,
@@ -165,6 +166,7 @@ def test_ranks_in_containers_of_one_host_exchange_through_gloo_and_are_told_the_
     assert "--pid=host" in reason
 
 
+@pytest.mark.forks
 @pytest.mark.command
 def test_ranks_in_containers_with_the_process_ids_of_their_host_share_memory(
     tmp_path: Path,
@@ -177,6 +179,7 @@ def test_ranks_in_containers_with_the_process_ids_of_their_host_share_memory(
     assert reasons(tmp_path / "shared" / "run") == {}
 
 
+@pytest.mark.forks
 @pytest.mark.command
 def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -204,6 +207,7 @@ def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path)
     assert '"event": "run-directory-in-container"' in ended.stdout
 
 
+@pytest.mark.forks
 @pytest.mark.command
 @pytest.mark.parametrize(
     ("data", "room", "status", "error"),
