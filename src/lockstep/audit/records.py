@@ -63,7 +63,7 @@ class Records:
         )
 
     def together(self) -> Iterator[list[Row]]:
-        """For each step that all ranks took together: its rows, one per rank, in order."""
+        """Return the rows of each step that all ranks took together: one per rank, in order."""
         by_rank = [
             {(row["optimizer"], row["index"]): row for row in rank.steps} for rank in self.ranks
         ]
@@ -74,13 +74,13 @@ class Records:
 
 
 def first_line(rows: Iterable[Row], name: str = "line") -> str:
-    """The user's line in the first of the rows; empty if there are none."""
+    """Return the user's line in the first row; empty if there are no rows."""
     return next((str(row[name]) for row in rows), "")
 
 
 def read_records(folder: Path) -> Records:
-    """Read the files of all processes. Of several processes with one rank, the one that took steps
-    or joined the process group counts."""
+    """Read the files of all processes. If several processes have one rank, keep the one that took
+    steps or joined the process group."""
     files = [
         rows for path in sorted(folder.glob("process-*.jsonl")) if (rows := read_row_file(path))
     ]

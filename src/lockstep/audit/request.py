@@ -31,7 +31,7 @@ class AuditRequest(ScriptRequest):
         started the parent. Linux only.
 
         Called in each process before the script, so that a killed audit leaves no rank behind.
-        Processes that ranks start are not tied in this way: the kernel would end them with the
+        Processes that ranks start are not tied to the audit: the kernel would end them with the
         thread that started them.
         """
         launcher = os.getppid()

@@ -88,7 +88,7 @@ class AuditedEnd(ScriptEnd):
 
 
 class RecordGrowth:
-    """The growth of the records: it distinguishes a script that hangs from one that works."""
+    """The growth of the records, which shows that a script works and does not hang."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock

@@ -55,8 +55,8 @@ class ScriptSource:
             return cls("")
 
     def start_call(self) -> StartCall | None:
-        """The call by which the script starts its own ranks. None: there is no such call, or the
-        script reads its rank from a launcher."""
+        """The call by which the script starts its own ranks. None if there is no such call, or if
+        the script reads its rank from a launcher."""
         if self._reads_rank():
             return None
         wanted = _STARTS | (_PROCESSES if self._gives_rank() else set())

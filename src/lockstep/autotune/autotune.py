@@ -47,8 +47,8 @@ from lockstep.training.set_up import use_threads
 
 RECIPE_SETTINGS = ("precision", "microbatch")
 TIMED_SETTINGS = ("threads", "precision", "microbatch")
-"""The settings in the order of timing. Each is timed with the values that were already chosen for
-earlier ones."""
+"""The settings in the order of timing. Each setting is timed with the values chosen for the
+settings before it."""
 
 
 def autotune(recipe: Recipe, opened: Opened) -> tuple[Recipe, Context]:
@@ -147,8 +147,8 @@ class _Autotuner:
         return model
 
     def run(self) -> tuple[Measurement, str]:
-        """Return the chosen values, and the source of those that are not in `fixed`: "cache" or
-        "measurement"; "rule" if all are in `fixed`."""
+        """Return the chosen values, and the source of the values that are not in `fixed`: "cache"
+        or "measurement". The source is "rule" if all values are in `fixed`."""
         if self.context.overrides.bare:
             bare = {
                 "precision": "fp32",
@@ -355,9 +355,9 @@ class _Autotuner:
     def _timed(
         self, timing: MicrobatchTiming, name: str, now: Mapping[str, Any]
     ) -> dict[Any, float | None]:
-        """Time each value of the setting `name`, with the others as in `now`, until time is up.
-        Returns the seconds for one microbatch (if `name` is "microbatch": for all microbatches of a
-        step) by value; None for a value that ran out of memory."""
+        """Time each value of the setting `name` until time is up; the other settings have their
+        values in `now`. Returns value -> seconds for one microbatch (for all microbatches of a step
+        if `name` is "microbatch"); None if the value ran out of memory."""
         sizes = name == "microbatch"
         found: dict[Any, float | None] = {}
         for each in (

@@ -164,7 +164,7 @@ def unseen(environ: Mapping[str, str], folder: Path = Path("/dev")) -> str:
 
 
 def identity(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Return text that identifies an accelerator among those of the machine."""
+    """Return text that identifies one of the machine's accelerators."""
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         return MIG
     properties = getattr(_module(device.type), "get_device_properties", None)
@@ -468,8 +468,8 @@ def allocation_error(device: torch.device) -> str:
 
 
 def leaves_tf32_unused(device: torch.device) -> bool:
-    """True for an NVIDIA GPU with TF32 whose fp32 products do not use it, unless the user chose
-    that."""
+    """True for an NVIDIA GPU that has TF32, if nobody has chosen the precision of fp32 products:
+    they then do not use TF32."""
     capability = compute_capability(device)
     return (
         capability is not None

@@ -1,4 +1,4 @@
-"""Finds the attributes whose earlier value a module's forward uses, by its code."""
+"""Reads a forward's code, and finds the attributes whose earlier value it uses."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 _UNLIMITED = 2**60
-"""Values from here on mean that there is no limit: version 1 has about 2**63."""
+"""Values of at least this mean that there is no limit: version 1 writes about 2**63."""
 _MEMORY = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

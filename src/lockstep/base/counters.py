@@ -1,5 +1,6 @@
 """Finds numbers that each call of the user's code changes, such as a counter of forwards. Each rank
-makes other calls, so what is learned depends on the number of ranks as soon as one is used."""
+makes different calls, so a model that uses such a number learns something that depends on the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def numbers_of_model(model: Any) -> Numbers:
 
 
 def carried(model: Any, names: Iterable[str]) -> list[str]:
-    """Return those of the model's numbers whose earlier value a forward may use. Others are set
-    anew by each forward, for a log."""
+    """Return the model's numbers whose earlier value a forward may use. Others are set anew by each
+    forward, for a log."""
     read = attributes_read(model)
     return sorted(
         name for name in names if read is None or name.partition("[")[0].rpartition(".")[2] in read
@@ -53,8 +54,8 @@ def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
 
 
 def numbers_of_dataset(dataset: Any) -> Numbers:
-    """Return the numbers in the dataset's attributes, and in those of the dataset that it takes its
-    samples from, as `Subset` does."""
+    """Return the numbers in the attributes of the dataset and, for wrappers such as `Subset`, of
+    the dataset inside it."""
     found: dict[str, float] = {}
     while dataset is not None:
         found |= dict(_numbers_in(attributes(dataset)))

@@ -107,7 +107,7 @@ class DivergenceError(LockstepError):
 
 class WrongResultError(LockstepError):
     """Ranks computed different gradients of one microbatch under bitwise numerics. The text names
-    the rank that is wrong, or those of which one is, and the first tensor."""
+    the wrong rank (or the ranks of which one is wrong), and the first tensor."""
 
 
 class HangError(LockstepError):

@@ -84,7 +84,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> None:
 
 T = TypeVar("T")
 MOST_BYTES = 4 << 20
-"""Size limit of a JSON file such as `run.json`, and of a line in other files."""
+"""Largest size of a JSON file such as `run.json`, and of one line in other files."""
 MOST_DEPTH = 64
 """Largest depth of nested JSON values."""
 MOST_BITS = 62
@@ -103,8 +103,8 @@ by a link."""
 
 
 def open_below(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a regular file such as `profile/memory.json`, of which no part below `folder` is a link.
-    Returns its descriptor. Raises `OSError`."""
+    """Open a regular file such as `profile/memory.json`. No part of its path below `folder` may be
+    a link. Returns its descriptor. Raises `OSError`."""
     path = folder / name
     if not _BY_FOLDER:
         return _checked(_open_unless_link(path, flags, mode), path)

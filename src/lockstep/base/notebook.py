@@ -8,8 +8,8 @@ from typing import TextIO
 
 
 class WholeLines(io.TextIOBase):
-    """Passes on whole lines only, and the rest at a flush. A notebook's stream passes on each
-    write; `print` makes several writes for a line, so lines of several processes would mix."""
+    """Passes on whole lines; a flush passes on an incomplete one. A notebook's stream passes on
+    each write; `print` makes several writes for a line, so lines of several processes would mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

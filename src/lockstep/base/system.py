@@ -23,8 +23,7 @@ LEAST_OPEN_FILES = 64
 
 
 def signals(*names: str) -> tuple[signal.Signals, ...]:
-    """Return those of the named signals that this system has; Windows has only SIGINT and
-    SIGTERM."""
+    """Return the named signals that this system has; Windows has only SIGINT and SIGTERM."""
     return tuple(signal.Signals[name] for name in names if hasattr(signal, name))
 
 

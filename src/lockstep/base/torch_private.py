@@ -240,7 +240,7 @@ def without_torch_function_modes() -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Leave what is computed inside out of the innermost FlopCounterMode."""
+    """Compute the body without counting its FLOPs in the innermost FlopCounterMode."""
     mode = _python_dispatch._get_current_dispatch_mode()
     if type(mode).__name__ != "_FlopCounterMode":
         yield
@@ -728,8 +728,8 @@ def stage_input_gradients(stage: Any) -> dict[int, tuple[Any, ...]]:
 
 def keep_gradients(stage: Any) -> None:
     """Keep a stage's gradients, and its gathered parameters, in the first call of its schedule.
-    Torch clears those of FSDP2 there, as if it had found the shapes by a forward and a backward; a
-    stage that is given the shapes has run none."""
+    There torch clears FSDP2's gradients and gathered parameters, because it assumes that a forward
+    and a backward have found the shapes; a stage that is given the shapes has run neither."""
     stage._post_metadata_inference_cleanup = lambda: None
 
 

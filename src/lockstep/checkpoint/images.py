@@ -200,7 +200,7 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """For each image, and each old rank, the ranks that see that rank's part."""
+        """For each image and each old rank: the ranks that see the old rank's part."""
 
     @property
     def names(self) -> list[CheckpointName]:

@@ -192,7 +192,7 @@ class Manifest:
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Merge JSON objects recursively. For other values, the first rank's value is used."""
+    """Merge JSON objects recursively. Other values are taken from the first rank."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():

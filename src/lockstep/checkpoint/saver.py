@@ -375,7 +375,7 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return those of all ranks' shards that this rank writes. Every rank calls it."""
+    """Return the shards, of all ranks, that this rank writes. Every rank calls it."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

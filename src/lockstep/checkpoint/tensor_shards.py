@@ -95,9 +95,9 @@ class FileLayout:
     """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before
     its data exists.
 
-    Shards whose size is a multiple of 64 bytes come first, the small ones last among them; then the
-    other shards by element size, largest first. So each shard is aligned for its dtype and can be
-    used in place.
+    Shards whose size is a multiple of 64 bytes come first, and the small ones are the last of
+    these. The other shards follow by element size, largest first. So each shard is aligned for its
+    dtype and can be used in place.
     """
 
     def __init__(

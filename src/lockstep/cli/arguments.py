@@ -64,7 +64,8 @@ def launch_option(name: str, **changed: Any) -> Decorator:
 
 
 launch_options = together(*map(launch_option, sorted(_FIELDS, key=_IN_ENVIRONMENT.__contains__)))
-"""All options of `LaunchOptions`: first the launcher's own, then those passed to workers."""
+"""All options of `LaunchOptions`: the launcher's own, then the options that it passes to
+workers."""
 
 
 def options_from(values: dict[str, Any]) -> LaunchOptions:

@@ -48,10 +48,11 @@ def command(
 ) -> int:
     """Find what made the loss or the gradient of a run jump, or NaN.
 
-    Takes the step in which a NaN ended the run, or the step whose loss or gradient norm is most
-    unusual, or the first of the unusual steps that led there, or --step. Makes it again as lockstep
-    replay does. If a microbatch is unusual, it then looks at the gradient of each of its samples.
-    If the run's gradients do not come back, it tries steps after the next checkpoint.
+    Looks at the step in which a NaN ended the run; else at the step whose loss or gradient norm is
+    most unusual, or at the first of the unusual steps that led to it. --step names another step.
+    Makes it again as lockstep replay does. If a microbatch is unusual, it then looks at the
+    gradient of each of its samples. If the run's gradients do not come back, it tries steps after
+    the next checkpoint.
 
     \b
     Examples:
@@ -154,8 +155,8 @@ def _explained(
 
 
 def _later_step(target: Target, rows: list[dict[str, Any]], first: int) -> int | None:
-    """Return a logged step to make again from the earliest checkpoint that has done step `first`;
-    None: there is none."""
+    """Return a logged step to replay from the earliest checkpoint that has done step `first`; None
+    if there is none."""
     names = sorted(name.step for name in target.names)
     for place, begin in enumerate(names):
         if begin < first:

@@ -1,4 +1,4 @@
-"""`lockstep replay`: an old step of a run again, from the nearest kept checkpoint."""
+"""`lockstep replay`: computes an old step of a run again, from the nearest kept checkpoint."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def last_step(run: Path, target: Target) -> int:
 
 
 def ended_in(run: Path) -> int | None:
-    """Return the step in which the run has ended, because its loss or gradient was not finite; None
-    if it has not, or has continued from there."""
+    """Return the step whose loss or gradient was not finite and so ended the run; None if there is
+    none, or if the run has continued from there."""
     step = 0
     for row in read_rows(run, EVENTS, _is_event, {}):
         if row["event"] == "run-failed":
@@ -240,8 +240,8 @@ def replay(
     before: int | None = None,
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
-    """Make the step again. Returns the exit status and, if the step was reached, what was found.
-    `given`: launch options by name. `folder`: for temporary files. `by_sample`: the
+    """Make the step again. Returns the exit status and, if the replay reached the step, its
+    findings. `given`: launch options by name. `folder`: for temporary files. `by_sample`: the
     microbatch whose gradient is divided among its samples. `before`: begin at the newest checkpoint
     with fewer steps; default: `step`. Raises `LaunchError`."""
     run_dir = folder / "run"

@@ -1,6 +1,7 @@
 """The collectives that this process is executing now, from torch's flight recorders and
 shared-memory groups. An accelerator's backend has its own recorder. Its collectives run on the
-device: the process only queues them, and the device waits in an unfinished one, or will reach it.
+device. The process only queues them; the device waits in the first unfinished one, or will reach
+it.
 """
 
 from __future__ import annotations

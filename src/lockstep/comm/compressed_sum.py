@@ -82,9 +82,9 @@ def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers: all ranks; or the leader of each host, if there
-    are several hosts and one has several ranks. Leaders get the uncompressed numbers of the ranks
-    on their host."""
+    """The ranks that exchange compressed numbers: the leader of each host, if there are several
+    hosts and a host has several ranks; otherwise all ranks. Leaders get the uncompressed numbers of
+    the ranks on their host."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""

@@ -65,8 +65,8 @@ class RankDevice:
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
     """Return the accelerator of this process, or the CPU, and its description for the other ranks.
-    A process that sees fewer accelerators than local ranks takes one of them: each process may see
-    another."""
+    A process that sees fewer accelerators than there are local ranks takes one of them: each
+    process may see a different one."""
     host, cpu = socket.gethostname(), torch.device("cpu")
     visible, hidden = accelerator.count(), accelerator.hiding(os.environ)
     if not visible:

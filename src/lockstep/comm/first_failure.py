@@ -1,4 +1,4 @@
-"""The first error of a run, which the rank that raises it tells the others through torch's store.
+"""The first error of a run. The rank that raises it tells the other ranks through torch's store.
 
 The others see only that an exchange failed. With this, the error of each rank names the cause.
 """
@@ -57,8 +57,8 @@ class FirstFailure:
         self._store, self._key = store, f"lockstep/failure/{sum(world.gather_values(number))}"
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other ranks of this rank's error, unless another rank has told of one. Returns
-        also if the store is lost."""
+        """Report this rank's error to the other ranks, unless another rank has reported one.
+        Returns also if the store is lost."""
         text = with_notes(error)[:MOST_CHARACTERS]
         cause = PeerError(self._rank, type(error).__name__, text)
 
@@ -69,7 +69,7 @@ class FirstFailure:
         _bounded(tell)
 
     def cause(self, *, wait_seconds: float) -> PeerError | None:
-        """Return the error that another rank has told of, or tells of within `wait_seconds`; None
+        """Return the error that another rank has reported, or reports within `wait_seconds`; None
         if there is none, or if the store is lost."""
         found: list[PeerError] = []
         end = time.monotonic() + wait_seconds

@@ -37,10 +37,10 @@ class Mesh:
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
     """Torch's mesh of these axes, by name. Axes over which parameters are sharded are one dim of
-    it, such as `shard_context`. None if there is at most one axis, and the state is not sharded."""
+    it, such as `shard_context`. None if there is at most one axis and the state is not sharded."""
     expert_mesh: DeviceMesh | None
-    """Torch's mesh for experts, which `expert` divides: it is no part of the dim over which they
-    are sharded. Without the axes `shard` and `expert` together it is `torch_mesh`."""
+    """Torch's mesh for experts. `expert` divides experts, so it is not part of the dim over which
+    they are sharded. Without the axes `shard` and `expert` together it is `torch_mesh`."""
     groups: Mapping[tuple[str, ...], World]
     """The processes along one axis, or along several axes together, by the names of the axes."""
     without_shared_memory: Mapping[str, str]
@@ -59,11 +59,10 @@ class Mesh:
     tokens: World = field(init=False)
     """The ranks that share out the tokens of each microbatch."""
     loss_parts: World = field(init=False)
-    """The ranks that each have a part of a microbatch's loss. Each has the whole loss if there is
-    one."""
+    """The ranks that each have a part of a microbatch's loss. A single rank has the whole loss."""
     parts: World = field(init=False)
-    """The ranks that together hold each parameter of a stage, except for the parts that `tensor`
-    makes of it."""
+    """The ranks that together hold each parameter of a stage. (`tensor` splits a parameter
+    further.)"""
 
     def __post_init__(self) -> None:
         alone = replace(self.world, rank=0, size=1, owns_group=False)
@@ -225,14 +224,15 @@ def _sharded_experts(axes: Sequence[Axis]) -> tuple[str, ...]:
 
 
 def _copies_of_dense(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Return the axes whose ranks hold the same part of each tensor that is no expert's."""
+    """Return the axes whose ranks hold the same part of each tensor that does not belong to an
+    expert."""
     sharded = _sharded(axes)
     return _names(axes, lambda axis: axis.same_state or (_divides_experts(axis) and not sharded))
 
 
 def _dims(axes: Sequence[Axis], sharded: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dim of torch's mesh: one dim for all that are `sharded`, in the place
-    of the first of them."""
+    """Return the axes of each dim of torch's mesh. All `sharded` axes are one dim, at the position
+    of the first one."""
     dims: list[tuple[str, ...]] = [(axis.name,) for axis in axes if axis.name not in sharded]
     if sharded:
         at = next(place for place, axis in enumerate(axes) if axis.name in sharded)
@@ -302,8 +302,8 @@ class PipelineStateDict(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
-"""Meshes with their groups, each made once for the life of the process group: torch caches the
-meshes of distributed tensors, and confuses equal ones."""
+"""Meshes with their groups. Each is made once in the life of the process group, because torch
+caches the meshes of distributed tensors and confuses equal meshes."""
 _Dims = tuple[tuple[str, ...], ...]
 
 
@@ -376,7 +376,7 @@ def _with_shared_memory(
     summed: tuple[str, ...],
 ) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
     """Give the groups along axes over which gradients are `summed` shared memory. Returns all
-    groups, and the reasons for those that have none on some ranks."""
+    groups, and the reason for each group that some ranks could not make."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
     named = {

@@ -1,4 +1,4 @@
-"""A sum over microbatches in one order, so its bits do not depend on the number of processes.
+"""A sum over microbatches in a fixed order: its bits do not depend on the number of processes.
 
 Each rank has a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split into
 one slice per rank. An all-to-all brings all nodes of a slice to one rank, which adds them in the

@@ -233,7 +233,7 @@ class World:
         return json.loads(bytes(full_text.numpy()))
 
     def value_from(self, rank: int, compute: Callable[[], Any]) -> Any:
-        """Return the JSON value of `compute()` on rank `rank`, which alone calls it. Every rank
+        """Call `compute` on rank `rank` only, and return its JSON value on every rank. Every rank
         calls this."""
         return self.value_of(rank, compute() if rank == self.rank else None)
 

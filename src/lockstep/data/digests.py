@@ -27,7 +27,7 @@ _UNREAD = "not read"  # instead of a digest
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
     again: bool = True
-    """True: make samples, and a batch by `collate`, a second time, to find those that change."""
+    """True: make samples, and a batch by `collate`, a second time, to find samples that change."""
 
 
 @dataclass(frozen=True, slots=True)

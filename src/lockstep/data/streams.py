@@ -37,7 +37,7 @@ BLOCK = 1024
 
 
 class SampleName(NamedTuple):
-    """The place of a sample in the data; for a row, the place of its first document."""
+    """The position of a sample in the data; for a row, the position of its first document."""
 
     number: int
     """In the shard."""
@@ -293,7 +293,7 @@ def _unordered(stream: Stream, shard: int, seed: int) -> Iterator[Any]:
 
 
 def _seed_of_stream(seed: int, name: str) -> int:
-    """Return the seed of a mixture's stream, which the others do not change."""
+    """Return the seed of one stream of a mixture. It does not depend on the other streams."""
     hashed_name = blake2b(name.encode(), digest_size=8).digest()
     return key(seed, RandomStream.MIXTURE, int.from_bytes(hashed_name, "big"))
 

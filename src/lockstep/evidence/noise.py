@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def add_noise(model: nn.Module, seed: int) -> None:
-    """Add noise of one unit in the last place to every parameter, and to the output of every layer
-    and the gradient of that output."""
+    """Add noise of one unit in the last place to every parameter, every layer's output, and the
+    gradient of that output."""
     # Products in a short dtype are rounded in the outputs of layers; noise in the parameters alone,
     # which are in float32, would be too small.
     perturb_parameters(model, seed)

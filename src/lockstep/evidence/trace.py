@@ -31,8 +31,8 @@ class MicrobatchTrace:
     rng_after: str | None
     """Digest of the same state after the forward."""
     gradients: Summaries | None
-    """Gradients of this microbatch alone; of the rank's own tokens if it computed it `together`
-    with others. None: no rank has full gradients."""
+    """Gradients of this microbatch alone. If several ranks computed it `together`: gradients of
+    this rank's tokens. None: no rank has full gradients."""
     together: tuple[int, ...] = ()
     """The ranks that computed the microbatch together, each some of its tokens. Empty: this rank
     alone."""

@@ -154,8 +154,9 @@ class Tracer:
         documents: Tensor | None,
         **tensors: Tensor,
     ) -> None:
-        """Write sketches of this rank's tokens of a microbatch of the first step. `places`: of the
-        tokens in the sequence. `documents`: of all tokens. `tensors`: (samples, tokens, ...)."""
+        """Write sketches of this rank's tokens of a microbatch of the first step. `places`: the
+        tokens' indices in the sequence. `documents`: the document of each token, for all tokens.
+        `tensors`: (samples, tokens, ...)."""
         path = self._folder / f"tokens-{module}-{index}-{self._rank}.safetensors"
         with tensor_file(path) as add:
             add("places", places)

@@ -20,7 +20,7 @@ PIECE_ELEMENTS = 2**16
 """Number of elements summed at once on a CPU, where torch first copies them as 64-bit numbers: this
 copy fits the cache."""
 Part = tuple[int, Tensor]
-"""A factor, and the sum of the bits of elements that have this factor, a scalar of int64."""
+"""(factor, sum of the bits of the elements with this factor). The sum is an int64 scalar."""
 
 
 class GradientChecksum(ControlHook):

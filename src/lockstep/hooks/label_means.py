@@ -24,8 +24,8 @@ class LabelMean:
     weight: float
     """The mean weight of a label in this call."""
     may_differ: bool = True
-    """False if all samples of this call have equally many labels, and some are ignored: such as
-    the last one of each row, whose next token is not known."""
+    """False if all samples of this call have equally many labels and some are ignored, such as each
+    row's last label, whose next token is not known."""
 
 
 @dataclass(eq=False)

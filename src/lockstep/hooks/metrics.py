@@ -110,7 +110,7 @@ class Metrics(ControlHook):
 
 def check_metric(run: Run, name: str, of: str) -> None:
     """Raise `RecipeError` if no evaluation measures the metric and no user hook may add it. `of`:
-    what needs the metric."""
+    the setting that needs the metric, for errors."""
     evaluations = {} if run.recipe is None else run.recipe.evaluations
     measured = [
         f"{prefix}{metric}"

@@ -25,8 +25,8 @@ from lockstep.training.set_up import Remark
 
 
 class RecomputationAudit(ControlHook):
-    """Compares recomputed gradients. If they differ, it deletes the checkpoints that may be wrong,
-    and ends the run; with recovery in place, the rank that is wrong alone."""
+    """Compares recomputed gradients. If they differ, it deletes the checkpoints that may be wrong
+    and ends the run; with recovery in place, it ends only the wrong rank."""
 
     def __init__(self, checkpointing: Checkpointing, recovery: Recovery | None) -> None:
         self._checkpointing, self._recovery = checkpointing, recovery
@@ -131,8 +131,8 @@ def _together(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
 
 
 def _without_machines(wrong: Collection[str], hosts: Sequence[str]) -> str:
-    """Return how to go on without the hosts that are `wrong`, in words; nothing if there are no
-    others. `hosts`: of each rank."""
+    """Return text that says how to continue without the `wrong` hosts; empty if there are no other
+    hosts. `hosts`: of each rank."""
     others = [host for host in dict.fromkeys(hosts) if host not in wrong]
     if not others:
         return ""
@@ -160,7 +160,7 @@ class Disagreement:
     """The result of a comparison in which gradients differ."""
 
     microbatch: int
-    """A microbatch whose gradients differ, of those that a named rank has computed."""
+    """A microbatch with differing gradients that a named rank has computed."""
     tensors: int
     """Number of parameters whose gradients differ on a named rank."""
     first: str
@@ -169,9 +169,9 @@ class Disagreement:
     """The ranks that are wrong; if not `is_certain`, the ranks of which one is."""
     is_certain: bool
     right: Sequence[int]
-    """The ranks that computed something else, and agree if there are two."""
+    """The ranks with another result. If there are two, their results are equal."""
     has_third: bool = True
-    """True if two replicas computed the same, and so a rank of another one is wrong."""
+    """True if two replicas computed the same, so that a rank of a third replica is wrong."""
     was_received: bool = False
     """True if a named rank has received another tensor than was sent to it."""
 
@@ -183,7 +183,7 @@ class Disagreement:
         names: Sequence[Sequence[str]],
     ) -> Disagreement:
         """Return the disagreement on the `chosen` microbatches, of which at least one differs.
-        `replicas`: see `verdict`. `names`: of each rank's parameters."""
+        `replicas`: see `verdict`. `names`: the names of each rank's parameters."""
         found = verdict(chosen, replicas)
         data = found.microbatch.ranks
         place, reported = next(

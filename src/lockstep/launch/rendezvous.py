@@ -162,9 +162,9 @@ def family(address: str) -> socket.AddressFamily:
 LOOPBACK = "127.0.0.1"
 
 LAST_CALL_SECONDS = 5.0
-"""Seconds that the minimum number of machines waits for more."""
+"""Seconds that a rendezvous waits for more machines once the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
-"""The same in a recovery in place, which all machines join at the same time."""
+"""The same for a recovery in place, which all machines join at about the same time."""
 HEARTBEAT_SECONDS, HEARTBEATS = 0.5, 4
 """Seconds between a machine's heartbeats, and the number of missing heartbeats after which it
 counts as lost. (This compares clocks.)"""
@@ -252,7 +252,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
 
     def __init__(self, node: Any, *rest: Any) -> None:
         """Called by `from_backend`. Torch distinguishes machines by address and process id.
-        Containers on one host may have the same: the host's address, and process id 1."""
+        Containers on one host may have the same address (the host's) and process id (1)."""
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
         skip_rendezvous_records(self)

@@ -78,7 +78,7 @@ class Flops:
 
     def utilisation(self, samples_per_second: float, devices: int) -> float | None:
         """Return the MFU, from 0 to 1; None if nothing was counted. `devices`: number of devices
-        that compute these samples, of those that have the counted share of each."""
+        that compute these samples, among devices with the counted share of each sample."""
         if not self._forward or self._peak is None:
             return None
         return 3 * self._forward * samples_per_second / (devices * self._peak)

@@ -74,7 +74,7 @@ class Recorder:
         `launched`: the launcher's directory, which is used first; the second run of this process is
         in `launched`-2, and so on. If neither is given: a new directory in `runs`. `extend`: see
         `RunDirectory.create`. An ended run is resumed at its last checkpoint if the script only
-        repeats it on the way to a later run. That is so if the launcher has `restarted` this
+        repeats it on the way to a later run. It is one if the launcher has `restarted` this
         process, if an earlier process continued after that run, or if this process has passed such
         a run before. `check_ended`: called with the run.json of an ended run; raises `UserError` if
         it is another run. `again`: True if this process has opened the run before. `lost_holders`:

@@ -1,5 +1,5 @@
-"""A model's blocks, which plans gather, free, checkpoint or compile one at a time, and its shared
-parameters."""
+"""A model's blocks and shared parameters. Plans gather, free, checkpoint or compile one block at a
+time."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ OF_HIDDEN = frozenset(
     {"device", "requires_grad", "grad_fn", "is_leaf", "get_device", "is_inference"}
     | accelerator.DEVICE_FLAGS
 )
-"""Names of attributes and methods that return what the hidden states' return."""
+"""Attributes and methods that are answered by the hidden states."""
 OF_EACH_LOGIT = frozenset(
     {"div", "true_divide", "divide", "mul", "multiply", "tanh", "sigmoid", "clamp", "exp", "pow"}
     | {"__truediv__", "__rtruediv__", "__mul__", "__rmul__", "__pow__"}
@@ -424,8 +424,8 @@ def _chunks(head: Head, hidden: Tensor, target: Tensor) -> Iterator[_Chunk]:
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, summed over chunks; None for those that
-    nobody needs."""
+    """The gradients of hidden states, weight and bias, summed over chunks; None if nobody needs the
+    gradient."""
 
     def __init__(self, head: Head, hidden: Tensor, needed: Sequence[bool]) -> None:
         def zeros(tensor: Tensor | None, is_needed: bool) -> Tensor | None:

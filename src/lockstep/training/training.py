@@ -256,8 +256,8 @@ class Training:
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return a metric if it was measured after the latest step, else None. `of`: what needs the
-        metric, for the `RecipeError` if no evaluation has it."""
+        """Return a metric if it was measured after the latest step, else None. `of`: the setting
+        that needs the metric, for the `RecipeError` if no evaluation has it."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None

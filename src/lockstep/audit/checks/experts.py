@@ -34,7 +34,7 @@ NORM = 1e-3
 SCALED = 1e-4
 """Largest relative difference of norms to which gradients are scaled."""
 REPEATED = 3
-"""Number of steps with one norm that shows that gradients are scaled to it."""
+"""Number of steps with the same norm from which gradients count as scaled to that norm."""
 BALANCE = 5e-3
 """Relative difference of the ranks' loads of experts from which a balance loss is reported."""
 NAMED = "expert"
@@ -47,18 +47,19 @@ _LISTS = ("sharded", "stale", "unused")
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The records of experts that ranks divide, and the records of everything else."""
+    """The records of experts that are divided among ranks, and the records of all other
+    parameters."""
 
     experts: Records
     others: Records
     groups: Sequence[tuple[int, ...]]
-    """The ranks that exchange tokens with each other, for each such group."""
+    """Groups of ranks that exchange tokens with each other."""
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         return next((group for group in self.groups if rank in group), (rank,))
 
     def copies_of(self, rank: int) -> list[int]:
-        """The ranks with the same experts: those at the same place in other groups."""
+        """Return the ranks with the same experts: they have the same index in their groups."""
         place = self.group_of(rank).index(rank)
         return [group[place] for group in self.groups if len(group) > place] or [rank]
 
@@ -171,7 +172,8 @@ def check_experts(records: Divided) -> AreaResult:
 
 
 def _even(rows: Sequence[Row], rank: int) -> float | None:
-    """The factor of all ranks' gradients in what a rank applies to other parameters."""
+    """Return the factor with which a rank's applied gradient contains every rank's gradient, for
+    parameters that are not experts."""
     found = factors(rows, rank, names_on_all_ranks(rows))
     return found.even
 
@@ -249,7 +251,7 @@ def _sum_text(found: Factors) -> str:
 
 
 def _check_copies(result: AreaResult, records: Divided, rows: Sequence[Row]) -> None:
-    """Find experts that differ between ranks at the same place of their groups."""
+    """Find experts that differ between ranks with the same index in their groups."""
     for rank, row in enumerate(rows):
         for copy in (each for each in records.copies_of(rank) if each < rank):
             for kind, when in (
@@ -329,10 +331,10 @@ def _check_norm(
 
 
 def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[bool]) -> None:
-    """Find gradients that the script's own code scales by a norm without the experts of other
-    ranks, or without all experts: that norm, and not the norm of the whole gradient, then has the
-    same value in several steps. In steps without scaling it is smaller. `are_even`: for each step,
-    True if experts' gradients have the factor of all others."""
+    """Find gradients that the script clips by an incomplete norm: one without the experts of other
+    ranks, or without all experts. After clipping, the incomplete norm has the same value (the
+    limit) in several steps; the norm of the whole gradient varies. `are_even`: for each step, True
+    if experts' gradients have the same factor as all others."""
     seen: list[Sequence[Row]] = []
     whole: list[Norms] = []
     own: list[Norms] = []
@@ -376,8 +378,8 @@ def _check_scaled_norm(result: AreaResult, records: Divided, are_even: Sequence[
 
 
 def _steps_alike(norms: Sequence[Norms]) -> list[int]:
-    """Return the steps in which a rank has the largest norm of all steps; none if fewer than
-    `REPEATED` have it."""
+    """Return the steps in which a rank's norm is the largest of all steps; none if there are fewer
+    than `REPEATED` such steps."""
     most = max((float(each.max()) for each in norms), default=0.0)
     found = [step for step, each in enumerate(norms) if most and most - each.max() <= SCALED * most]
     return found if len(found) >= REPEATED else []
@@ -424,8 +426,8 @@ def _has_experts(layer: str, sizes: Mapping[str, float]) -> bool:
 
 
 def _check_balance(result: AreaResult, records: Records) -> None:
-    """Find balance losses whose loads of experts differ from rank to rank, as those of a rank's own
-    tokens do: the mean over ranks of products of means is not the product of the means."""
+    """Find balance losses that take the loads of experts from each rank's own tokens. The mean over
+    ranks of a product of means is not the product of the means."""
     seen = 0
     for rows in zip(*(rank.of("balance") for rank in records.ranks), strict=False):
         for loads in zip(*(row["loads"] for row in rows), strict=False):

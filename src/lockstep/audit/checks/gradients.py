@@ -52,8 +52,8 @@ class Factors:
         return self.fits and sizes[rank] > NEGLIGIBLE * max(sizes)
 
     def mean_of(self, ranks: Sequence[int]) -> float | None:
-        """The factor, if it is the same for all of these ranks whose gradient is contained, and no
-        other rank's gradient is contained. Else None."""
+        """The common factor, if every rank whose gradient is contained is one of `ranks`, and all
+        have the same factor. Else None."""
         used = [rank for rank in range(len(self.values)) if self.uses(rank)]
         values = [self.values[rank] for rank in used]
         if not used or not set(used) <= set(ranks) or min(values) <= (1 - EVEN) * max(values):
@@ -145,8 +145,8 @@ def _check_finite(result: AreaResult, rows: Sequence[Row]) -> None:
 
 
 def own_sum(row: Row, name: str, backwards: slice = slice(None)) -> Vector:
-    """The sum of what this rank's backwards, or some of them, added to a gradient since the last
-    step."""
+    """Return the sum that this rank's backwards have added to a gradient since the last step.
+    `backwards` selects some of them."""
     parts = (finite_projection(each.get(name)) for each in list(row["added"].values())[backwards])
     total: Vector = sum((each for each in parts if each is not None), np.zeros(PROJECTIONS))
     return total
@@ -285,8 +285,9 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _have_equal_losses(records: Records, rows: Sequence[Row]) -> bool:
-    """True if the last backwards of all ranks began from one value. (A hook of the script may
-    reduce gradients before they are seen: then they are alike, although the batches are not.)"""
+    """True if the last backwards of all ranks began from one loss. (Equal gradients alone do not
+    show equal batches: a hook of the script may have reduced the gradients before the probe saw
+    them.)"""
     values = set()
     for rank, row in zip(records.ranks, rows, strict=True):
         last = max(int(number) for number in row["added"])

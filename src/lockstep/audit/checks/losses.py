@@ -21,7 +21,7 @@ EVEN = 0.01
 LEAST_ERROR = 0.005
 """Relative error of a gradient from which a mean of means is reported."""
 SCALE = 2e-3
-"""Largest relative difference from a whole factor that counts as that factor."""
+"""Largest relative difference at which two factors count as equal."""
 GATHERS = ("all_gather", "all_gather_into_tensor")
 """Collectives that a script may call to compute a loss over the values of all ranks."""
 
@@ -42,7 +42,7 @@ class Term:
     """The backward that the function's output belonged to. It differs from `backward` if the
     gradients of several backwards are first seen together (FSDP2)."""
     unit: str
-    """The name of what is counted."""
+    """The name of the unit that is counted, such as tokens."""
     weight: float
     """The weight of each target in the loss that the backward began from, before any reduction."""
 

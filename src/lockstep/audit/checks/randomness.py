@@ -30,8 +30,7 @@ def check_randomness(records: Records) -> AreaResult:
 def _forwards_text(
     result: AreaResult, records: Records, drawing: Sequence[Sequence[Row]], compared: bool
 ) -> str:
-    """Return the text of what is right about forwards, or add to `result` the reason why nothing
-    can be said."""
+    """Return text about what is right; if nothing can be said, add the reason to `result`."""
     backwards = [len(rank.of("backward")) for rank in records.ranks]
     if any(
         not rows and _may_have_drawn(rank)
@@ -154,11 +153,9 @@ def _check_training_mode(result: AreaResult, rank: Rank) -> int:
 
 
 def _forwards(rank: Rank) -> list[Row]:
-    """The backwards whose forward drew random numbers, or before which numbers were drawn after the
-    batch.
-
-    If several backwards follow one forward, only the first. `drawn` is the state before the draws
-    if it was recorded, else the state after them.
+    """Return the backwards whose forward drew random numbers, or that follow a draw made after the
+    batch was fetched. If several backwards follow one forward, return the first. `drawn` is the
+    state before the draws if it was recorded, else the state after them.
     """
     found: list[Row] = []
     state, has_batch = None, False

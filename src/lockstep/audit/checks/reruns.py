@@ -195,8 +195,8 @@ def check_compare(
 def _first_difference(
     rounding: MeasuredRounding, other: Trace, steps: int
 ) -> tuple[int, str, str, float, float] | None:
-    """The step, kind and name of the tensor that differs most in the first step with a difference,
-    and the difference relative to the tensor's size and to rounding."""
+    """In the first step with a difference: the tensor that differs most (step, kind, name), and its
+    difference relative to its size and to rounding."""
     for step in range(steps):
         ours, theirs = (each.rank_0.steps[step].tensors for each in (rounding.reference, other))
         for kind, word in KINDS.items():

@@ -32,7 +32,7 @@ SAMPLERS = {
 """Types of samplers, of torch and of libraries, that give each sample once in a pass, or are known
 not to."""
 PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
-"""Types of samplers that get the samples of a part of the dataset, such as a fold."""
+"""Types of samplers that draw from a part of the dataset, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}
 MANY = 0.1
 """Share of equal contents from which this is not an accident of the data: different samples may
@@ -136,8 +136,8 @@ class LoaderPasses:
         return one == two and all(self.digests) and is_later
 
     def samples(self, ranks: Sequence[Pass]) -> tuple[list[list[Any]], bool]:
-        """The samples of each rank, and True if they are given as indices of one dataset, which
-        identify them with certainty."""
+        """The samples of each rank, and True if they are indices of one dataset: an index
+        identifies a sample with certainty."""
         wholes = {each.get("whole", each["digest"]) for each in self.dataset}
         is_one = len(wholes) == 1 and all(wholes) and not self.dataset[0]["iterable"]
         if not is_one or any(each.indices is None for each in ranks):

@@ -48,9 +48,9 @@ class Draws:
             self._recorder.safely(self._end_others)
 
     def take(self, state: str) -> tuple[str, bool]:
-        """Return two values about the time since the last call: the state before the first draw of
-        a forward (empty if there was none), and True if anything but loaders and seeds has drawn.
-        `state`: the current state."""
+        """Return, for the time since the last call: the generator's state before the first draw of
+        a forward (empty if there was none); and True if anything other than loaders and seeding has
+        drawn. `state`: the current state."""
         self._see(state)
         taken = self._first, self._is_unplaced
         self._first, self._is_unplaced, self._known = "", False, state

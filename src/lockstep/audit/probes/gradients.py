@@ -1,5 +1,5 @@
-"""Watches gradients: those that each backward adds on this rank, before any reduction, and those
-that the optimizer applies.
+"""Watches two gradients on this rank: the one that each backward adds, before any reduction, and
+the one that the optimizer applies.
 
 The hook of a parameter sees what a backward adds to the gradient, before DistributedDataParallel
 reduces it. FSDP2 reduces whole gradients that belong to no parameter: these are watched in FSDP2's
@@ -31,7 +31,7 @@ class Watched:
     added: list[tuple[int, Sketch]] = field(default_factory=list)
     """(backward, what it added to the gradient), since the optimizer's last step."""
     is_stale: bool = False
-    """True while the gradient still contains what was added before the optimizer's last step."""
+    """True while the gradient still contains sums from before the optimizer's last step."""
     was_stepped: bool = False
     """True from the optimizer's step until the next backward adds to the gradient."""
     reduced: Sketch | None = None
@@ -172,8 +172,8 @@ def scalar(value: Any) -> float | None:
 
 
 def divisors(root: Tensor) -> list[float]:
-    """The numbers by which the script divided the loss between the loss function and the
-    backward."""
+    """Return the numbers by which the script divided the loss after the loss function returned
+    it."""
     found: list[float] = []
     node = root.grad_fn
     for _ in range(12):

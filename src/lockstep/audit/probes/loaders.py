@@ -32,7 +32,7 @@ LEAST_ITEMS = 8
 """Number of items from which a list or an array in a dataset counts as data; a shorter one, such as
 a pair of numbers, may be settings of the rank."""
 FETCHES = 3
-"""Number of fetches in a pass whose random states are recorded."""
+"""Number of fetches in each pass for which random states are recorded."""
 
 
 class Loaders:

@@ -50,8 +50,8 @@ class Models:
                 yield plain(name), buffer
 
     def untrained(self, trained: set[int]) -> list[str]:
-        """The parameters of the models that require a gradient and have one, but are in no
-        optimizer."""
+        """The models' parameters that require a gradient and have one, but that no optimizer
+        holds."""
         return [
             plain(name)
             for root in self._roots

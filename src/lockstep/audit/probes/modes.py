@@ -39,8 +39,8 @@ class Modes:
     def __init__(self, recorder: RecordWriter, loaders: Loaders, draws: Draws) -> None:
         self._recorder, self._loaders, self._draws = recorder, loaders, draws
         self._calls = {"train": 0, "eval": 0, "off": 0}
-        """Number of calls that the current backward has reached: in train mode, in eval mode, and
-        those in eval mode that are calls of dropout after trained layers (`off`)."""
+        """Number of calls that the current backward has reached: in train mode; in eval mode; and,
+        of these, dropout after trained layers (`off`)."""
         self._noted: set[Any] = set()
         self._statistics = 0
         self._place: Any = None

@@ -24,7 +24,7 @@ class Packing:
         self._recorder = recorder
         self._within = False
         self._apart = False
-        """True once documents were found in the positions, in the forward under way."""
+        """True once the current forward has found documents in the positions."""
         self._knows = False
         """True if this version of transformers looks for documents in positions."""
 

@@ -40,7 +40,7 @@ class Hang:
 
 def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
     """Return the hang of ranks that exchange different blocks of a sharded model; None if they do
-    not. It is certain: ranks that wait for each other, or that will."""
+    not. The hang is certain: these ranks wait for each other, or will."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
     calls = first_different_exchange([told for each in everyone for told in each.exchanges])
     if calls is None:

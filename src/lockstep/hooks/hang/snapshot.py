@@ -31,7 +31,7 @@ from lockstep.training.reducers.exchange_order import Exchanges
 
 Activity = Literal["waits", "runs", "computes", "sleeps"]
 """`waits`: in a collective, or for its device, which is in one. `runs`: executes Python.
-`computes`: in native code. The last: in a call that does not return."""
+`computes`: in native code, not in a collective. The last: in a call that does not return."""
 STACK_SIGNAL: int = getattr(signal, "SIGURG", 0)  # A process that does not handle it ignores it
 _WRITING_SECONDS = 0.1
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -171,8 +171,8 @@ def activity(
     `cpu_use`: share of the time that it used the processor.
 
     [Note: waits for the device] A host that waits for its device may be anywhere in native code,
-    often with full use of a processor. So a rank whose device is in a collective counts as waiting:
-    the device of a rank for which others wait is in no collective.
+    often with full use of a processor. So a rank whose device is in a collective counts as waiting.
+    (If others wait for a rank, its device is in no collective.)
     """
     if moves:
         return "runs"

@@ -66,10 +66,11 @@ STUCK_SECONDS = 1.0
 # after a diagnosis that no rank is late, this rank waits this long before it asks again
 AGAIN_SECONDS = 2.0
 EXCHANGE_SECONDS = 5.0
-"""A rank whose exchange of a sharded model has begun this long ago compares it with the others."""
+"""After this time in one exchange of a sharded model, a rank compares the exchange with those of
+other ranks."""
 ABORT_SECONDS = 10.0
-"""The longest time for a rank to raise its error after its exchanges were ended, or for the
-watchdogs to find the reason why Gloo ends the process."""
+"""Time limit of two waits: for a rank to raise its error once its exchanges were ended, and for the
+watchdogs to find out why Gloo ends the process."""
 
 
 class Mailbox:
@@ -115,8 +116,8 @@ class Watchdog:
     size: int
     mailbox: Mailbox | None  # None with one process
     on_hang: Callable[[Hang, Mapping[int, StackSnapshot], bool, StackSnapshot], None]
-    """Called in the watchdog's thread on every rank that learns of a hang, with the hang, all
-    snapshots (empty unless this rank collected them), True if it collected them, and its own
+    """Called in the watchdog's thread, on every rank that learns of a hang. Arguments: the hang;
+    all snapshots (empty unless this rank collected them); True if this rank collected them; its own
     snapshot."""
     is_shutting_down: Callable[[], bool]  # True if the launcher is ending the run
     is_recovered: Callable[[Hang], bool]
@@ -124,7 +125,7 @@ class Watchdog:
     # called in the watchdog's thread if this rank still waits after `STUCK_SECONDS`
     on_stuck: Callable[[], None]
     agreements: Callable[[], Sequence[StepAgreement]]
-    """Returns what has the exchanges of each model."""
+    """Returns the objects that record each model's exchanges."""
     has_peer_failed: Callable[[], bool]
     """True if another rank has ended its run with an error. Asked while a phase is long."""
     # True if the watchdog's thread is about to end this process; then no other thread may

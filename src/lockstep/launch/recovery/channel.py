@@ -3,9 +3,9 @@
 [Note: recovery in place] Messages are JSON objects with a `kind`.
 
 1. When a run opens, each worker says `able`, with the reason if it cannot recover in place. With
-   `images` it gives the launcher the memory with images of its state, and of ranks of other hosts,
-   so that they outlive it. When it writes its second image, all ranks have given theirs: it says
-   `all-offered`, and launchers drop older ones.
+  `images` it gives the launcher the memory with images of its state, and of ranks of other hosts,
+  so that they outlive it. When it writes its second image, all ranks have offered theirs. It says
+  `all-offered`, and launchers drop older images.
 2. The launcher sees that a worker has ended, and sends `lost` to the others. They leave their
    collective, and say `ready`, with the step of their state, or `refuses`, with the reason. The
    launcher starts a replacement for the lost worker. It says `ready`, without a state, when its

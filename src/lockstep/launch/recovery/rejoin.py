@@ -102,9 +102,9 @@ class Rejoin:
     ) -> bool:
         """Return True if `error` came from the loss of another worker, and this process has a new
         rank in the environment. Called in the training thread; a second call for the same error
-        returns the same result. `hold`: function that keeps the state of this process, and returns
-        its step, -1 if there is no state, or the reason why this process cannot recover. `at`:
-        number of steps done, -1 if unknown.
+        returns the same result. `hold`: keeps this process's state and returns its step (-1 without
+        a state), or returns the reason why this process cannot recover. `at`: number of steps done,
+        -1 if unknown.
         """
         if any(link is self._handled for link in chain(error)):
             return True

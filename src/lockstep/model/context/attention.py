@@ -95,7 +95,7 @@ def _exchange(
 
 
 class ChunkedAttention:
-    """The attention of a rank's chunks, or of all tokens, to the keys of all tokens."""
+    """The attention of a rank's chunks (or of all tokens) to the keys of all tokens."""
 
     def __init__(
         self,
@@ -197,8 +197,8 @@ class ChunkedAttention:
         return self._attend(query, key, value, is_causal=self._is_causal)
 
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of one chunk; if causal, to the keys before its end; with documents,
-        to the keys from the beginning of its first document."""
+        """Return the attention of one chunk. If causal, it attends to keys before its end; with
+        documents, to keys from the beginning of its first document on."""
         if not len(span):
             return query
         first = 0

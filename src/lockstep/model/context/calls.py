@@ -125,7 +125,7 @@ def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
 
 
 def _extent(index: int | slice) -> int:
-    """Return the number of places in a slice with a stop; 0 for another index."""
+    """Return the length of a slice that has a stop; 0 for any other index."""
     if isinstance(index, int) or not isinstance(index.stop, int) or index.step not in (None, 1):
         return 0
     start = index.start or 0

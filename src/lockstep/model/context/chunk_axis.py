@@ -22,7 +22,7 @@ class ChunkAxis:
     `World` that a cut sequence uses. Its methods are called in the threads of all chunks."""
 
     rank: int
-    """The place of the thread's chunk in paired order."""
+    """The index of the thread's chunk in paired order."""
     size: int
     """Number of chunks."""
     processes: World
@@ -35,7 +35,7 @@ class ChunkAxis:
 
     @cached_property
     def shares(self) -> list[range]:
-        """The places of each process's chunks."""
+        """The indices, in paired order, of each process's chunks."""
         processes = self.processes.size
         return [contiguous_range(self.size, rank, processes) for rank in range(processes)]
 
@@ -44,8 +44,8 @@ class ChunkAxis:
         return self.shares[self.processes.rank]
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
-        """Return the rows of all chunks. `counts`: number of rows of each chunk. `order`: the
-        indices of the rows in the result, among those of all chunks in the order of chunks."""
+        """Return the rows of all chunks. `counts`: number of rows of each chunk. `order`: for each
+        row of the result, its index among the rows of all chunks in the order of chunks."""
 
         def answer(parts: list[Tensor]) -> list[Tensor]:
             each = [sum(counts[share.start : share.stop]) for share in self.shares]
@@ -57,8 +57,8 @@ class ChunkAxis:
 
     def sum_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
         """Return this chunk's part of the sum over all chunks of `rows`, added in the tree over the
-        order of chunks. Each chunk gives the rows of all. `counts`: number of rows of each chunk.
-        `order`: the indices in `rows` of the rows of each chunk, in the order of chunks."""
+        order of chunks. Each chunk returns the rows of all chunks. `counts`: number of rows of each
+        chunk. `order`: the indices in `rows` of the rows of each chunk, in the order of chunks."""
         own = self.own_share
 
         def answer(total: _RowSum) -> Sequence[Tensor]:
@@ -86,7 +86,7 @@ def _over_processes(
     nodes: Sequence[Tensor], shares: Sequence[range], counts: Sequence[int], processes: World
 ) -> Tensor:
     """Return this process's rows of the sum over all chunks. Every process calls it. `nodes`: the
-    sums of its own chunks. `counts`: number of rows of each process."""
+    sums over this process's chunks. `counts`: number of rows of each process."""
     if processes.size == 1:
         return nodes[0]
     covers = [cover(share.start, share.stop, shares[-1].stop) for share in shares]

@@ -1,5 +1,5 @@
-"""The sums over the chunks of a sequence, in one order on any number of processes: of the losses of
-chunks, and of the gradients of parameters.
+"""Sums the losses of a sequence's chunks, and their gradients of parameters, in one order on any
+number of processes.
 
 Leaves are added in the tree over the paired order of chunks (`lockstep.tree`): first those of a
 process, in the nodes that it has completely, then those of all processes."""
@@ -34,12 +34,12 @@ class ChunkInputs:
 
     axis: ChunkAxis
     parameters: Sequence[Tensor]
-    """Leaves of autograd's graph, of all chunks. Their gradients are summed over the chunks of all
-    processes."""
+    """The leaves of autograd's graph for all chunks. Their gradients are summed over the chunks of
+    all processes."""
     received: Sequence[Tensor] = ()
     """The tensors that a pipeline's stage has received, for all of the process's chunks."""
     leaves: Sequence[Sequence[Tensor]] = ()
-    """The leaves that stand for them in the graph of each chunk."""
+    """The leaves that replace them in each chunk's graph."""
     in_two: bool = False
     """True if autograd is asked for the gradients of the received tensors first, and then for those
     of the parameters. The first backward computes both."""
@@ -47,7 +47,8 @@ class ChunkInputs:
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
     """Return the loss of all chunks, in the form of each of `values`, the losses of this process's
-    chunks. Every process calls it, also the backward. What is no loss is returned as it is."""
+    chunks. Every process calls it, also the backward. A value that is not a loss is returned
+    unchanged."""
     rows = [list(_scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):
         return values[0]
@@ -97,7 +98,7 @@ Backward = Callable[[Sequence[Tensor]], list[Tensor | None]]
 def _with_backward(
     values: Sequence[Tensor], learns: Sequence[bool], backward: Backward, inputs: ChunkInputs
 ) -> tuple[Tensor, ...]:
-    """Return tensors with these values, of which those that learn have this backward.
+    """Return tensors with these values. Tensors with a gradient get this backward.
 
     It has two nodes of autograd's graph, and the one that gives parameters their gradients has one
     output: torch's zero-bubble schedules add up the gradients of all outputs of that node.
@@ -219,8 +220,8 @@ def _gradients(
 def _over_processes(
     axis: ChunkAxis, parameters: Sequence[Tensor], sums: Sequence[LeavesInAnyOrder[Tensor]]
 ) -> list[Tensor | None]:
-    """Return the sum over all chunks for each parameter; None if no chunk uses it. `sums`: those of
-    this process's chunks."""
+    """Return the sum over all chunks for each parameter; None if no chunk uses it. `sums`: the sums
+    over this process's chunks."""
     own, processes = axis.own_share, axis.processes
     used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)
@@ -253,7 +254,7 @@ def _over_processes(
 
 
 def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the places of parameters in buckets of one dtype."""
+    """Yield the indices of parameters, in buckets of one dtype."""
     bucket: list[int] = []
     numbers = 0
     for place in places:

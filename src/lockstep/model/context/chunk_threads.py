@@ -29,7 +29,7 @@ class ChunkEnded(BaseException):
 
 
 class ChunkThreads:
-    """Runs functions in threads, and the meetings between them."""
+    """Runs functions in threads, which exchange values when they meet."""
 
     def __init__(self, device: torch.device) -> None:
         self.around_others: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -52,7 +52,7 @@ class ChunkThreads:
 
     @property
     def turn(self) -> int:
-        """The place of the function that runs, among those given to `run`."""
+        """The index of the running function among the functions given to `run`."""
         assert self._turns is not None, "inside of run"
         return self._turns.turn
 
@@ -63,10 +63,10 @@ class ChunkThreads:
         answer: Callable[[Any], Sequence[Any]],
         collect: Callable[[], Any] = list,
     ) -> Any:
-        """Wait until every function has given a value. Then `answer` is called once, with the
-        values of all, and each function gets its part of the result. `what`: the same for all.
-        `collect`: makes the container to which values are appended as they arrive, in order. Raises
-        `RecipeError` if the functions differ in what they meet for."""
+        """Wait until every function has given a value. Then `answer` is called once with all
+        values, and each function gets its part of the result. `what`: the same for all. `collect`:
+        makes the container to which values are appended as they arrive, in order. Raises
+        `RecipeError` if the functions meet for different purposes."""
         assert self._turns is not None, "inside of run"
         return self._turns.meet(what, value, answer, collect)
 
@@ -209,8 +209,8 @@ class _Generators:
 
 
 def _thread_settings(device: torch.device) -> Callable[[], Any]:
-    """Return a context that gives a new thread the settings of this thread. Backwards in it do not
-    use threads of torch's own, so that one may wait for another."""
+    """Return a context that gives a new thread the settings of this thread. Backwards in the body
+    do not use torch's own threads, so that one backward may wait for another."""
     threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]

@@ -140,8 +140,8 @@ class ChunkedSequenceCut(SequenceCut):
         return outputs, sum_losses([value for _, value in pairs], inputs)
 
     def _in_chunks(self, cut: MicrobatchCut, compute: Callable[[int, MicrobatchCut], T]) -> list[T]:
-        """Return the results of a function for each of this process's chunks, called in its thread
-        with the chunk's place and cut."""
+        """Call a function for each of this process's chunks, in the chunk's thread, with the
+        chunk's index and cut. Return the results."""
         layouts = self._layouts_of_chunks(cut.layout.tokens)
         return self._threads.run(
             [

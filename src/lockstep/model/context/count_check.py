@@ -1,5 +1,5 @@
-"""A check by value that the different counts which ranks have read make no difference to what the
-model computes (`count_reads.py`)."""
+"""Ranks may read different counts (`count_reads.py`). Checks, on values, that the difference does
+not change the model's output."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _error(
 def short_rows(tokens: int, chunks: int, width: int) -> list[list[int]]:
     """Return rows of indices that have all tokens of a sequence. A row has `width` tokens of each
     chunk, so cut into as many chunks, each chunk has tokens of the same chunk of the sequence. A
-    sequence that is short is one row."""
+    short sequence is one row."""
     if tokens <= chunks * width:
         return [[*range(tokens)]]
     spans = [contiguous_range(tokens, chunk, chunks) for chunk in range(chunks)]

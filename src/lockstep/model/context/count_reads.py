@@ -44,7 +44,7 @@ class Counts(NamedTuple):
 
 
 class KnownCounts:
-    """The counts at each line that make no difference to what the model computes."""
+    """The counts at each line that do not change what the model computes."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}
@@ -68,7 +68,7 @@ class KnownCounts:
 
 
 class PartCounts:
-    """The counts that a part of a forward reads, except those that are known."""
+    """The counts that a part of a forward reads, without the known ones."""
 
     def __init__(self, known: KnownCounts) -> None:
         self._known = known
@@ -188,7 +188,7 @@ class CountReads:
         step.noted.setdefault(step.microbatches - 1, {})[self.place(forward, layout)] = counts
 
     def place(self, forward: int, layout: TokenLayout) -> Place:
-        """Return the place of a part of a forward. `layout`: of its tokens."""
+        """Return the place of a part of a forward. `layout`: the layout of its tokens."""
         world = layout.world
         part = world.rank if isinstance(world, ChunkAxis) else self._digests.ranks[world.rank]
         return Place(self._digests.axis, forward, part, world.size)

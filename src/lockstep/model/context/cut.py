@@ -1,5 +1,5 @@
-"""A model that computes a rank's tokens of each sequence. This is what training uses for the axis
-`context`, and for a recipe's chunks and documents."""
+"""A model that computes a rank's tokens of each sequence. Training uses it for the axis `context`,
+and for a recipe's chunks and documents."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ WINDOWS = 8
 """Number of windows of a long sequence in which the shift of a loss is looked for first, before all
 are used."""
 MOST_LOSSES = 16
-"""Number of losses that are known: a loop may make a new one for each step."""
+"""Number of loss functions that are remembered: a loop may make a new one for each step."""
 MOST_LAYOUTS = 64
-"""Number of lengths whose layout is kept."""
+"""Number of sequence lengths whose layouts are cached."""
 
 
 class _OfLosses(Generic[T]):
@@ -102,8 +102,8 @@ class SequenceCut:
         beside: Sequences[World] = (),
     ) -> None:
         """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers.
-        `forwards`: of a model that is not whole on this rank. `beside`: the other axes along which
-        ranks exchange in the forward, except for a pipeline."""
+        `forwards`: the forwards of a model that is not whole on this rank. `beside`: the other axes
+        (without a pipeline) along which ranks exchange in the forward."""
         self.dim = (Sequence() if sequence is None else sequence).dim
         """The dim of the tokens."""
         self._model = model
@@ -119,13 +119,13 @@ class SequenceCut:
         """Losses whose labels were checked at a cut between documents."""
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Mapping[int, Dims]] = {}
-        """For each mode and stage on this rank."""
+        """True for training mode -> stage on this rank -> the dims of its calls."""
         self._checked: set[bool] = set()
         self._shifts = _OfLosses[int]()
         self._sequences: dict[int, list[bool]] = {}
-        """For each number of tensors in the arguments: which of them are cut."""
+        """Number of tensors in the arguments -> the tensors that are cut."""
         self._labels: dict[tuple[bool, int], list[bool]] = {}
-        """For each mode and number of tensors in the batch: which of them are cut for the loss."""
+        """(mode, number of tensors in the batch) -> the tensors that are cut for the loss."""
         self.current: MicrobatchCut
         """The cut of the microbatch whose output `loss` and `whole` get."""
         self.reads = HostReads(world, is_summed=self._is_summed)
@@ -185,8 +185,8 @@ class SequenceCut:
         return within(partial(self._noting_mode, cut, chosen=self.kernels))
 
     def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
-        """Return the score of a microbatch: a function of its output, and of its loss. `result`: of
-        the last stage."""
+        """Return the score of a microbatch: a function of its output, and of its loss. `result`:
+        the result of the last stage."""
         return score(result, partial(self.loss, loss))
 
     @contextmanager
@@ -200,8 +200,8 @@ class SequenceCut:
 
     @contextmanager
     def _noted_forward(self, layout: TokenLayout, forward: int) -> Iterator[PartReads]:
-        """Yield what notes the reads of a part of the model's forward, and add it to `reads` and
-        `counts`."""
+        """Yield the recorder of the reads of a part of the model's forward, then add it to `reads`
+        and `counts`."""
         # in a pipeline, the ranks of a stage cannot decide on a check by themselves
         counts = PartCounts(self.counts.known) if self._forwards.last_stage == 0 else None
         with self._noted(layout, forward, counts) as part:
@@ -213,8 +213,8 @@ class SequenceCut:
     def _noted(
         self, layout: TokenLayout, forward: int, counts: PartCounts | None = None
     ) -> Iterator[PartReads]:
-        """Yield what notes the reads of a part of a forward, and add it to `reads`. `counts`: notes
-        the counts."""
+        """Yield the recorder of the reads of a part of a forward, then add it to `reads`. `counts`:
+        notes the counts."""
         part = PartReads(counts)
         yield part
         self.reads.end_part(forward, layout, part)
@@ -223,7 +223,8 @@ class SequenceCut:
         self, cut: MicrobatchCut, stage: int, *, chosen: Chosen, part: PartReads | None = None
     ) -> SequenceMode:
         """Return the context of the forward of a microbatch in a stage on this rank; 0: in the
-        whole model. `chosen`: takes the kernels of attention. `part`: notes what it reads."""
+        whole model. `chosen`: takes the kernels of attention. `part`: records what the forward
+        reads."""
         return SequenceMode(
             self._active(cut, chosen),
             self._dims[self._model.training][stage],
@@ -281,8 +282,8 @@ class SequenceCut:
             check_counts(step, self.counts.known, self._tokens_tried, (self._world, summed))
 
     def _tokens_tried(self, arguments: Any) -> TriedTokens:
-        """Return the tokens of a microbatch in groups of short sequences. Each rank has tokens of
-        its own in them, and in a group no more than in the microbatch."""
+        """Return the tokens of a microbatch in groups of short sequences. Each rank has some of
+        these tokens, and in a group no more than in the microbatch."""
         samples, tokens = self._size_of(arguments)
         known, layout = self._know_sequences(arguments, tokens), self._layout_of(tokens)
         rows = short_rows(tokens, layout.chunks, COMPARED_TOKENS_PER_CHUNK)
@@ -305,8 +306,8 @@ class SequenceCut:
         return TriedTokens(self._layout_of(compared), len(groups), compute)
 
     def _rows(self, arguments: Any, known: list[bool], samples: int, places: Tensor) -> Any:
-        """Return the tokens at each row of `places` of each of so many samples. `known`: which
-        tensors are sequences."""
+        """Return the tokens at each row of `places`, for `samples` samples. `known`: which tensors
+        are sequences."""
 
         def taken(tensor: Tensor) -> Tensor:
             if len(tensor) != samples:  # the same for all samples
@@ -329,8 +330,8 @@ class SequenceCut:
     def _loss_of(
         self, loss: LossFunction, output: Any, batch: Any, cut: MicrobatchCut, forward: int
     ) -> Any:
-        """Return the loss of the tokens of a cut. `output`: for these tokens. `forward`: the number
-        of this call for `reads`."""
+        """Return the loss of the tokens of a cut. `output`: the output for these tokens. `forward`:
+        the number of this call for `reads`."""
         layout = cut.layout
         self._check_labels(loss, output, layout.local, batch, cut)
         if layout.world.size == 1:
@@ -362,7 +363,7 @@ class SequenceCut:
         part: PartReads | None = None,
     ) -> Any:
         """Return the model's output for this rank's tokens, on ranks that have it. `observer`: a
-        context inside that of each stage's forward. `part`: notes what the forward reads."""
+        context inside that of each stage's forward. `part`: records what the forward reads."""
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
@@ -471,8 +472,8 @@ class SequenceCut:
         return known
 
     def _know_labels(self, batch: Any, tokens: int) -> list[bool]:
-        """Return which tensors of a batch are sequences: those that were as long as the sequence in
-        every batch so far. The loss was tried with the first."""
+        """Return the tensors of a batch that are sequences: in every batch so far, they were as
+        long as the sequence. The loss was tried with the first."""
         leaves = tensors_in(batch)
         kind = self._model.training, len(leaves)
         known = self._labels.get(kind, [True] * len(leaves))
@@ -620,8 +621,8 @@ class SequenceCut:
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
         """Find the shift of a loss and remember it. If nothing in the batch shows it, both shifts
-        are right for this batch. `output`: for this rank's tokens of the layout. `cut`: of the
-        batch."""
+        are right for this batch. `output`: the output for this rank's tokens of the layout. `cut`:
+        of the batch."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
         most -= most > 2 and most % 2 == 0  # then no two neighbours are adjacent on a rank

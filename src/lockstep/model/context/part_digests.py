@@ -29,12 +29,12 @@ class PartDigests:
 
     @property
     def axis(self) -> int:
-        """The first rank of the axis, which tells axes apart."""
+        """The axis's first rank, which identifies the axis."""
         return self.ranks[0]
 
     def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
         """Add the digest of what a part of a forward has read, if it has read anything. `layout`:
-        of its tokens."""
+        the layout of its tokens."""
         digest = digest.copy()
         digest.update(repr((forward, self.axis)).encode())
         number = int.from_bytes(digest.digest()[: BITS // 8], "little")
