@@ -376,7 +376,7 @@ def check_shared_options(everyone: Sequence[Mapping[str, str]]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions(RunOptions):
-    """All options of `lockstep run`: those for its workers, and those that only the launcher
+    """All options of `lockstep run`: options for its workers, and options that only the launcher
     needs."""
 
     nproc: str = _option(

@@ -63,8 +63,8 @@ PACED_BY: dict[Divided, str] = {
     " slowest",
     "layers": "each microbatch passes through all of its ranks, however fast they are",
 }
-"""The reason why ranks cannot each compute at their own speed, by what their axis divides last. For
-an axis that is missing here: `TOGETHER`."""
+"""The reason why ranks cannot each compute at their own speed, by what their axis divides last. An
+axis that is missing here has the reason `TOGETHER`."""
 NOT_IN_SLICES = {
     "context": "chunks of a sequence are computed in threads, and layers in slices are not",
     "expert": "layers are not computed in slices beside experts yet",
@@ -92,9 +92,9 @@ class Axis:
     in_forward: bool
     """True if the forward communicates over it: its ranks then compute at the same time."""
     sums: Literal["all", "partial", "shared"]
-    """Parameters whose gradients are summed over the axis after the backward. `all`: all, except
-    experts that it divides; `partial`: those whose gradient a layer leaves partial; `shared`: those
-    that several stages share."""
+    """Parameters whose gradients are summed over the axis after the backward. `all`: all
+    parameters, except experts that the axis divides; `partial`: parameters whose gradient a layer
+    leaves partial; `shared`: parameters that several stages share."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -578,7 +578,8 @@ class Plan:
 
 
 def changed_bits(saved: Plan, now: Plan) -> list[str]:
-    """Return a text for a setting with which a run in bitwise numerics goes on in other bits."""
+    """Describe the difference between two plans that changes the bits of a run in bitwise numerics;
+    empty if there is none."""
     if saved.numerics == now.numerics == "bitwise" and saved.slices != now.slices:
         return [f"slices (of the plan): {saved.slices}, now {now.slices}"]
     return []

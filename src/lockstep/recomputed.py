@@ -118,7 +118,7 @@ class WrongRanks:
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
     """Return the verdict on microbatches of which at least one differs. `replicas`: for each data
-    rank, the places at which a microbatch is computed, in the same order for each.
+    rank, the reports of its ranks (or groups of ranks), in the same order.
 
     A wrong result of one rank reaches the others of its replica by their exchanges, so those are
     wrong that differ first.

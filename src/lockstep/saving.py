@@ -36,8 +36,8 @@ class Saving:
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps are never deleted. None: no such checkpoints."""
     keep: Literal["log"] | None = None
-    """`log`: of the older checkpoints, those are kept whose distances double with their age: about
-    2 log2(n) of n. `lockstep replay` then begins near any old step. None: no such checkpoints."""
+    """`log`: keeps older checkpoints at distances that double with their age: about 2 log2(n) of n.
+    `lockstep replay` then begins near any old step. None: no such checkpoints."""
     best: str | None = None
     """Name of an evaluation metric. The run is saved at each new best value, independently of
     `every`, and that checkpoint is kept until a better one. None: no such checkpoint."""

@@ -105,8 +105,8 @@ def measure(
     stdout: TextIO | None,
 ) -> tuple[int, list[Metrics]]:
     """Return the exit status and, if it is 0, the metrics of each training of the script. `given`:
-    launch options by name. `folder`: for temporary files. `stdout`: the workers'; None: this
-    process's. Raises `LaunchError` if the script has not evaluated.
+    launch options by name. `folder`: the folder for temporary files. `stdout`: the workers'
+    standard output; None: this process's. Raises `LaunchError` if the script has not evaluated.
     """
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc, options.validate(), count_gpus, name="--nproc ")

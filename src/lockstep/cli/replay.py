@@ -241,9 +241,9 @@ def replay(
     quiet: bool = False,
 ) -> tuple[int, Replay | None]:
     """Make the step again. Returns the exit status and, if the replay reached the step, its
-    findings. `given`: launch options by name. `folder`: for temporary files. `by_sample`: the
-    microbatch whose gradient is divided among its samples. `before`: begin at the newest checkpoint
-    with fewer steps; default: `step`. Raises `LaunchError`."""
+    findings. `given`: launch options by name. `folder`: the folder for temporary files.
+    `by_sample`: the microbatch whose gradient is divided among its samples. `before`: begin at the
+    newest checkpoint with fewer steps; default: `step`. Raises `LaunchError`."""
     run_dir = folder / "run"
     options = options_from({**given, "run_dir": str(run_dir)})
     processes = count_processes(options.nproc or 1, options.validate(), count_gpus, name="--nproc ")

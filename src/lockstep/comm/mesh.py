@@ -314,7 +314,7 @@ def _made(
     meshes: tuple[_Dims, ...],
 ) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
     """Return torch's meshes of these axes, and the process groups along the `wanted` ones.
-    `meshes`: for each mesh, the axes of each dim; equal ones give one mesh.
+    `meshes`: for each mesh, the axes of each dim. Equal entries give one mesh.
 
     The groups are made here. If torch's mesh made the groups itself, it would split them from a
     group that is bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo

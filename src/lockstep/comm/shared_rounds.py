@@ -139,7 +139,8 @@ class Rounds:
         self._views.clear()
 
     def _difference(self, peer: int, signatures: Sequence[int]) -> CallsDiffer:
-        """Return the error, with the same text on all ranks. `signatures`: of all ranks' calls."""
+        """Return the error, with the same text on all ranks. `signatures`: the signatures of all
+        ranks' calls."""
         other = next(rank for rank, each in enumerate(signatures) if each != signatures[0])
         pair = [(self._segment.names[rank], signatures[rank]) for rank in (0, other)]
         texts = [f"rank {name} called {{}} of {{}}".format(*called(each)) for name, each in pair]

@@ -154,7 +154,8 @@ class World:
         return output
 
     def _sizes(self, tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
-        """Return the number of elements for each rank. `rows`: of each; None: equally many."""
+        """Return the number of elements for each rank. `rows`: the number of rows of each rank;
+        None: equal numbers."""
         if rows is None:
             return [tensor.numel() // self.size] * self.size
         width = math.prod(tensor.shape[1:])

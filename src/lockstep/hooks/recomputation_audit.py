@@ -91,7 +91,7 @@ class RecomputationAudit(ControlHook):
     def _end(
         self, run: Run, disagreement: Disagreement, hosts: Sequence[str], places: Sequence[str]
     ) -> None:
-        """`hosts`, `places`: of each rank; places are in words."""
+        """`hosts`, `places`: each rank's host, and its place in words."""
         agreed = run.training.loop.agreed or 0
         deleted, not_deleted = self._checkpointing.delete_after(agreed)
         ranks = disagreement.ranks
@@ -132,7 +132,7 @@ def _together(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
 
 def _without_machines(wrong: Collection[str], hosts: Sequence[str]) -> str:
     """Return text that says how to continue without the `wrong` hosts; empty if there are no other
-    hosts. `hosts`: of each rank."""
+    hosts. `hosts`: the host of each rank."""
     others = [host for host in dict.fromkeys(hosts) if host not in wrong]
     if not others:
         return ""
@@ -221,8 +221,8 @@ class Disagreement:
         not_deleted: str | None,
     ) -> str:
         """Return the text of the error. `agreed`: steps done at the last comparison in which all
-        gradients agreed. `hosts`, `places`: of each rank; places are in words. `not_deleted`: the
-        reason why later checkpoints could not be deleted."""
+        gradients agreed. `hosts`, `places`: each rank's host, and its place in words.
+        `not_deleted`: the reason why later checkpoints could not be deleted."""
         kept = (
             f"checkpoints after step {agreed}, where all agreed, are deleted: the same command"
             " resumes from the newest one that is left, or starts again"

@@ -39,8 +39,8 @@ class MetricsLog(Closing):
 
     def write(self, step: int, values: Mapping[str, float], *, checksum: str | None = None) -> None:
         """Write a row; NaN and infinity become null and are named in `not_finite`. Raises
-        `DataError` for a value that is not a number, and for a reserved name. `checksum`: of the
-        gradient; in metrics.jsonl only."""
+        `DataError` for a value that is not a number, and for a reserved name. `checksum`: the
+        gradient's checksum, which only metrics.jsonl gets."""
         now = self._clock()
         self._waiting.append((step, now, _numbers(values), checksum))
         if abs(now - self._flushed) >= _FLUSH_SECONDS:

@@ -255,8 +255,8 @@ class Recorder:
         *,
         checksum: str | None = None,
     ) -> None:
-        """Record a logging step. `checksum`: of its gradient; loggers, which take numbers, do not
-        get it."""
+        """Record a logging step. `checksum`: the gradient's checksum. Loggers take numbers only,
+        and do not get it."""
         self._write(step, {**values, **extra}, checksum)
         if self._progress is not None:
             names = ("loss", "lr", "samples_per_second")

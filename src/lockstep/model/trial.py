@@ -20,7 +20,7 @@ ROUNDINGS, SHORT_ROUNDINGS = 16.0, 4.0
 dtype's epsilon to the power of 3/4 (1e-4 in float32), or of the epsilon for shorter dtypes (3% in
 bfloat16)."""
 SMALL = 1e-2
-"""Parameters whose largest value is smaller do not show what they do in the output."""
+"""If a parameter's largest value is smaller, an error in its use does not show in the output."""
 
 _is_inside = ContextVar("inside a trial", default=False)
 
@@ -87,9 +87,9 @@ def nothing_dropped(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_in_use(model: nn.Module) -> Iterator[None]:
-    """A context in which trained parameters that are zero, or nearly, are random, so that what a
-    gate or a layer hides at first has a part in the output. Every rank gives equal parameters the
-    same numbers."""
+    """A context in which trained parameters that are (nearly) zero are random, so that a branch
+    behind a zero gate or layer reaches the output. Every rank gives equal parameters the same
+    numbers."""
     generator, before = torch.Generator(), []
     reshard(model)  # a forward may have left parameters gathered
     try:

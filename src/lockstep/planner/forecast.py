@@ -172,7 +172,8 @@ class Forecast:
         yield from (f"not {each}" for each in reasons[:most])
 
     def _skewed(self, most: int) -> Iterator[str]:
-        """Yield a line for each of the fastest plans that divides experts. `most=0`: of all."""
+        """Yield a line for each of the fastest plans that divides experts. `most=0`: for all
+        plans."""
         for each in self.fitting[: most or None]:
             if each.skewed is not None:
                 needed = each.needed_for(each.skewed.peak_bytes)

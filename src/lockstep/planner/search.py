@@ -187,7 +187,7 @@ def _sharded(
 
 def _with_experts(space: Space, data: int, near: int, **sizes: Any) -> Iterator[Plan]:
     """Yield plans in which the largest possible number of a node's data ranks divide the experts.
-    The other data ranks replicate the model, or shard it. `sizes`: of the other axes."""
+    The other data ranks replicate the model, or shard it. `sizes`: the sizes of the other axes."""
     expert = max(each for each in _divisors(math.gcd(data, near)) if space.experts % each == 0)
     if expert > 1:
         for shard in sorted({1, data // expert}):

@@ -73,8 +73,8 @@ class ReplayedMicrobatch:
 
 
 def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
-    """Return one for each microbatch of each model, in order. `parts`: of all ranks; several ranks
-    may have a share in a microbatch."""
+    """Return one object for each microbatch of each model, in order. `parts`: the parts of all
+    ranks; several ranks may have a part of one microbatch."""
     found: dict[tuple[int, int], ReplayedMicrobatch] = {}
     for each in parts:
         place = each.model, each.microbatch

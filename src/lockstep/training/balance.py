@@ -70,7 +70,7 @@ class ExpertBalance:
         *,
         counts_first: bool,
     ) -> None:
-        """`biases`: of each layer that is on this rank, if they move. `inputs`: as in `Recipe`.
+        """`biases`: the bias of each layer on this rank, if biases move. `inputs`: as in `Recipe`.
         `counts_first`: True if loads must be known before the first backward."""
         self.balance = balance
         self.counts_first = counts_first
@@ -123,8 +123,8 @@ class ExpertBalance:
         return list(torch.split(loads, self._widths, dim=-1))
 
     def joined_weight(self, weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Return a weight function of the loss's own terms and of the balance's. `weight`: of its
-        own terms."""
+        """Return a weight function of the loss's own terms and of the balance's. `weight`: the
+        weight function of its own terms."""
         return partial(self._weight, weight) if self.balance.has_terms else weight
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
@@ -477,7 +477,7 @@ def balance_experts(
     stages: Stages | None,
 ) -> ExpertBalance:
     """Watch the routers of a model that was parallelized. `layers`: result of `routed_layers`.
-    `inputs`: as in `Recipe`. `stages`: of a pipeline."""
+    `inputs`: as in `Recipe`. `stages`: the stages of a pipeline."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     biases = [None if layer.bias is None else buffers.get(layer.bias) for layer in layers]
     needs_all_stages = stages is not None and (

@@ -94,8 +94,8 @@ class Consensus:
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
         """True if any rank raised its flag in this step. On a GPU, unless `wait`, the previous
-        step's flags are read, so that the host need not wait. `flags`: those that the data ranks
-        exchanged."""
+        step's flags are read, so that the host need not wait. `flags`: the flags that the data
+        ranks exchanged."""
         on_gpu = [
             flag
             for flag in flags

@@ -244,7 +244,7 @@ class PipelineExecutor:
         autocast: AbstractContextManager[Any],
         cut: SequenceCut | None,
     ) -> None:
-        """`cut`: of a model of sequences."""
+        """`cut`: the cut of a model of sequences."""
         self.why_no_loop: str | None = (
             f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
         )

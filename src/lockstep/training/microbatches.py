@@ -543,8 +543,8 @@ def from_stream(
     first: int = 0,
     positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
-    """Yields the steps of a stream from step `first` on. `positions`: of all shards before step
-    `first`; default: at the beginning."""
+    """Yields the steps of a stream from step `first` on. `positions`: the positions of all shards
+    before step `first`; default: their beginnings."""
     begin = positions or {}
     count = batching.max_microbatches
     mine = batching.mine(0)  # the same in all steps

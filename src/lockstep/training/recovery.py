@@ -368,8 +368,8 @@ class Recovery:
         self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
     ) -> bool:
         """True if `error` came from the loss of another process and this one has a new rank in its
-        environment. Waits for it. `run`, `stop_watching`: of the open run, if there is one; they
-        keep this wait from being reported as a hang."""
+        environment. Waits for it. `run` and `stop_watching` belong to the open run, if there is
+        one: they keep this wait from being reported as a hang."""
 
         def hold() -> int | str:
             if stop_watching is not None:

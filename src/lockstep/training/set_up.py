@@ -217,7 +217,7 @@ def check_assignment(
     plan: Plan, assignment: MicrobatchAssignment, *, is_stream: bool, microbatch_is_fixed: bool
 ) -> None:
     """Raise `PlanError` if the plan measures speeds and microbatches cannot move from rank to rank.
-    `assignment`: of the slices, if SyncBatchNorm splits microbatches."""
+    `assignment`: the assignment of slices, if SyncBatchNorm splits microbatches."""
     if plan.assignment == "equal":
         return
     for applies, what, why, instead in (

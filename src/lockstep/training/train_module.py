@@ -295,7 +295,7 @@ class TrainModule:
 
     def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
         """Return name -> gradient of that parameter, which is summed over the parts that share it.
-        `gradients`: of `leaves`."""
+        `gradients`: the gradients of `leaves`."""
         found: dict[str, Tensor | None] = {}
         for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
             before = found.get(name)

@@ -168,8 +168,8 @@ class CountReads:
         """The step before `end_step`."""
 
     def begin_microbatch(self, arguments: Any) -> None:
-        """Begin the forward of a microbatch. Every rank of the axis calls it. `arguments`: for all
-        tokens."""
+        """Begin the forward of a microbatch. Every rank of the axis calls it. `arguments`: the
+        model's arguments for all tokens."""
         step = self._step
         step.microbatches += 1
         size = sum(each.nbytes for each in tensors_in(arguments))
@@ -179,7 +179,7 @@ class CountReads:
             step.arguments.append(arguments)
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartCounts) -> None:
-        """Add the counts of a part of a forward. `layout`: of its tokens."""
+        """Add the counts of a part of a forward. `layout`: the layout of its tokens."""
         step, counts = self._step, part.by_line()
         if layout.world.size == 1 or not counts or step.microbatches > len(step.arguments):
             return

@@ -163,7 +163,7 @@ class HostReads:
         return self._forwards
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartReads) -> None:
-        """Add the reads of a part of a forward. `layout`: of its tokens."""
+        """Add the reads of a part of a forward. `layout`: the layout of its tokens."""
         if layout.world.size > 1 and part.reads:
             self._layout = layout
             self._digests.add(forward, layout, part.digest)

@@ -59,7 +59,7 @@ class Facts:
 
 
 def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
-    """Return the facts of a call. `given`: those that the tensors do not show."""
+    """Return the facts of a call. `given`: the facts that the tensors do not show."""
     no_varlen, no_flex = _device_facts(query.device)
     return Facts(
         no_varlen=no_varlen,

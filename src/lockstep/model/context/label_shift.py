@@ -67,8 +67,8 @@ class BatchCut(NamedTuple):
 def parts_of(
     output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of outputs and batches whose losses sum to the loss of a rank's tokens. `output`:
-    for the rank's tokens. `batch`: with all tokens."""
+    """Split the output and the batch so that the losses of the pairs sum to the loss of a rank's
+    tokens. `output`: the output for the rank's tokens. `batch`: the batch with all tokens."""
     layout, dim = cut.layout, cut.dim
     places = layout.places_of(rank)
     own_tokens, tokens = layout.counts[rank], layout.tokens
@@ -139,8 +139,8 @@ def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
 
 def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> int | None:
     """Return how far a loss shifts its labels, 0 or 1; None if this output and batch do not show
-    it. Raises `LossError` if the loss is not a sum over tokens, or too rounded to tell. `output`,
-    `batch`: with all tokens."""
+    it. Raises `LossError` if the loss is not a sum over tokens, or too rounded to tell. `output`
+    and `batch` have all tokens."""
     layout, dim = cut.layout, cut.dim
     tokens = layout.tokens
     generator = torch.Generator().manual_seed(17)
@@ -209,7 +209,7 @@ def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
     """Raise `LossError` if each rank would add a term of what the output has once, not for each
-    token. `output`: with all tokens, detached."""
+    token. `output`: the detached output for all tokens."""
     layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 

@@ -32,8 +32,8 @@ from lockstep.model.context.host_reads import PartReads
 
 class SequenceMode(TorchFunctionMode):
     """Computes a cut sequence: enter it around a forward, with `sequence` active. `dims`: the
-    result of `find_dims`. `only_draws`: for a model whose attention is registered with
-    transformers, which takes positions as an argument. `draws_by_chunk`: False refuses random
+    result of `find_dims`. `only_draws`: True for a model whose attention is registered with
+    transformers, and that takes positions as an argument. `draws_by_chunk`: False refuses random
     numbers. `part`: records what the forward reads on the host."""
 
     def __init__(

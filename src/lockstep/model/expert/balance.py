@@ -83,8 +83,8 @@ def balance_loss(chosen: Tensor, summed: Tensor) -> Tensor:
 
 
 def averaged_over_layers(loads: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the layers' loads, whose f is the mean of the layers' f if all have the
-    same tokens."""
+    """Return the sum of the layers' loads. If all layers have the same tokens, the f of the sum is
+    the mean of the layers' f."""
     return torch.stack(list(loads)).sum(0)
 
 

@@ -59,8 +59,8 @@ class Dispatch:
     proved: set[tuple[Any, ...]]
     """The kinds of modules that are proved. Modules of a model share it."""
     leaves: Leaves | None
-    """With bitwise numerics: the gradients of the rows of each rank. They are computed by
-    themselves, as on one process."""
+    """With bitwise numerics: the leaves that keep the gradients of each rank's rows apart. Each
+    rank's rows are computed by themselves, as on one process."""
     _own: Callable[..., Any] = field(init=False)
     _signature: inspect.Signature = field(init=False)
     _attributes: tuple[Any, ...] = field(init=False)
@@ -110,14 +110,14 @@ class Dispatch:
             return self._dispatched(self.world, compute, tokens, index, weights, is_dummy=is_dummy)
 
     def leave_out(self) -> None:
-        """Tell the other ranks that a forward leaves the module out. Raises `RecipeError`, on all
-        ranks, if another rank calls it."""
+        """Tell the other ranks that a forward leaves the module out. Raises `RecipeError` on all
+        ranks if another rank's forward calls the module."""
         self._exchange_counts(self.world, self._nothing(), None)
 
     def end_forward(self) -> None:
-        """Tell the other ranks that a forward of the model has ended. Raises `RecipeError` if one
-        calls a module once more. On an accelerator the host does not wait for the answer, and the
-        other rank alone raises."""
+        """Tell the other ranks that a forward of the model has ended. Raises `RecipeError` if
+        another rank calls a module once more. On an accelerator the host does not wait for the
+        answer, so only the other rank raises."""
         call = self._call(len(self.names))
         with handled():
             _, theirs = self._exchange(self.world, self._nothing(), call)
@@ -189,7 +189,7 @@ class Dispatch:
     ) -> tuple[list[int], list[int], Tensor]:
         """Return the number of rows to send to each rank and to receive from each, and the counts
         of the latter: (ranks, local experts). `index`: None if the module is left out. Raises
-        `RecipeError`, on all ranks, if one has chosen an expert that does not exist, or has called
+        `RecipeError` on all ranks if a rank has chosen an expert that does not exist, or has called
         another layer."""
         count, each = self.experts.count, self.experts.count // world.size
         mine, theirs = self._exchange(world, routing, self._call(self.place, index is None))
@@ -222,9 +222,10 @@ class Dispatch:
         return 2 * (place + (len(self.names) + 1) * chunks) + is_left_out
 
     def _exchange(self, world: World, routing: Routing, call: int) -> tuple[Tensor, Tensor]:
-        """Return what this rank tells each rank, and what each tells this one: the number of rows
-        for each of its experts, the number of choices out of range, and the call. Tensors of all
-        modules have the same shape, so that calls of different ones may meet."""
+        """Exchange counts with every rank: the number of rows for each of its experts, the number
+        of choices out of range, and the call. Return the counts sent and received. The tensors have
+        the same shape for all modules, so that ranks that call different modules can exchange
+        them."""
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
@@ -262,8 +263,8 @@ class Dispatch:
     def _computed(
         self, parameters: Parameters, rows: Tensor, local: Tensor, ones: Tensor, _: list[int]
     ) -> Tensor:
-        """Return the output of the module's own forward for rows of these experts. `parameters`: of
-        the experts."""
+        """Return the output of the module's own forward for rows of these experts. `parameters`:
+        the experts' parameters."""
         is_empty = not len(rows)
         if is_empty:
             # one row, so that gradients of parameters are zeros, as on a rank that has rows
@@ -306,7 +307,7 @@ class Dispatch:
     @contextmanager
     def _with_count(self, held: int) -> Iterator[None]:
         """A context in which attributes that hold the number of experts, such as `num_experts`,
-        hold the number of those that a rank has."""
+        hold the number of this rank's experts."""
         count = self.experts.count
         named = [
             (each, name)
@@ -328,8 +329,8 @@ class Dispatch:
         return type(module), module.training, shapes, self._attributes
 
     def _check(self, given: list[Any]) -> None:
-        """Check the arguments of the first call, and prove the module's kind. A module that each
-        rank has whole is left as it is if that fails. Raises `RecipeError` on all ranks."""
+        """Check the arguments of the first call, and prove the module's kind. If that fails, a
+        module that each rank has whole stays unchanged. Raises `RecipeError` on all ranks."""
         if not self._is_checked or (not self._is_left and self._kind() not in self.proved):
             # all ranks must call this module before they prove it
             self._exchange_counts(self.world, self._nothing(), self._nothing().order)
@@ -392,8 +393,8 @@ def _problem(given: list[Any]) -> str | None:
 
 @torch.no_grad()
 def _in_use(parameter: Tensor) -> Tensor:
-    """Return other values if all are zero, or nearly: what a layer computes with them would hide in
-    the output."""
+    """Return other values if all are (nearly) zero: with zeros, an error of the layer would not
+    show in the output."""
     if parameter.abs().max() >= SMALL:
         return parameter
     generator = torch.Generator().manual_seed(parameter.numel())

@@ -62,7 +62,7 @@ def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Exp
 
 
 def stacked_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
-    """Return what `find_experts` does, and nothing for a model with experts in a list. Raises
+    """Return the result of `find_experts`; nothing for a model with experts in a list. Raises
     `RecipeError` for names of other modules."""
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
@@ -113,8 +113,8 @@ def _count(name: str, module: nn.Module) -> int:
 
 
 def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the lists of equal modules that are called experts, or stand beside a linear layer
-    with an output for each of them."""
+    """Return lists of equal modules that are named experts, or that are next to a linear layer with
+    one output per module."""
     found = {}
     for name, module in model.named_modules():
         for child, members in module.named_children():

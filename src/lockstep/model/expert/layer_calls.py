@@ -1,9 +1,9 @@
 """The layers of experts that a forward leaves out, as stochastic depth does, or calls more often.
 
-Each call of a layer has collectives, which all ranks of the axis `expert` must make. A rank whose
-forward leaves a layer out tells the others, at the place in the order of layers, so that a forward
-that leaves it out on some ranks only is refused on all, instead of sending rows to another layer.
-The end of a forward is told too: another rank may still call a layer.
+Each call of a layer has collectives, which all ranks of the axis `expert` must make. If a rank's
+forward leaves out a layer, the rank tells the others when the layer's turn comes. A forward that
+leaves out a layer on some ranks only is refused on all ranks; otherwise its rows would go to
+another layer. The end of a forward is told too: another rank may still call a layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerCalls:
     """Watches the layers of experts that the forwards of a model, or of a part of it, call."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Dispatch]) -> None:
-        """`layers`: those inside `model`, in the order of its modules."""
+        """`layers`: the layers inside `model`, in the order of its modules."""
         self._layers = layers
         self._forward = _RunningForward()
         model.register_forward_pre_hook(self._begin, prepend=True)

@@ -40,13 +40,13 @@ class Leaves:
         return {key: self.of(key)[rank] for key, _ in divided_parameters(self._module)}
 
     def within(self, modules: Collection[nn.Module]) -> list[nn.Parameter]:
-        """Return the tensors of the last forward, if the module is one of these."""
+        """Return the tensors of the last forward, if `modules` contains the module."""
         if self._module not in modules:
             return []
         return [each for tensors in self._tensors.values() for each in tensors]
 
     def key_of(self, parameter: Tensor) -> Key | None:
-        """Return the place of a parameter; None for one of another module."""
+        """Return a parameter's key; None for a parameter of another module."""
         pairs = divided_parameters(self._module)
         return next((key for key, each in pairs if each is parameter), None)
 
@@ -71,14 +71,14 @@ class Leaves:
 
 
 class ParameterLeaves:
-    """The tensors that get the gradients of one parameter in a round: itself, or those for the rows
-    of each rank. Under FSDP2: the gathered one, while it is gathered."""
+    """The tensors that get the gradients of one parameter in a round: the parameter (under FSDP2
+    the gathered one, while it is gathered), or one tensor for the rows of each rank."""
 
     def __init__(
         self, parameter: nn.Parameter, leaves: Sequence[Leaves], key: Key | None = None
     ) -> None:
-        """`leaves`: of all modules of experts of the model. `key`: the parameter's place, if other
-        tensors take it."""
+        """`leaves`: the leaves of all modules of experts in the model. `key`: the parameter's key,
+        if other tensors get its gradient."""
         self._parameter = parameter
         self._key = key
         found = ((each, each.key_of(parameter)) for each in leaves)

@@ -1,5 +1,5 @@
-"""A check in the first forward that experts on several ranks compute the same as all of them on one
-rank.
+"""Checks, in the first forward, that experts on several ranks compute the same as all experts on
+one rank.
 
 Random rows are computed twice, by the experts of all ranks and by the module's own forward with all
 experts. Half of the rows choose their experts at random, the others all choose the same ones. The
@@ -48,9 +48,9 @@ def prove(
     world: World,
 ) -> None:
     """Compare the two. Every rank of the axis calls it. `divided`: has collectives, and raises the
-    same on all ranks. `alone`: computes what `divided` does on one rank, with the same bits; None
-    if bits may differ. `tokens`, `index`, `weights`: of a forward, for their shapes. Raises
-    `RecipeError`, the same on all ranks."""
+    same on all ranks. `alone`: computes the same as `divided` on one rank, with the same bits; None
+    if bits may differ. `tokens`, `index`, `weights`: the arguments of a forward, which give the
+    shapes. Raises `RecipeError`, the same on all ranks."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = 2 * ROWS
     scores = torch.rand(rows, experts, generator=generator)

@@ -47,7 +47,7 @@ class Choices:
     index: list[Tensor] = field(default_factory=list)
     """(tokens, k), for each call of the experts."""
     places: Tensor | None = None
-    """The places of this rank's tokens in the sequence, if ranks share out the tokens."""
+    """The indices of this rank's tokens in the sequence, if ranks divide its tokens."""
 
 
 def find_routers(

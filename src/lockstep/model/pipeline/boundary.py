@@ -148,7 +148,8 @@ class Boundary(NamedTuple):
 
     @classmethod
     def joined(cls, boundary: Boundary | Chunks, part: str) -> Boundary:
-        """Return the boundary of all chunks. `boundary`: of each of them, or of whole sequences."""
+        """Return the boundary of all chunks. `boundary`: the boundary of each chunk, or of whole
+        sequences."""
         if isinstance(boundary, Boundary):
             return boundary
         chunks: Sequence[Boundary] = boundary.each

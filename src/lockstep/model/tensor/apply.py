@@ -73,8 +73,8 @@ def tensor_parallel(
     FSDP2 shards the model. `styles`: result of `tensor_styles`. `materialize`: called with a layer
     just before it is sharded; all ranks must get the same values, because nothing is sent. Other
     parameters without values stay on the meta device. Shared parameters stay shared. `experts`:
-    modules of experts, each of which is called with all tokens on every rank. `slices`: in which
-    the layers compute; `mesh` is None with slices on one rank."""
+    modules of experts, each of which is called with all tokens on every rank. `slices`: the slices
+    in which layers compute; with slices on one rank, `mesh` is None."""
     shared = shared_names(model)
     unsharded_now: set[str] = set()
     sliced = None if slices is None else SlicedModel(model, list(styles), slices)
@@ -117,9 +117,9 @@ def tensor_parallel(
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Sequence[Tensor]) -> None:
-    """All-reduce gradients that are partial sums, such as a norm's weight's under `sequence`. Every
-    rank of the axis calls it once, after a step's last backward, with zeros for gradients that only
-    other ranks have."""
+    """All-reduce gradients that are partial sums, such as the gradient of a norm's weight under
+    `sequence`. Every rank of the axis calls it once, after a step's last backward, with zeros for
+    gradients that only other ranks have."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -134,7 +134,7 @@ def _gather_tokens(
     name: str, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Gather the arguments of a module of experts that are sharded over the sequence. Raises
-    `RecipeError` for those that are sharded over the features."""
+    `RecipeError` for tensors that are sharded over the features."""
     for each in (*arguments, *keywords.values()):
         if is_sharded(each):
             raise RecipeError(
@@ -251,7 +251,7 @@ class _ShardedLayer:
         return Replicate()
 
     def _check_is_seen(self, given: Tensor) -> None:
-        """Raise `RecipeError` if lockstep does not see what is computed around the layer."""
+        """Raise `RecipeError` if lockstep cannot follow the computation around the layer."""
         if not self._features.is_entered:
             raise unseen(f"{self._name}, called outside of the forward of its module")
         with without_torch_function_modes():
@@ -296,7 +296,7 @@ class OtherForward:
 
 
 class _SlicedLayer(OtherForward):
-    """The forward of a sharded layer in slices. An embedding adds nothing, and has none."""
+    """The forward of a sharded layer in slices. An embedding sums nothing, and has no slices."""
 
     def __init__(self, name: str, style: str, unsharded_now: set[str], slices: Slices) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Functions of each element by itself, with the same bits at any place of a tensor.
+"""Elementwise functions whose bits do not depend on an element's position in the tensor.
 
 A CPU's kernel computes most elements in vectors, and the last ones by another function, which
 rounds differently. A shard ends elsewhere than the full tensor.
@@ -22,8 +22,8 @@ ALIGNMENT = 64
 
 
 def elementwise(func: Any, args: Any, kwargs: Any, *, in_place: bool = False) -> Tensor:
-    """Call a function of each element so that its bits do not depend on its place, in the backward
-    too. `in_place`: it writes its first tensor."""
+    """Call an elementwise function so that bits do not depend on an element's position, in the
+    backward too. `in_place`: it writes its first tensor."""
     tensors = tensors_of(args, kwargs)
     shape: torch.Size = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
     rest = -shape.numel() % VECTOR_ELEMENTS

@@ -47,8 +47,8 @@ all sharded layers' elements."""
 
 
 class FirstForwardCheck:
-    """Compares the outputs of sharded and full layers, once for each of `layers`: those whose
-    shards the user's code sees. Every rank of the tensor axis makes one."""
+    """Compares the outputs of sharded and full layers, once for each of `layers`. The user's code
+    sees the shards of these layers. Every rank of the tensor axis makes one."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class FirstForwardCheck:
         *,
         draws_alike: bool,
     ) -> None:
-        """`on_sequence`: other layers, whose output is a shard of the sequence. `unsharded_now`:
+        """`on_sequence`: other layers; their output is a shard of the sequence. `unsharded_now`:
         filled with the layers that currently run with full weights. `draws_alike`: False if sharded
         layers may draw other random numbers than full ones, as with slices."""
         self._modules = {name: model.get_submodule(name) for name in layers}
@@ -203,8 +203,8 @@ def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """On leaving, restore the attributes and generators of a module and of those inside; buffers
-    that are written are copies."""
+    """On leaving, restore the attributes and generators of a module and its submodules. In the
+    body, writes to buffers go to copies."""
     generators = [
         each
         for own in module.modules()

@@ -34,13 +34,13 @@ CREATES = frozenset(
 
 
 class Following:
-    """The marks of what each call of one model returns."""
+    """The marks of the results of each call in one model."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Followed] = {}
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function and mark what it returns. Raises `RecipeError` if random numbers have the
+        """Call a function and mark its results. Raises `RecipeError` if random numbers have the
         shape of a shard."""
         key = func, _pattern(args), _pattern(kwargs)
         known = self._known.get(key)
@@ -111,7 +111,7 @@ def _mark_written(target: Tensor, shard: Shard) -> None:
 
 
 def _pattern(item: Any) -> Any:
-    """Return what decides about the sharded dim of a call's results."""
+    """Return the facts on which the sharded dim of a call's results depends."""
     if isinstance(item, Tensor):
         mark = mark_of(item)
         return item.shape, mark, mark and item.stride()

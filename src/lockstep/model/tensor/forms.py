@@ -1,6 +1,7 @@
 """The form in which each function of a sharded tensor is called, so that its result has the bits of
 the full tensor's: as it is, of rows, or padded. Each distinct call is tried once, forward and
-backward, to see its ATen operators (`operators.py`). What none of the forms gives is refused."""
+backward, to see its ATen operators (`operators.py`). A function for which no form gives these bits
+is refused."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ class Forms:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Leave what is called out of all modes, and out of what checkpoints note."""
+    """Call functions outside of all modes; activation checkpointing does not record them."""
     with (
         disable_current_modes(),
         without_torch_function_modes(),
@@ -260,13 +261,13 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def _state() -> tuple[Any, ...]:
-    """Return the modes that, beside its arguments, decide what a call computes."""
+    """Return the modes that a call's result depends on, besides its arguments."""
     return torch.is_grad_enabled(), *accelerator.autocast_dtypes()
 
 
 def _pattern(item: Any, sizes: dict[int, int]) -> Any:
-    """Return what decides about the operators of a call: its arguments, with each size numbered by
-    its first place. `sizes`: the numbers of those before."""
+    """Return a call's arguments, with each size replaced by the number of its first occurrence:
+    these decide which operators the call runs. `sizes`: the numbers of the sizes before."""
     if isinstance(item, Tensor):
         shape = tuple(
             size if size < 2 else sizes.setdefault(size, len(sizes)) for size in item.shape

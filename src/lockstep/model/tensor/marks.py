@@ -1,5 +1,5 @@
-"""The marks of plain tensors in a model with sharded layers: a shard of the features or heads, or
-random numbers that were drawn in a shape that may be a shard's."""
+"""Marks of plain tensors in a model with sharded layers. A mark says that the tensor is a shard of
+the features or heads, or that it holds random numbers whose shape may be a shard's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.base.torch_private import tree_leaves
 
 MARK = "_lockstep_mark"
 ONE = -1
-"""The dim of a shard of one head or feature that is in a dim that is not known."""
+"""Stands for the dim of a shard of one head or feature whose dim is not known."""
 
 
 class Shard(NamedTuple):
@@ -82,7 +82,7 @@ def full_like(shard: Tensor, ranks: int) -> tuple[list[int], list[int]]:
 
 @lru_cache(1000)
 def order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Return the dims in the order in which torch lays out what is like a tensor."""
+    """Return the dims in the order in which torch lays out a tensor made by `empty_like`."""
     dense = torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
     return sorted(range(len(shape)), key=lambda dim: dense[dim], reverse=True)
 

@@ -1,6 +1,6 @@
 """The ATen operators whose result has the same bits in a shard as in the full tensor.
 
-It is a list of what is known: any other operator is refused."""
+Any operator that is not in the list is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROUNDED_ONCE = _set(
     " lt masked_fill maximum minimum mul nan_to_num ne neg pow reciprocal relu round rsqrt rsub sgn"
     " sign signbit sqrt sub threshold threshold_backward trunc where"
 )
-"""Operators of which each element is rounded once, or twice in a fixed way, at any place."""
+"""Operators that round each element once, or twice in a fixed way, wherever it is in the tensor."""
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
 """The exponents for which `pow` multiplies, divides, or takes a root."""
 UNTAGGED = _set(

@@ -1,4 +1,4 @@
-"""Finds the dim of the heads, or of the features, in what a function of sharded tensors returns.
+"""Finds the dim of the heads or features in the result of a function of sharded tensors.
 
 The function is called with twice as many of them, on the meta device: one dim of the result is
 twice as large. A function that moves elements is also called with labels in their place: each
@@ -67,9 +67,9 @@ def shards_of(
 
 
 def twice_as_many(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-    """Return what a function returns for twice as many heads or features, on the meta device; None
-    if it fails. Attention is computed on its own device, which decides how its result is laid
-    out."""
+    """Call a function on the meta device with twice as many heads or features, and return its
+    result; None if it fails. Attention is computed on its own device, which decides how its result
+    is laid out."""
 
     def twice(item: Any) -> Any:
         if not isinstance(item, Tensor):

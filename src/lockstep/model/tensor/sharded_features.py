@@ -82,12 +82,12 @@ from lockstep.model.tensor.sliced import Slices, of_heads
 
 SEEDS = 2**32
 VALUES = READS | ARRAYS | {Tensor.register_hook}
-"""Functions that give a tensor's values to code that lockstep does not see."""
+"""Functions that pass a tensor's values to code that lockstep cannot follow."""
 ANSWERS = {
     **dict.fromkeys((torch.any, Tensor.any), dist.ReduceOp.MAX),
     **dict.fromkeys((torch.all, Tensor.all), dist.ReduceOp.MIN),
 }
-"""Functions that ask about all elements, and the reduction of the ranks' answers."""
+"""Function of all elements -> the reduction of the ranks' results."""
 OWN_FUNCTIONS = ("lockstep.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 """The modules of autograd.Functions that a sharded tensor may come from."""
 OWN_HOOKS = (*OWN_FUNCTIONS, "torch.autograd.graph", "torch.utils.module_tracker")
@@ -512,8 +512,8 @@ def _drawn_in_full_sequence(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mark_drawn(out: Any, args: Any, kwargs: Any) -> None:
-    """Mark random numbers, and what is computed with them. A tensor with a gradient that has the
-    same shape, and is not drawn, shows that it is not a shard's."""
+    """Mark random numbers, and the results computed with them. If a tensor with a gradient that was
+    not drawn has the same shape, the shape is not a shard's."""
     shapes = [
         each.shape
         for each in tensors_of(args, kwargs)

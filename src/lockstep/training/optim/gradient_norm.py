@@ -262,8 +262,8 @@ class StageRows:
 
     def gather(self, squares: Sequence[Tensor], has_gradient: Sequence[bool]) -> list[Tensor]:
         """Return the squares of the rows of every parameter that has a gradient. Every rank of the
-        pipeline calls it. `squares`: of this rank's parameters that have a gradient.
-        `has_gradient`: True or False for each counted parameter of this rank."""
+        pipeline calls it. `squares`: the sums of squares of this rank's parameters that have a
+        gradient. `has_gradient`: True or False for each counted parameter of this rank."""
         waiting, device = iter(squares), self._stages.device
         found = [torch.zeros(0, dtype=accelerator.wide_dtype(device), device=device)]
         for rows, has in zip(self._rows, has_gradient, strict=True):

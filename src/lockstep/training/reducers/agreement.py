@@ -118,7 +118,7 @@ class StepAgreement:
     def compare(self, sums: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `RecipeError` if the ranks differ. On an accelerator, whose host need not wait,
         make a gradient of `parameters` NaN instead, and raise in the next step. Called after
-        `end_step`. `sums`: of all ranks' numbers."""
+        `end_step`. `sums`: the ranks' numbers, summed."""
         self.settle()
         has_streams = accelerator.has_streams(sums.device)
         is_offloaded = to_local(parameters[0]).is_cpu

@@ -200,7 +200,7 @@ _numbers = count()
 
 def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
     """Return numbers whose sums over all ranks of all groups are 0 exactly if the digests agree in
-    each group. `rank`, `size`: of this rank's `group`."""
+    each group. `rank`, `size`: this rank's number in `group`, and the group's size."""
     row = [0.0] * (BITS * groups)
     row[group * BITS : (group + 1) * BITS] = compared_bits(digest, rank=rank, size=size)
     return row

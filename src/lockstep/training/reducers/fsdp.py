@@ -76,8 +76,9 @@ class FsdpReducer:
         stages: Sequence[nn.Module] = (),
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`leaves`: see `ParameterLeaves`. `part_leaves`: of parts that share a parameter; their
-        gradients go to `PartLeaf.parameter`. `stages`: this rank's stages of a pipeline."""
+        """`leaves`: see `ParameterLeaves`. `part_leaves`: the leaves of parts that share a
+        parameter; their gradients go to `PartLeaf.parameter`. `stages`: this rank's stages of a
+        pipeline."""
         reshard(model)  # a forward without a backward may have left parameters gathered
         self._model = model
         self._mesh = mesh
@@ -205,7 +206,8 @@ class FsdpReducer:
         self._tell("forward", 0)
 
     def _tell(self, what: str, place: int) -> None:
-        """Tell other ranks what this one computes now. `place`: of the microbatch on this rank."""
+        """Tell other ranks what this rank computes now. `place`: the microbatch's index on this
+        rank."""
         if self._mesh.stages.size > 1:  # the schedule computes several microbatches in turn
             return
         of = f"microbatch {self._mine[place]}" if place < len(self._mine) else "a dummy microbatch"
@@ -334,7 +336,7 @@ class _PartSum:
     """The ordered sum of the gradients of a part's leaf on a gathered parameter."""
 
     def __init__(self, leaf: PartLeaf, mesh: Mesh, place: int) -> None:
-        """`place`: of the leaf, after the reducer's parameters."""
+        """`place`: the leaf's index, which counts on after the reducer's parameters."""
         self._leaf = leaf
         self._place = place
         self._device = mesh.world.device
@@ -755,8 +757,8 @@ class OrderedScatter(Scatter):
         label: str,
         agreement: StepAgreement,
     ) -> None:
-        """`world`: the ranks over which the gradients are summed. `leaves`: see
-        `ParameterLeaves`. `places`: id of a parameter -> its place among the reducer's."""
+        """`world`: the ranks over which the gradients are summed. `leaves`: see `ParameterLeaves`.
+        `places`: id of a parameter -> its index among the reducer's."""
         super().__init__(world, replicas, parameters, label=label, agreement=agreement)
         self._shards = shards
         self._places = places

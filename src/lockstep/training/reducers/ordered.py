@@ -131,7 +131,7 @@ class _StageSum:
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, places: Sequence[int]
     ) -> None:
-        """`places`: of the parameters among the reducer's."""
+        """`places`: the parameters' indices among the reducer's."""
         self._parameters = list(parameters)
         self._places = places
         self._buckets = list(_buckets(self._parameters))

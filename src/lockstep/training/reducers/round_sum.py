@@ -20,8 +20,8 @@ class RoundSum:
     """The sum of some parameters' gradients. Every rank of `world` makes the same calls."""
 
     def __init__(self, world: World, replicas: World, label: str = "") -> None:
-        """`world`: the ranks over which the gradients are summed. `replicas`: those of them that
-        hold the same shard. `label`: the parameters, for errors."""
+        """`world`: the ranks over which the gradients are summed. `replicas`: the ranks among them
+        that hold the same shard. `label`: the parameters, for errors."""
         self._world = world
         self._replicas = replicas
         memory = world.shared_memory

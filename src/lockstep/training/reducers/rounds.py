@@ -48,9 +48,9 @@ class RoundsReducer:
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`model`: under a pipeline, this rank's stages of it. `parameters`: with those of the
-        `part_leaves`. `stages`: the parameters of each of this rank's stages; None without a
-        pipeline."""
+        """`model`: under a pipeline, this rank's stages of it. `parameters`: includes the
+        parameters of the `part_leaves`. `stages`: the parameters of each of this rank's stages;
+        None without a pipeline."""
         self._parameters = list(parameters)
         self._mesh = mesh
         self._model = model
