@@ -169,8 +169,7 @@ class RunRequest:
             )
 
     def checkpoints(self, context: Context) -> Storage:
-        """The storage of the run's checkpoints, or of the checkpoints of the run that it begins
-        at."""
+        """The storage of the run's checkpoints, or of the run from which it begins."""
         if (begin_at := context.overrides.begin_at) is not None:
             return open_storage(begin_at.folder)
         return open_storage(self.saving.folder or context.run_dir / "checkpoints")

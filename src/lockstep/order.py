@@ -82,8 +82,8 @@ class Order:
         keys: NDArray[np.uint64],
         tables: list[NDArray[np.uint64]] | None,
     ) -> NDArray[np.uint64]:
-        """Return the permuted values. `tables`: `_rounds_of_all_halves` of the key of all values;
-        None: they have several keys, or are few."""
+        """Return the permuted values. `tables`: result of `_rounds_of_all_halves` for the key that
+        all values share. None if values are few, or have several keys."""
         low, high = values & self._low_mask, values >> self._low_bits
         for number in range(self._rounds):
             half = high if number % 2 else low

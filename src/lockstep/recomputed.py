@@ -10,11 +10,11 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 Position = list[float]
-"""A place in the order in which the ranks of a replica exchange tensors, the same for each of
-them. Positions compare as sequences."""
+"""A position in the order in which the ranks of a replica exchange tensors. All these ranks have
+the same order. Positions compare as sequences."""
 RECEIVED, WITHIN, SENT = range(3)
-"""The second number of a position: what a rank receives before it computes a part of a microbatch,
-what it sends meanwhile, and what it sends after it. The first one numbers the parts."""
+"""The second number of a position: tensors that a rank receives before it computes a part of a
+microbatch, sends meanwhile, or sends after it. The first number is the part's."""
 GRADIENT: Position = [math.inf]
 """The position of the gradient, which is used when all exchanges have ended."""
 
@@ -25,14 +25,14 @@ class Recomputed:
 
     microbatch: int
     ranks: tuple[int, ...]
-    """First the rank to which it is assigned; then the rank that recomputes it; then, of three or
-    more ranks, the one that decides between them."""
+    """The rank to which it is assigned; the rank that recomputes it; and, if there are at least
+    three ranks, a third one that decides between the two."""
 
 
 def recomputed(
     shares: Sequence[Sequence[int]], choose: Callable[[int], int]
 ) -> tuple[Recomputed, ...]:
-    """Choose one microbatch of each rank that has any, and the ranks that recompute it.
+    """Choose one microbatch of each rank that has microbatches, and the ranks that recompute it.
 
     Each rank recomputes at most one, and decides about at most one. `shares`: the microbatches of
     each rank; there are at least two ranks. `choose`: (number of the choice) -> random integer.
@@ -53,9 +53,9 @@ def recomputed(
 def ranks_at_fault(
     votes: Sequence[tuple[Recomputed, Sequence[object]]],
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that computed a wrong gradient, and the ranks of which one did if the votes
-    do not say which. `votes`: each microbatch, with the gradient that each of its `ranks`
-    computed, in any form that can be compared.
+    """Return the ranks that computed a wrong gradient; and, where the votes do not say which rank
+    it was, the ranks among which it is. `votes`: each microbatch, with the gradient that each of
+    its `ranks` computed, in any form that can be compared.
 
     Two ranks that agree are right, and a third one that differs from them is wrong.
     """
@@ -94,7 +94,7 @@ class Reported(NamedTuple):
 
     ranks: Sequence[int]
     computed: Sequence[Computed]
-    """One for each of their roles, which are the places in `Recomputed.ranks`."""
+    """One result for each of their roles. A role is an index into `Recomputed.ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class WrongRanks:
     """The ranks that computed wrong results."""
 
     ranks: Sequence[int]
-    """The ranks that are wrong; if not `is_certain`, ranks of which at least one is."""
+    """The wrong ranks. If not `is_certain`, at least one of these ranks is wrong."""
     is_certain: bool
     microbatch: Recomputed
-    """A microbatch that one of them computed, and whose data ranks differ."""
+    """A microbatch that one of them computed and whose gradients differ."""
     role: int
     """The role of a named rank in it."""
     other: int
@@ -117,11 +117,11 @@ class WrongRanks:
 
 
 def verdict(chosen: Sequence[Recomputed], replicas: Sequence[Sequence[Reported]]) -> WrongRanks:
-    """Return the verdict on microbatches of which at least one differs. `replicas`: for each data
-    rank, the reports of its ranks (or groups of ranks), in the same order.
+    """Return the wrong ranks. At least one microbatch differs. `replicas`: for each data rank, the
+    reports of its ranks (or groups of ranks), in the same order.
 
-    A wrong result of one rank reaches the others of its replica by their exchanges, so those are
-    wrong that differ first.
+    Exchanges carry a wrong result to the other ranks of the replica, so the ranks that differ first
+    are wrong.
     """
     votes = [
         (
@@ -166,7 +166,8 @@ def _pairs(values: Sequence[object], right: object | None) -> list[tuple[int, in
 def _first_differences(
     one: Sequence[Computed], other: Sequence[Computed]
 ) -> tuple[Position, list[int]]:
-    """Return the first position at which the ranks of two replicas differ, and which of them."""
+    """Return the first position at which the ranks of two replicas differ, and the ranks that
+    differ there."""
     found = [mine.first_difference(theirs) for mine, theirs in zip(one, other, strict=True)]
     position = min(each for each in found if each is not None)
     return position, [place for place, each in enumerate(found) if each == position]

@@ -42,9 +42,9 @@ def train(
       run.
     - `log_every`: steps between two lines of `metrics.jsonl`.
     - `saving`: when the run is saved, and what it keeps; None: `Saving()`.
-    - `resume`: "auto" goes on with an unfinished run in `run_dir`, "never" refuses to, "must"
-      refuses if there is none; the launcher's goes first.
-    - `allow_change`: fields of the recipe that may then differ from what they were.
+    - `resume`: "auto" continues an unfinished run in `run_dir`; "never" refuses to; "must" refuses
+      to start a new run. The launcher's value replaces it.
+    - `allow_change`: fields of the recipe that may differ from the saved ones at a resume.
     - `loggers`: where else the run's numbers go, such as `ls.WandB(project=...)`; see
       `logging.loggers.Logger`.
 

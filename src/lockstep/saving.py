@@ -93,7 +93,7 @@ class Saving:
         return before is None or (value < before if self.mode == "min" else value > before)
 
     def best_of(self, values: Mapping[T, float]) -> T | None:
-        """Return the first key whose value no other one improves; None if all are NaN."""
+        """Return the first key with the best value; None if all are NaN."""
         best: T | None = None
         for key, value in values.items():
             if self.improves(value, None if best is None else values[best]):

@@ -84,10 +84,10 @@ class Session:
     ) -> None:
         """- `run_dir`, `plan`, `hooks`, `log_every`, `saving`, `resume`, `loggers`: as for `train`.
         - `seed`, `precision`, `gradient_compression`: as in `Recipe`.
-        - `recipe`: more that run.json says of what is learned, and that a resumed run is compared
-          by.
-        - `allow_change`: fields of it, and arguments of this and of `steps`, that may differ from
-          the saved ones.
+        - `recipe`: further facts about what is learned; run.json records them, and a resumed run is
+          compared with them.
+        - `allow_change`: fields of `recipe`, and arguments of `Session` and `steps`, that may
+          differ from the saved ones.
         """
         check_hooks(hooks)
         self.hooks = hooks

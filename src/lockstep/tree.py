@@ -88,7 +88,7 @@ class LeavesInAnyOrder(Generic[T]):
 
     def __init__(self, combine: Callable[[T, T], T], *, count: int) -> None:
         self.values: dict[Node, T] = {}
-        """The sums of the nodes whose leaves have arrived and whose siblings' have not."""
+        """The sums of nodes whose own leaves have arrived and whose siblings' leaves have not."""
         self._combine = combine
         self._count = count
         self._arrived: set[int] = set()

@@ -166,7 +166,7 @@ class Disagreement:
     first: str
     """The name of the first one; empty if there is none."""
     ranks: Sequence[int]
-    """The ranks that are wrong; if not `is_certain`, the ranks of which one is."""
+    """The wrong ranks. If not `is_certain`, one of these ranks is wrong."""
     is_certain: bool
     right: Sequence[int]
     """The ranks with another result. If there are two, their results are equal."""

@@ -37,8 +37,8 @@ class SeparateParts:
         once = {id(each): each for name, each in modules.items() if name != last}
         self._handles = [each.register_forward_hook(_separate) for each in once.values()]
         self.leaves: dict[str, list[PartLeaf]] = {}
-        """Shared parameter -> its leaves in all but the first of this rank's parts that have it, in
-        order. In the first one the parameter itself is the leaf."""
+        """Shared parameter -> its leaves, in the order of this rank's parts that have it. The first
+        part has no entry: there the parameter itself is the leaf."""
         self._in_place: list[PartLeaf] = []
         """Leaves that the running forward uses."""
         named = dict(model.named_parameters())

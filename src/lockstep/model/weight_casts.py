@@ -279,8 +279,8 @@ class _Cast:
 
     @classmethod
     def of(cls, tensor: Tensor, weights: Mapping[int, str]) -> _Cast | None:
-        """Return a recipe to make `tensor` again; None if it is not a cast of these weights, or was
-        changed."""
+        """Return a function that computes `tensor` again; None if it is not a cast of these
+        weights, or was changed."""
         cast = base_of(tensor)
         if type(cast.grad_fn).__name__ != CAST or version(cast) or is_distributed(cast):
             return None

@@ -20,7 +20,7 @@ _NARROWEST = 0.2
 """Minimum width of a colour scale, as a share of its median. Smaller differences are noise, and
 must not stand out."""
 RAMP = ("#f3f6d9", "#d5ecb9", "#9fd8b5", "#5fc0c0", "#329bc2", "#2470b1", "#22489b", "#182a6b")
-"""Colours from low to high on a light background. They are reversed on a dark one."""
+"""Colours from low to high on a light background. On a dark background they are reversed."""
 
 
 def render_heatmap(

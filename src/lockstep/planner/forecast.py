@@ -33,7 +33,7 @@ LIMITS = {
     "contention": "network (beside computation)",
     "loader": "loader",
 }
-"""Texts for what limits a step. The name of a mesh axis stands for its communication."""
+"""Name of a limit of a step -> its text. The name of a mesh axis stands for its communication."""
 HEAD = (
     *("plan", "step", "80% of such plans", "samples/s", "memory", "limited by"),
     "twice the network",
@@ -49,7 +49,7 @@ class Budget:
     device_hours: float
     cost: float | None
     goodput: float
-    """Share of the time spent in steps that are not lost again."""
+    """Share of the time spent in steps whose results no failure loses."""
 
 
 def budget(

@@ -43,7 +43,7 @@ class Ended:
     devices: int | None = None
     """Number of devices that the plans use, if they cannot use all."""
     why: str | None = None
-    """The reason why they cannot, and what to change."""
+    """The reason why they cannot use all, and what to change."""
 
     def write(self, folder: Path) -> None:
         (folder / ENDED).write_text(json.dumps(asdict(self)), encoding="utf-8")

@@ -143,8 +143,8 @@ def search(space: Space, evaluate: Evaluate) -> list[Outcome]:
 
 def layouts(space: Space) -> Iterator[Plan]:
     """Yield a plan for each layout of all devices. Tensor parallelism stays inside a node;
-    parameters are sharded over all data ranks, over a node's data ranks, or not at all. As few
-    ranks share out sequences as leave a microbatch for each data rank."""
+    parameters are sharded over all data ranks, over a node's data ranks, or not at all. `context`
+    has the smallest size at which each data rank has a microbatch."""
     for tensor in _divisors(space.devices):
         if tensor > space.devices_per_node or space.devices_per_node % tensor:
             continue

@@ -105,7 +105,7 @@ class _Rank:
     expected: dict[int, tuple[tuple[int, int, int], float]] = field(default_factory=dict)
     """Messages that were requested but not yet waited for, with the time of the request."""
     together: int = 0
-    """Number of collectives with the other ranks of the pipeline so far."""
+    """Number of collectives so far with the pipeline's other ranks."""
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[str, float] = field(default_factory=dict)
     latest: tuple[str, float] = ("launches", 0.0)

@@ -23,9 +23,9 @@ class Balance:
     denominator. Raises `RecipeError`."""
 
     coefficient: float = 0.0
-    """Factor of the balance loss of each layer, E Σ f P over its E experts: f is the number of
-    times that the expert is chosen, divided by the number of tokens; P is the router's mean
-    probability for it. 0: no balance loss."""
+    """Factor of each layer's balance loss, E Σ f P over its E experts. f is the number of tokens
+    that choose the expert, divided by the number of tokens; P is the router's mean probability of
+    the expert. 0: no balance loss."""
     over: Over = "microbatch"
     """The tokens of f and P: `microbatch`, `step` (the global batch, exact at any microbatch), or
     `sample` (each sample). `previous`: f is measured in the previous step, P in the global

@@ -79,8 +79,8 @@ def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
 
 
 def spike_before_the_end(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
-    """Return the first of the unusual steps with which a run ends; None: it ends with a usual one.
-    A loss or gradient that is not finite in the step after them is their result."""
+    """Return the first of the unusual steps at the end of a run; None if its last step is usual. A
+    loss or gradient that is not finite in the step after them is their result."""
     spikes, scores = _spikes(rows)
     first = _first_of(scores, len(rows))
     return spikes[first] if max(scores[first:], default=0.0) >= SPREAD else None
@@ -92,7 +92,7 @@ def _spikes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Spike | None], list
 
 
 def _first_of(scores: Sequence[float], place: int) -> int:
-    """Return the place of the first of the steps that lead to the one at `place`."""
+    """Return the index of the first step that leads to the step at `place`."""
     while place and scores[place - 1] >= LEADS:
         place -= 1
     return place
@@ -119,8 +119,8 @@ class Blame:
 
 
 def unusual_block(replay: Replay) -> str | None:
-    """Return the block whose gradient has grown most, beside the steps on the way; without such
-    steps, the one with the largest gradient."""
+    """Return the block whose gradient has grown most relative to the steps on the way; without such
+    steps, the block with the largest gradient."""
 
     def growth(block: str) -> float:
         before = [squares[block] for squares in replay.before if block in squares]
@@ -131,8 +131,8 @@ def unusual_block(replay: Replay) -> str | None:
 
 
 def outliers(norms: Sequence[float]) -> list[int]:
-    """Return the places of norms that are many times the median of the others, the largest first.
-    Norms that are not finite are outliers if another one is finite."""
+    """Return the indices of norms that are many times the median of the others, largest first. A
+    norm that is not finite is an outlier if another norm is finite."""
     norms = [math.inf if math.isnan(norm) else norm for norm in norms]
     found = []
     for place, norm in enumerate(norms):
@@ -161,9 +161,10 @@ def suspected(replay: Replay) -> ReplayedMicrobatch | None:
 def learning_rate_jump(
     rows: Sequence[Mapping[str, Any]], step: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the latest two logged steps, one after the other, of which the second has more than
-    twice the learning rate to which the schedule had led. None: no such step is among the last
-    `JUMP_LEADS` logged steps up to `step`. The two first logged steps of a run are no jump."""
+    """Return the latest pair of consecutive logged steps at which the learning rate jumps: the
+    second has more than twice the rate to which the schedule had led. Looks at the last
+    `JUMP_LEADS` logged steps up to `step`. None if there is no jump. The two first logged steps of
+    a run are no jump."""
     near = [row for row in rows if row["step"] <= step and row.get("lr")][-WINDOW:]
     for place in range(len(near) - 1, max(1, len(near) - 1 - JUMP_LEADS), -1):
         if near[place]["lr"] > 2 * _led_to(near[:place], near[place]["step"]):
@@ -188,8 +189,8 @@ def cause_of(
     later: Replay | None = None,
 ) -> Blame:
     """Return the cause of a spike. `rows`: the run's lines of metrics.jsonl. `by_sample`: the step
-    in microbatches of one sample. `later`: steps of the run after those that do not come back, from
-    a later checkpoint."""
+    in microbatches of one sample. `later`: steps from a later checkpoint, after the steps that the
+    replay did not reproduce."""
     if (first := replay.first_unlike) is not None:
         text = f"from step {first.step} on, this machine computes other gradients than the run has"
         return _not_reproduced(replay, first.step, text, later)
@@ -253,8 +254,8 @@ def _not_finite(
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
-    """Return the samples that the first values that are not finite belong to. Empty: not known, all
-    samples of a microbatch alike, or a part of each microbatch by its computation."""
+    """Return the samples of the first values that are not finite. Empty: not known, all samples of
+    a microbatch alike, or a part of each microbatch by its computation."""
     bad = replay.first_not_finite
     found: list[int | str] = []
     for each, place in bad:

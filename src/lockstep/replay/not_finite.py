@@ -11,8 +11,8 @@ Stage = Literal["batch", "input", "forward", "loss", "backward"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotFinite:
-    """A place in the computation of a microbatch at which NaN or infinity was seen, and not right
-    before it."""
+    """A place in the computation of a microbatch whose result has NaN or infinity, and whose input
+    has none."""
 
     stage: Stage
     layer: str = ""
@@ -63,8 +63,8 @@ def first_not_finite(
     microbatches: Iterable[tuple[bool, Sequence[NotFinite]]],
 ) -> list[NotFinite | None]:
     """Return the first place of each microbatch whose loss or gradient is not finite; None for the
-    others. A place that also has such values in a finite microbatch, such as a mask of infinities,
-    is passed over. `microbatches`: (is finite, the places in order)."""
+    others. A place is skipped if it has such values in a finite microbatch too, as a mask of
+    infinities does. `microbatches`: (is finite, the places in order)."""
     given = list(microbatches)
     usual = {each.place for is_finite, places in given if is_finite for each in places}
     return [

@@ -1,4 +1,4 @@
-"""A step that was made again: its microbatches, and whether it is the step of the run. Pure."""
+"""A replayed step: its microbatches, and whether it equals the step of the run. Pure."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ class Replay:
 
     @property
     def first_unlike(self) -> StepComparison | None:
-        """The first step on the way that is not the run's: that has other bits, or without
-        numerics=bitwise that differs by more than rounding."""
+        """The first step on the way that differs from the run's step: in its bits, or without
+        numerics=bitwise by more than rounding."""
         if self.is_bitwise:
             return self.first_difference
         return next((each for each in self.on_the_way if each.difference > ROUNDING), None)
@@ -185,7 +185,7 @@ class Replay:
         return bool(self.on_the_way) and all(each.checksum for each in self.on_the_way)
 
     def verdict(self) -> str:
-        """Return one sentence: is it the step of the run?"""
+        """Return one sentence that says if it equals the step of the run."""
         if self.ended_the_run and not self.without and self.is_finite:
             return (
                 "in the run, the loss or the gradient of this step is not finite, and here both are"

@@ -146,7 +146,7 @@ def _without_mask(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _graph(*outputs: Tensor, until: Iterable[Node | None] = ()) -> list[Node]:
-    """Return the operations that `outputs` come from, without `until` and those before them."""
+    """Return the operations that lead from `until` (excluded) to `outputs`."""
     seen, found = {*until, None}, []
     following = [each.grad_fn for each in outputs]
     while following:

@@ -251,7 +251,8 @@ def _heatmaps(
     several: bool,
     below: Callable[[RunHistory], Html | None] = lambda run: None,
 ) -> Html | None:
-    """Return the heat maps of each run, with what stands `below` them; None without runs."""
+    """Return the heat maps of each run, with the contents of `below` under them; None without
+    runs."""
     if not runs:
         return None
     return joined(

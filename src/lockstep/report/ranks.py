@@ -61,7 +61,7 @@ class Axes:
     rows: list[tuple[int, int]]
     """The first and the last number of each row: of a rank, or of an expert."""
     columns: list[list[int]]
-    """The places of the logging steps in each column."""
+    """The indices of the logging steps in each column."""
 
     @classmethod
     def of(

@@ -35,7 +35,7 @@ _SHADES = len(RAMP) - 2
 _FAINT_FROM = 60
 """Number of lines from which each line is drawn paler."""
 _POINTS = 60_000
-"""Approximate number of points of all curves. If there are many, each has fewer."""
+"""Approximate number of points of all curves. If there are many curves, each has fewer points."""
 _MOST_COLUMNS, _LEAST_COLUMNS = 400, 20
 _NARROWEST_REM = 7.5
 """Smallest distance between two parallel axes."""

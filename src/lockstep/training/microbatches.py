@@ -223,8 +223,8 @@ class Batching:
         return self._mine
 
     def recomputed(self, step: int, count: int) -> tuple[Recomputed, ...]:
-        """The microbatches of a step of `count` microbatches that several ranks compute. Empty in
-        most steps."""
+        """Return the microbatches that several ranks compute in a step of `count` microbatches.
+        Empty in most steps."""
         every, ranks = self._recompute_every, self.mesh.data.size
         if not every or ranks == 1 or (step % every and step + 1 < self.steps):
             return ()
@@ -234,9 +234,9 @@ class Batching:
         )
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
-        """The microbatch of another rank that this rank recomputes in a step, and the one that it
-        computes if it has to decide. None: it has none, and forwards have no collectives. Empty in
-        most steps."""
+        """In a step, the microbatch of another rank that this rank recomputes, and the microbatch
+        that it computes if it has to decide. None: it has none, and forwards have no collectives.
+        Empty in most steps."""
         several = self.recomputed(step, count)
         if not several:
             return []

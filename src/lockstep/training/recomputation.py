@@ -20,8 +20,8 @@ class Recomputation:
     again: MicrobatchChecksums
     """Checksums of another rank's microbatch. Those of a dummy are not compared."""
     decide: Callable[[], MicrobatchChecksums]
-    """Computes the one about which this rank decides. The summed gradients are lost. Every rank
-    calls it."""
+    """Computes the microbatch about which this rank decides. The summed gradients are lost. Every
+    rank calls it."""
     names: Sequence[str]
     """The names of the parameters."""
 

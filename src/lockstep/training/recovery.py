@@ -66,8 +66,8 @@ def hook_states(training: Training) -> dict[str, HookState]:
 
 
 def why_not_set_back(before: Mapping[str, HookState], now: Mapping[str, HookState]) -> str | None:
-    """Return the reason why a new process would start with a different hook from the one here; None
-    if it would start with the same."""
+    """Return the reason why a new process would start with a hook that differs from this one; None
+    if they are the same."""
     for name, state in before.items():
         found = now[name]
         changed = [
@@ -139,8 +139,7 @@ class HeldState:
 
 
 def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are held in memory beside tensors: `values` of the state, and the
-    recipe."""
+    """Return the values held in memory besides tensors: `values` of the state, and the recipe."""
     learned = {"recipe": training.context.recorder.summary.get("recipe"), "code": training.code}
     return {**values, **training.loop.values(), **learned, "step": training.run.step}
 
@@ -286,8 +285,9 @@ class Recovery:
         self._rejoin.raise_if_lost()
 
     def check_recipe(self, training: Training) -> None:
-        """Raise `RecipeError` on all ranks if a function of the recipe uses what has changed since
-        the script gave it and is not set back. Every rank calls it, with the model built."""
+        """Raise `RecipeError` on all ranks if a function of the recipe uses an object that has
+        changed since the script passed it and that a recovery cannot set back. Every rank calls it,
+        with the model built."""
         set_back = [*self._watchers, *training.stateful.values(), *_learned(training)]
         mine = code_and_objects_of(self._recipe, set_back)
         first, *others = training.context.world.gather_values(mine)

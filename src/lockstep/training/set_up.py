@@ -258,7 +258,7 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
 
 
 RECOMPUTES = frozenset({"replicate", "shard", "pipeline", "tensor", "context"})
-"""The axes under which a replica or a rank can recompute a microbatch of another one."""
+"""The axes under which a replica (or a rank) can recompute another one's microbatch."""
 
 
 def check_recomputation(plan: Plan, every: int) -> None:

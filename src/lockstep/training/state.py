@@ -112,8 +112,8 @@ def state_of(
     """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
 
     `host`: the host's values for each module after the step that the tensors belong to; None: the
-    current values. `known`: passed again at each call by one caller, it saves the search for the
-    modules' tensors, which takes longer than copying a small model. The tensors are then the
+    current values. `known`: a cache that one caller passes at each call. It saves the search for
+    the modules' tensors, which takes longer than copying a small model. The tensors are then the
     modules' own, with their gradients: read them at once."""
     state = State()
     found = [(known or KnownTensors()).of(module, number) for number, module in enumerate(modules)]

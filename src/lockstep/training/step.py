@@ -361,7 +361,7 @@ class Step:
             yield
 
     def _compared_among(self, microbatches: Sequence[Microbatch]) -> int | None:
-        """Return the place of this rank's microbatch that ranks compare."""
+        """Return the index of this rank's microbatch that ranks compare."""
         if self._recomputation is None or self._is_repeated:
             return None
         mine = self._recomputation.mine

@@ -44,8 +44,8 @@ class LoopState:
     # each stream shard that this rank reads
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
-    """Optimizer steps done at the last step in which ranks recomputed microbatches of others and
-    agreed: a later state may be wrong. None: ranks do not recompute."""
+    """Number of steps done when ranks last recomputed each other's microbatches and got the same
+    gradients. A later state may be wrong. None: ranks do not recompute."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     """Loop number -> sample name -> digests of the parts of that sample, for some samples."""
     digest: Callable[[], Digests] | None = None

@@ -40,8 +40,7 @@ class InitialModel:
     """The reason why the module was initialized at once although the plan defers it; else None."""
 
     checksums: dict[str, int] = field(default_factory=dict)
-    """Checksums of the values that were computed on this rank, by name, if there are other
-    ranks."""
+    """Name -> checksum of the values that this rank computed. Empty without other ranks."""
     given: frozenset[str] = frozenset()
     """First names of the tensors whose values are loaded later; their initial values are not
     computed."""

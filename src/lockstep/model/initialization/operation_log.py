@@ -1,4 +1,4 @@
-"""The log of all operations that wrote to a storage, and the replay of those on which a tensor
+"""Logs all operations that write to a storage, and replays the operations on which a tensor
 depends. The log contains storages; a view is a storage with size, strides and offset. So views need
 no entry, an operation on a slice is a write to the storage, and `p.data.copy_(q)` and `p.data = q`
 need no special rule."""

@@ -1,5 +1,5 @@
-"""The dispatch modes in which a model's factory runs: one keys random operations, one logs
-writes."""
+"""The dispatch modes in which a model's factory runs. One seeds random operations by keys, the
+other logs writes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Around = Callable[[int], AbstractContextManager[Any]]
 """(stage) -> the context of its forward. A whole model is stage 0."""
 Run = Callable[[int, Callable[["Arguments"], Any], Any], Any]
 """(stage, its forward, `Arguments` or `Chunks` of them) -> the stage's output, or `Chunks` of
-outputs. For the last stage: what `PipelineMicrobatch.score` takes."""
+outputs. Arguments of `PipelineMicrobatch.score`, on the last stage."""
 
 
 class Arguments(NamedTuple):

@@ -242,8 +242,8 @@ class Pipeline:
         return SEVERAL_STAGES_A_RANK[schedule](stages, count, loss, scale_grads=False), stages
 
     def weights(self) -> list[list[nn.Parameter]]:
-        """The leaves of autograd in each of this rank's stages: its parameters, except parameters
-        of an earlier stage, and the leaves of parameters that an earlier part has."""
+        """The leaves of autograd in each of this rank's stages. They are the stage's parameters;
+        for a parameter that an earlier part has, the leaf that replaces it."""
         seen: set[nn.Parameter] = set()
         found = []
         for stage, module in enumerate(self.modules):

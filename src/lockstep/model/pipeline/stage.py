@@ -132,7 +132,7 @@ class VariableShapeStage(PipelineStage):
 
     @property
     def _forward_place(self) -> int:
-        """The place of this stage's forward among all forwards and backwards of a microbatch."""
+        """The index of this stage's forward among all forwards and backwards of a microbatch."""
         return int(self.stage_index)
 
     @property

@@ -132,8 +132,8 @@ def balanced_runs(costs: Sequence[float], count: int) -> list[range]:
 def schedule_calls(count: int, stages: Stages, schedule: str) -> list[tuple[int, int, str]]:
     """Split `count` microbatches into consecutive calls of torch's schedules: [start, stop) and the
     schedule's name. Torch's 1F1B needs at least as many microbatches as stages; fewer are run by
-    GPipe. Torch's interleaved schedules need a multiple of the number of rounds; the remainder is a
-    second call."""
+    GPipe. Torch's interleaved schedules need a number of microbatches that is a multiple of the
+    number of rounds; the remaining microbatches are a second call."""
     if schedule == "gpipe" or (schedule == "1f1b" and count >= len(stages.ranges)):
         return [(0, count, schedule)] if count else []
     if schedule == "1f1b":
@@ -159,7 +159,8 @@ def shared_parameters(
     model: nn.Module, parts: Sequence[str], ranks: Sequence[int], *, each_part: bool
 ) -> tuple[SharedParameter, ...]:
     """Return the parameters that parts on several of `ranks` share. `ranks`: one for each part.
-    `each_part`: also those that several parts on one rank share, with a rank for each part."""
+    `each_part`: also return parameters that several parts on one rank share, with a rank for each
+    part."""
     holders: dict[int, list[int]] = {}
     for part, rank in zip(parts, ranks, strict=True):
         for parameter in model.get_submodule(part).parameters():

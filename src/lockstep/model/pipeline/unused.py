@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 _UNUSED = "lockstep_is_unused"
-"""The attribute of zeros that stand for no gradient."""
+"""Attribute of tensors of zeros that stand for a missing gradient."""
 
 
 def given_or_unused(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return the gradient; if there is none: zeros that `clear_unused` knows."""
+    """Return the gradient, or zeros that `clear_unused` recognises."""
     if gradient is not None:
         return gradient
     zeros = parameter.new_zeros(()).expand_as(parameter)

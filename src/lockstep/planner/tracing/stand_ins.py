@@ -1,4 +1,4 @@
-"""Replacements in a trace for values of tensors, for a GPU, and for other ranks.
+"""A trace has no values of tensors, no GPU and no other ranks: the stand-ins for these.
 
 If lockstep's checks read a value, they get a finite one; if the script does, it gets an error."""
 

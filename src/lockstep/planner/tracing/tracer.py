@@ -172,7 +172,7 @@ def _note_boundary(
     inputs: Any,
     output: Any,
 ) -> None:
-    """Note what a part passes on: for each forward, or for each chunk of one."""
+    """Record the output of a part for each forward, or for each chunk of a forward."""
     several, sequence = found.setdefault(part, []), active()
     boundary: Boundary | Chunks = Boundary.of(output, part)
     if sequence is not None and isinstance(axis := sequence.layout.world, ChunkAxis):

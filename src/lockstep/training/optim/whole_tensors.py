@@ -1,10 +1,10 @@
 """Steps an optimizer that needs whole tensors (Muon) on divided parameters: each tensor is updated
 by one rank.
 
-At rest, parameters and optimizer state are divided as for any optimizer, and so are saved as such.
-In a step, every rank all-gathers each parameter, its gradient and its state. The owner of the
-tensor updates it and broadcasts the result, and each rank keeps its shard of that. Under `tensor`
-each rank of that axis does so for itself: all have the same full tensors.
+Between steps, parameters and optimizer state are divided and saved as for any optimizer. In a step,
+every rank all-gathers each parameter, its gradient and its state. The owner of the tensor updates
+it and broadcasts the result, and each rank keeps its shard of that. Under `tensor` each rank of
+that axis does so for itself: all have the same full tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMEDY = (
 
 class WholeTensorOptimizer:
     """Replaces `optimizer.step()` for parameters that are divided over the ranks of `world`. Each
-    rank has the others whole."""
+    rank holds the other tensors whole."""
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer = optimizer

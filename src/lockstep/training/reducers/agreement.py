@@ -1,5 +1,5 @@
-"""The comparison of all that the ranks must do alike in a step. Its numbers are summed with those
-of the step."""
+"""Compares everything that ranks must do alike in a step. Its numbers are summed together with the
+step's numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Alike(Protocol):
         Every rank calls it."""
 
     def end_step(self) -> None:
-        """Keep what this rank has done since the previous step, to be named if it differs."""
+        """Keep this rank's actions since the previous step, so that an error can name them."""
 
     def difference(self) -> str | None:
         """Return the first difference between the ranks in the last step; None if there is none.
@@ -43,13 +43,13 @@ class Alike(Protocol):
 
 
 class StepAgreement:
-    """The comparison of what the ranks have done in each step of one model."""
+    """Compares the ranks' actions in each step of one model."""
 
     def __init__(
         self, summed: World, alike: Sequence[Alike] = (), counts: CountReads | None = None
     ) -> None:
-        """`summed`: the ranks that sum the numbers of a step. `alike`: what is compared, besides
-        the orders of exchanges. `counts`: what may differ, but is checked if it does."""
+        """`summed`: the ranks that sum the numbers of a step. `alike`: the comparisons, besides the
+        orders of exchanges. `counts`: counts that may differ; if they do, they are checked."""
         self._summed = summed
         self._alike = list(alike)
         self._counts = counts

@@ -1,9 +1,9 @@
 """The order of a rank's exchanges in one process group, which all ranks of the group must share.
 
 Shared memory compares the label of each exchange. Gloo and NCCL compare nothing: exchanges of
-different blocks that have one size give wrong sums, and those of different sizes wait, or end the
-process. So each rank keeps the order of its exchanges, and a digest of it. The ranks compare the
-digests with the numbers of each step. While a rank waits, the watchdogs compare the exchanges.
+different blocks give wrong sums if their sizes are equal; otherwise they wait, or end the process.
+So each rank keeps the order of its exchanges, and a digest of it. The ranks compare the digests
+with the numbers of each step. While a rank waits, the watchdogs compare the exchanges.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Exchanges:
         return f"{self._text(-1)}, exchange {self.first + len(self.calls)} of the step"
 
     def at(self, place: int) -> str:
-        """Return what the rank does in an exchange, with the part of the step."""
+        """Return text about an exchange: its label and the part of the step."""
         return f"rank {self.rank} {self._text(place - self.first)}"
 
     def _text(self, place: int) -> str:
@@ -69,7 +69,7 @@ class Exchanges:
 
 
 def first_different_exchange(everyone: Sequence[Exchanges]) -> str | None:
-    """Return the first difference between the exchanges of two ranks that both have made; None if
+    """Return the first difference between the exchanges that two ranks have both made; None if
     there is none. Ranks may be in different steps."""
     alike: dict[tuple[int, int, int], list[Exchanges]] = {}
     for each in everyone:
@@ -103,8 +103,8 @@ class ExchangeOrder:
     """The order of this rank's exchanges over `world`."""
 
     def __init__(self, world: World, summed: World, doing: Doing) -> None:
-        """Every rank of `summed`, the ranks that sum the numbers of a step, makes one. They
-        contain `world`. `doing`: what the rank computes at each exchange."""
+        """Every rank of `summed`, the ranks that sum the numbers of a step, makes one. They contain
+        `world`. `doing`: text about the rank's computation at each exchange."""
         self._ranks = dist.get_process_group_ranks(world.group)
         # a run that failed may have made more of them on some ranks
         firsts, numbers = zip(

@@ -643,7 +643,7 @@ class Scatter(ReduceScatter):
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
-        """Returns what collects the checksums of the gradients that this rank sends now."""
+        """Returns the collector of checksums of the gradients that this rank sends now."""
         self.sends = True
         """False while gradients are only recorded."""
         self.summed: list[nn.Parameter] = []

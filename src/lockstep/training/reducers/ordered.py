@@ -1,5 +1,5 @@
 """Gradient reduction in the canonical order after the last backward of the step, for models that
-DDP does not take: stages of a pipeline, and layers that are sharded."""
+DDP cannot wrap: stages of a pipeline, and sharded layers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class OrderedReducer:
         return gradient_versions(self._parameters)
 
     def close(self) -> None:
-        """Nothing to do: there are no hooks on the model."""
+        """Do nothing: the model has no hooks."""
 
 
 class _StageSum:

@@ -101,4 +101,4 @@ class PostBackwardReducer:
         return gradient_versions(self._parameters)
 
     def close(self) -> None:
-        """Nothing to do: there are no hooks on the model."""
+        """Do nothing: the model has no hooks."""

@@ -1,9 +1,9 @@
-"""Gradient reduction in the canonical order where a rank has the gradients of whole parameters:
-for models whose experts are on several ranks, and for sharded ones that are computed in chunks.
+"""Gradient reduction in the canonical order for models where a rank has the gradients of whole
+parameters: models with experts on several ranks, and sharded models that are computed in chunks.
 
-After each backward, the gradients of the round are exchanged (`round_sum.py`). A rank with experts
-has a gradient of them for each microbatch whose rows it has computed, and exchanges it only with
-the ranks that hold the same experts.
+After each backward, the gradients of the round are exchanged (`round_sum.py`). A rank has a
+gradient of its experts for each microbatch whose rows it has computed, and exchanges it only with
+ranks that hold the same experts.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class RoundsReducer:
         return gradient_versions(self._parameters)
 
     def close(self) -> None:
-        """Nothing to do: there are no hooks on the model."""
+        """Do nothing: the model has no hooks."""
 
     def _sums_of(self, places: Sequence[int]) -> list[tuple[RoundSum, list[int]]]:
         """Return the sums of the parameters at these places: one for each dtype, of experts and of
@@ -205,7 +205,7 @@ class RoundsReducer:
         return shards, -(-rows // shards) * math.prod(others)
 
     def _in_shards(self, gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-        """Return a gradient as padded shards: those of the ranks with which it is exchanged, which
+        """Return a gradient as padded shards, one for each rank of the exchange. These ranks
         compute the same chunks. None: zeros."""
         shards, numbers = self._shards(parameter)
         dtype, device = parameter.dtype, self._mesh.world.device

@@ -1,9 +1,9 @@
 """The numbers of a step that are exchanged with the gradients: used parameters, losses, weights,
-what ranks do alike, one flag.
+comparisons of the ranks, and one flag.
 
 They are packed into one vector that is summed over the ranks, so a step needs no collective besides
-the gradients' ones. A microbatch's numbers are zero on all ranks but one, and their sum is exact;
-where ranks share out its tokens, each has a part.
+the gradients' ones. A microbatch's numbers are zero on all ranks except one, so their sum is exact.
+If ranks divide its tokens, each rank has a part of the numbers.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from lockstep.model.separate_parts import PartLeaf
 
 class TiedGradients:
     """The trainable parameters that several stages of a pipeline share. Only the first of their
-    ranks counts them in the norm. In bitwise runs it also has the parameters that several parts of
-    one rank share."""
+    ranks counts them in the norm. In bitwise runs it also has parameters that several parts on one
+    rank share."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from lockstep.verify.causes.evidence import Evidence
 
 def own_tokens(evidence: Evidence) -> str | None:
     """Check for ranks whose balance loss takes the load of experts from their own tokens: each
-    differs from the reference's load, and together they make it."""
+    rank's load differs from the reference's, and their sum equals it."""
     for microbatch in evidence.microbatches:
         expected = evidence.expected_microbatches.get(microbatch.index)
         for layer, counts in microbatch.loads.items():

@@ -1,8 +1,8 @@
 """Causes of differences if ranks divide the experts of each layer among them.
 
-The trace has, for the first step, the tokens that go into each layer of experts, the experts that
-they choose, and what comes out. If a layer's input and choices are right and its output is not, the
-fault is in the exchange of rows. Else the names of the wrong gradients tell.
+For the first step, the trace has each layer of experts' input tokens, their chosen experts, and the
+output. If a layer's input and choices are right and its output is not, the fault is in the exchange
+of rows. Else the names of the wrong gradients tell.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def rows(evidence: Evidence) -> str | None:
 
 
 def _in_order(expected: LayerTrace, parts: Sequence[LayerTrace]) -> LayerTrace:
-    """Return the tokens of all ranks, which share out a microbatch, in the order of the expected
-    ones: each at the place of the nearest token that no other has taken."""
+    """Return the tokens of all ranks, which divide a microbatch, in the order of the expected
+    tokens. Each one is matched with the nearest expected token that is still free."""
     whole = LayerTrace(
         *(
             np.concatenate([getattr(part, each.name) for part in parts])
