@@ -398,9 +398,9 @@ def _shared(
     error: BaseException,
     found: UserError | None,
 ) -> UserError | None:
-    """Return the error to raise instead of `error`: if another rank's error has caused it, the same
-    mistake as there. Another cause becomes a note of `error`. Tells the other ranks of an error
-    that is this rank's own. `found`: the mistake for which the watchdog has ended the exchanges."""
+    """Return the error to raise instead of `error`: the other rank's mistake, if that has caused
+    it. Another cause becomes a note of `error`. If the error is this rank's own, reports it to the
+    other ranks. `found`: the mistake for which the watchdog has ended the exchanges."""
     # a rank that has failed in a forward makes another call than those that go on
     differ = isinstance(error, CallsDiffer)
     if differ or (explained is None and lost_a_peer(error)):

@@ -273,7 +273,7 @@ def test_each_of_several_models_has_its_fingerprint_and_is_exported_by_its_numbe
     refused = lockstep("export", tmp_path / "run", tmp_path / "model.safetensors")
     assert (
         refused.stderr
-        == "lockstep: CheckpointError: no --model, and the models are 0, 1; one of them is "
+        == "lockstep: CheckpointError: no --model; the models are 0, 1, and one of them is "
         "exported; give its number\n"
     )
     assert (

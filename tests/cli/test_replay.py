@@ -98,7 +98,7 @@ def test_the_step_that_ended_a_run_with_nan_is_made_again_and_blamed(tmp_path: P
     assert ended.returncode == 0, ended.stderr
     assert "nan" not in ended.stdout
     ended = command("replay", "--step", str(step + 1), run)
-    assert f"--step {step + 1}, and the run has come to step {step}" in ended.stderr
+    assert f"--step {step + 1}; the run's last step is {step}" in ended.stderr
 
 
 def test_the_step_that_led_to_the_end_is_blamed(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_other_bits_are_named_and_fail(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "13"], "--step 13, and the run has come to step 12; give a step of it"),
-        ([], "no step to make again; give one of metrics.jsonl"),
+        (["--step", "13"], "--step 13; the run's last step is 12; give a step up to it"),
+        ([], "no step to replay; give one of metrics.jsonl"),
         (["--step", "3", "--without-sample", "-1"], "-1 is not in the range"),
         (["--step", "3", "--checkpoints", "nowhere"], "nowhere does not exist"),
     ],
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_no_run(run: Path) -> None:
         ({"plan": None}, "run.json has no plan, so it is not known what the run computes"),
         ({"launcher": "spawn"}, "was made by ls.spawn"),
         ({"place_in_script": 2}, "is training 2 of its script, and only a step of the first"),
-        ({"recipe": {"data": {"shards": 4}}}, "--without-sample 1, and the run trains on an ls.S"),
+        ({"recipe": {"data": {"shards": 4}}}, "--without-sample 1; the run trains on an ls.S"),
     ],
 )
 def test_runs_whose_steps_cannot_be_made_again_are_refused_before_the_script_starts(

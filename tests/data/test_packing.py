@@ -295,7 +295,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_by_itself(
         ([[1], [0.5]], {}, DataError, "document 1 is a list; a document is"),
         ([[1], [[1], [1, 2]]], {}, DataError, "document 1 is a list; a document is"),
         (TensorDataset(torch.ones(2, 3, dtype=torch.long)), {}, DataError, "document 0 is a tuple of shape (1, 3); a document is"),
-        ([{"text": "five"}], {}, DataError, "document 0 has ['text'], and no input_ids; a document is"),
+        ([{"text": "five"}], {}, DataError, "document 0 has ['text'] without input_ids; a document is"),
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], {}, DataError, "document 0 has an attention_mask with 0: it is padded; rows are filled after packing; tokenize without padding"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, DataError, "document 0 has 2 input_ids and 1 labels; each token needs one label, -100"),
         (ls.pack([[1, 2]], 4), {}, DataError, "document 0 has document_ids: it is packed; pack the documents themselves"),

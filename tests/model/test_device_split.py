@@ -77,7 +77,7 @@ def test_a_user_may_say_how_many_layers_each_device_has() -> None:
         device_indices(["a", "b", "c"], [1, 1, 9], 5, (2, 2))
     assert (
         str(caught.value)
-        == "split=2+2 places 4 layers, and the model has 3 (a, b, c); the numbers must add up to "
+        == "split=2+2 places 4 layers, but the model has 3 (a, b, c); the numbers must add up to "
         "the layers; correct the plan, or name the layers in Recipe.blocks"
     )
 

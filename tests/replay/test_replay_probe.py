@@ -192,7 +192,7 @@ def test_a_step_without_a_sample_is_that_of_the_others(made: Path, tmp_path: Pat
 def test_samples_that_cannot_be_left_out_are_refused(made: Path, tmp_path: Path) -> None:
     replay(tmp_path / "with", made, "replicate=1", network, 3)
     parts = read(tmp_path / "with", 1)[1]
-    with pytest.raises(DataError, match=r"samples \[1000\] are to be left out, and the step does"):
+    with pytest.raises(DataError, match=r"the step does not have the samples \[1000\] that are to"):
         replay(tmp_path / "out", made, "replicate=1", network, 3, (1000, parts[0]["samples"][0]))
     with pytest.raises(DataError, match="every microbatch needs a sample; leave out fewer"):
         replay(tmp_path / "all", made, "replicate=1", network, 3, parts[2]["samples"])

@@ -79,12 +79,12 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
     (
         1,
         {"choices": [1, 2], **BOUNDS},
-        "has choices and bounds; it has the one or the other; leave one out",
+        "has choices and bounds; it can have only one of the two; leave one out",
     ),
     (
         1,
         {"choices": [1, 2], "log": True},
-        "has choices and bounds; it has the one or the other; leave one out",
+        "has choices and bounds; it can have only one of the two; leave one out",
     ),
     (
         1,
@@ -188,7 +188,7 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
         0.5,
         {"log": True},
         (
-            "has log or step, and no bounds; both are of values between low and high; give low= and"
+            "has log or step without bounds; both apply to values between low and high; give low= and"
             " high="
         ),
     ),
@@ -196,7 +196,7 @@ DECLARATIONS: list[tuple[Any, dict[str, Any], str]] = [
         0.5,
         {"step": 0.1},
         (
-            "has log or step, and no bounds; both are of values between low and high; give low= and"
+            "has log or step without bounds; both apply to values between low and high; give low= and"
             " high="
         ),
     ),

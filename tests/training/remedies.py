@@ -682,7 +682,7 @@ EVALUATIONS = [
     ),
     Remedy(
         trains(at(lambda run: run.freeze("backbone.*"))),
-        "and the optimizer holds no such parameter; it holds",
+        "the optimizer holds no such parameter; it holds",
         trains(at(lambda run: run.freeze("0.*"))),
     ),
     Remedy(

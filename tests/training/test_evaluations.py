@@ -252,7 +252,7 @@ def test_a_wrong_evaluation_is_refused(changes: dict[str, Any], message: str) ->
 def test_an_average_that_no_hook_keeps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
-        match=r"evaluation\['last'\] has weights='average', and no hook keeps an average",
+        match=r"evaluation\['last'\] has weights='average', but no hook keeps an average",
     ):
         ls.train(recipe(evaluation=evaluations()), run_dir=str(tmp_path / "run"))
 

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no experts": (
         {"model": partial(Generator, Dense)},
         "PlanError",
-        "expert=2, and the model has no modules of experts",
+        "expert=2, but the model has no modules of experts",
     ),
     "not a multiple": (
         {"model": partial(Generator, Odd)},

@@ -236,7 +236,7 @@ def test_a_loss_scale_reaches_the_gradients_of_both_devices(tmp_path: Path) -> N
             RecipeError,
             "split=5 and a model of 4 layers (early.0, early.1, late.0, late.1)",
         ),
-        ("split=2+3", RecipeError, "split=2+3 places 5 layers, and the model has 4"),
+        ("split=2+3", RecipeError, "split=2+3 places 5 layers, but the model has 4"),
         ("data_parallel=2", PlanError, "data_parallel=2 and 0 GPUs"),
     ],
 )

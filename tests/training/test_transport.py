@@ -229,7 +229,7 @@ def test_a_run_directory_that_is_lost_with_its_container_is_told(tmp_path: Path)
             "[(row,) for row in x]",
             "4k",
             2,
-            "LaunchError: loader workers, and no room in /dev/shm (No space left on device); ",
+            "LaunchError: no room in /dev/shm for loader workers (No space left on device); ",
         ),
     ],
 )

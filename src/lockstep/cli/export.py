@@ -194,8 +194,8 @@ def _best(at: Target) -> CheckpointName | None:
             scores[name] = read_manifest(at.storage, name).metadata.get("score")
     if (found := best_of(scores)) is None:
         raise CheckpointError(
-            f"--best, and no checkpoint of {at.run or at.storage} has a score, which needs "
-            "ls.Saving(best=...); leave --best out for the last model"
+            f"--best: no checkpoint of {at.run or at.storage} has a score; a run with "
+            "ls.Saving(best=...) saves scores; leave --best out for the last model"
         )
     return found
 
@@ -242,7 +242,7 @@ def _choose(modules: list[int], module: int | None) -> int:
     if module not in modules:
         said = f"--model {module}" if module is not None else "no --model"
         raise CheckpointError(
-            f"{said}, and the models are {', '.join(map(str, modules))}; one of them is exported; "
+            f"{said}; the models are {', '.join(map(str, modules))}, and one of them is exported; "
             "give its number"
         )
     return module

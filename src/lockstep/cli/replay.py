@@ -116,15 +116,15 @@ def command(
     the status of the process that failed first.
     """
     if step is None:
-        raise LaunchError("no step to make again; give one of metrics.jsonl, such as --step 100")
+        raise LaunchError("no step to replay; give one of metrics.jsonl, such as --step 100")
     target, run, line = replayed_run(source, checkpoints, line, given)
     if step > (last := last_step(run, target)):
-        raise LaunchError(f"--step {step}, and the run has come to step {last}; give a step of it")
+        raise LaunchError(f"--step {step}; the run's last step is {last}; give a step up to it")
     data = (read_metadata(run).get("recipe") or {}).get("data")
     if without and isinstance(data, dict) and "shards" in data:
         raise LaunchError(
-            f"--without-sample {without[0]}, and the run trains on an ls.Stream; only the samples"
-            " of a dataset have an index; leave it out"
+            f"--without-sample {without[0]}; the run trains on an ls.Stream, and only the samples"
+            " of a dataset have an index; leave --without-sample out"
         )
     with work_folder("lockstep-replay-") as folder:
         status, found = replay(

@@ -237,8 +237,8 @@ def check_own_group(asked: str | None, device: torch.device) -> None:
     or if this group cannot send CPU tensors, which the ranks use to agree."""
     if asked is not None:
         raise LaunchError(
-            f"--backend {asked!r}, and the script has made a process group, which lockstep uses as"
-            " it is; make it with that backend and leave --backend out, or leave"
+            f"--backend {asked!r}; the script has made a process group, and lockstep uses it"
+            " unchanged; make it with that backend and leave --backend out, or leave"
             " init_process_group to lockstep"
         )
     config = dist.get_backend_config()  # DEVICE:BACKEND,...

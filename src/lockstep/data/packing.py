@@ -114,7 +114,7 @@ def document_of(value: Any, name: str) -> Document:
         if "document_ids" in value:
             raise DataError(f"{name} has document_ids: it is packed; pack the documents themselves")
         if "input_ids" not in value:
-            raise DataError(f"{name} has {list(value)}, and no input_ids; {PLAIN}; tokenize it")
+            raise DataError(f"{name} has {list(value)} without input_ids; {PLAIN}; tokenize it")
         tokens, labels = value["input_ids"], value.get("labels")
         mask = value.get("attention_mask")
         if mask is not None and not np.asarray(mask).all():

@@ -97,8 +97,8 @@ class LoaderWorkers:
             if error.errno not in (errno.ENOSPC, errno.EROFS):
                 raise
             raise LaunchError(
-                f"loader workers, and no room in /dev/shm ({error.strerror}); their semaphores and"
-                f" batches are there; {LARGER_SHARED_MEMORY}, or plan workers=0"
+                f"no room in /dev/shm for loader workers ({error.strerror}); it holds their"
+                f" semaphores and batches; {LARGER_SHARED_MEMORY}, or plan workers=0"
             ) from error
 
     def close(self) -> None:

@@ -151,8 +151,7 @@ class EvaluationHook(ControlHook):
         for prefix, evaluation in self.evaluations.items():
             if evaluation.weights == "average" and self._average is None:
                 raise RecipeError(
-                    f"{_name(prefix)} has weights='average', and no hook keeps an average; an"
-                    " ls.ExponentialMovingAverage does; give"
+                    f"{_name(prefix)} has weights='average', but no hook keeps an average; give"
                     " hooks=[ls.ExponentialMovingAverage(decay=0.999)]"
                 )
             self._evaluators[prefix] = Evaluator.of(

@@ -90,7 +90,7 @@ def _check_command(rendezvous: ElasticRendezvous, command: str) -> None:
     first = rendezvous.agree("command", command)
     if first != command:
         raise LaunchError(
-            f"this machine was to run {command!r}, and the first that came to"
-            f" {rendezvous.machines.endpoint} runs {first!r}; every machine of a run is given the"
-            " same command; give that one, or another port for another run"
+            f"this machine runs {command!r}; the first machine at"
+            f" {rendezvous.machines.endpoint} runs {first!r}; all machines of a run have one"
+            " command; give the first machine's, or another port for another run"
         )

@@ -171,9 +171,9 @@ def head_name(model: nn.Module, given: str | None, autocast_dtype: torch.dtype |
         )
     if type(found).forward is not nn.Linear.forward or "forward" in vars(found):
         raise RecipeError(
-            f"logits=chunked, and the head {name!r} is a {type(found).__name__}; its loss is"
-            " computed from the weights of an nn.Linear with torch's own forward; name such a layer"
-            " in Recipe.head, or leave logits=chunked out"
+            f"logits=chunked with the head {name!r}, a {type(found).__name__}; the head must be an"
+            " nn.Linear with torch's own forward, because its weights give the loss; name such a"
+            " layer in Recipe.head, or leave logits=chunked out"
         )
     if torch.float16 in (autocast_dtype, found.weight.dtype):
         raise PlanError(
@@ -355,9 +355,9 @@ def _cross_entropy(
         head = head._replace(dtypes=(*head.dtypes, torch.float32))
     if len(head.weight) and not head.weight.untyped_storage().nbytes():
         raise PlanError(
-            "logits=chunked, and the loss of logits is computed after the backward of their"
-            " forward, when the gathered weights of the head have been freed; compute each loss"
-            " before the backward, or leave logits=chunked out"
+            "logits=chunked with a loss that is computed after the backward; by then the gathered"
+            " weights of the head are freed; compute each loss before the backward, or leave"
+            " logits=chunked out"
         )
     rows = hidden.movedim(input._class_dim, -1).reshape(-1, head.weight.shape[1])
     loss = _LossOptions(weight, ignore_index, label_smoothing)
@@ -384,9 +384,9 @@ def _check_call(input: Any, target: Any, size_average: Any, reduce: Any, reducti
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if target.is_floating_point():
         raise PlanError(
-            "logits=chunked, and the target of F.cross_entropy has a probability for each class,"
-            " which is a tensor as large as the logits; give it the index of a class for each"
-            " token, or leave logits=chunked out"
+            "logits=chunked with a target of F.cross_entropy that has a probability for each class;"
+            " such a target is as large as the logits; give the index of a class for each token, or"
+            " leave logits=chunked out"
         )
     class_dim = 1 if input.dim() > 1 else 0
     shape = list(input.shape)

@@ -93,7 +93,7 @@ def device_indices(
     if isinstance(wanted, tuple):
         if sum(wanted) != len(names):
             raise RecipeError(
-                f"split={'+'.join(map(str, wanted))} places {sum(wanted)} layers, and the model "
+                f"split={'+'.join(map(str, wanted))} places {sum(wanted)} layers, but the model "
                 f"has {len(names)} ({listed}); the numbers must add up to the layers; correct the "
                 "plan, or name the layers in Recipe.blocks"
             )

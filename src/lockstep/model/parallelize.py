@@ -304,9 +304,9 @@ def _check_styles_under_context(plan: Plan, styles: Mapping[str, str]) -> None:
     for name, style in styles.items():
         if "sequence" in style:
             raise PlanError(
-                f"context={plan.context} with tensor={plan.tensor}, and the style {style!r} of"
-                f" {name!r}; both divide the tokens of a sequence; choose colwise and rowwise in"
-                " Recipe.tensor, or leave context out"
+                f"context={plan.context} with the style {style!r} of {name!r}"
+                f" (tensor={plan.tensor}); both divide the tokens of a sequence; choose colwise and"
+                " rowwise in Recipe.tensor, or leave context out"
             )
 
 

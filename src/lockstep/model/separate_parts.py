@@ -162,9 +162,9 @@ def check_separable(model: nn.Module, parts: Sequence[str]) -> None:
         before = first.setdefault(id(module), name)
         if before != name and any(each.requires_grad for each in module.parameters()):
             raise RecipeError(
-                f"numerics=bitwise, and the parts {before!r} and {name!r} of the model are one"
-                " module; each part's gradients are summed on their own; give each its own module,"
-                " and share the parameters: second.weight = first.weight"
+                f"numerics=bitwise with one module for two parts of the model, {before!r} and"
+                f" {name!r}; the gradients of each part are summed separately; give each part its"
+                " own module, and share the parameters: second.weight = first.weight"
             )
 
 

@@ -61,14 +61,16 @@ class Parameter:
             self._check_bounds()
         elif self.log or self.step is not None:
             raise self._error(
-                "has log or step, and no bounds; both are of values between low and high; give low="
-                " and high="
+                "has log or step without bounds; both apply to values between low and high; give"
+                " low= and high="
             )
         self.check(self.default, "default")
 
     def _check_choices(self) -> None:
         if self.low is not None or self.high is not None or self.log or self.step is not None:
-            raise self._error("has choices and bounds; it has the one or the other; leave one out")
+            raise self._error(
+                "has choices and bounds; it can have only one of the two; leave one out"
+            )
         if not all(isinstance(each, bool | int | float | str | None) for each in self.choices):
             raise self._error(
                 f"has the choices {list(self.choices)}; each is a bool, int, float, str or None"
@@ -303,8 +305,8 @@ class Declared:
         if unknown:
             there = ", ".join(self.parameters) or "none"
             raise RecipeError(
-                f"--set {unknown[0]}=..., or a search's value for it, and the script has not"
-                f" declared it before its recipe; it has declared {there}; correct the name, or"
+                f"--set {unknown[0]}=... or a search names a parameter that the script has not"
+                f" declared before its recipe; it has declared {there}; correct the name, or"
                 " call ls.param unconditionally"
             )
 

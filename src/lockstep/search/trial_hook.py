@@ -120,7 +120,7 @@ class TrialHook(Hook):
             check_metric(run, metric, f"--metric {metric}")
         elif metric != "loss":
             raise RecipeError(
-                f"--metric {metric}, and the recipe has no evaluation; only the loss of training is"
+                f"--metric {metric}, but the recipe has no evaluation, so only the training loss is"
                 " measured; give ls.Evaluation(...), or --metric loss"
             )
         checkpoints = json.loads((run.dir / "run.json").read_text(encoding="utf-8"))["checkpoints"]

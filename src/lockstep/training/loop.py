@@ -328,7 +328,7 @@ def sources(
     context, data = training.context, options.data
     if context.overrides.left_out is not None and (data is None or isinstance(data, Stream)):
         raise DataError(
-            "a sample is to be left out, and the data is no dataset; only the samples of a dataset"
+            "a sample to leave out, but the data is not a dataset; only the samples of a dataset"
             " have an index; replay the step with all samples"
         )
     if data is None:

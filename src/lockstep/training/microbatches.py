@@ -438,7 +438,7 @@ class Microbatches:
             everyone += own
         if missing := sorted(samples.difference(everyone)):
             raise DataError(
-                f"samples {missing} are to be left out, and the step does not have them; it has"
+                f"the step does not have the samples {missing} that are to be left out; it has"
                 f" {some(everyone)}; name some of these"
             )
         self.samples -= len(samples)

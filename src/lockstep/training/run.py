@@ -122,7 +122,7 @@ class Run:
             found = fnmatch.filter(module.held, pattern)
             if not found:
                 raise RecipeError(
-                    f"run.{verb}({pattern!r}), and the optimizer holds no such parameter; it holds"
+                    f"run.{verb}({pattern!r}): the optimizer holds no such parameter; it holds"
                     f" {first_few(list(module.held))}; give the optimizer all parameters that are"
                     " trained at any time"
                 )

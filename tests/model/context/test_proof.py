@@ -359,6 +359,6 @@ def test_one_label_shows_the_shift(pool: WorkerPool, only: int) -> None:
 
 
 def test_positions_that_the_model_does_not_take_are_refused() -> None:
-    said = r"Sequence.positions is 'places', and the model's forward takes words"
+    said = r"Sequence.positions is 'places', but the model's forward takes words"
     with pytest.raises(RecipeError, match=said):
         SequenceCut(GPT(), alone(), Sequence(positions="places"))

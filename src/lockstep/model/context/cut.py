@@ -661,7 +661,7 @@ def _check_positions(model: nn.Module, name: str | None) -> None:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in arguments.values())
     if name not in arguments and not takes_any:
         raise RecipeError(
-            f"Sequence.positions is {name!r}, and the model's forward takes"
+            f"Sequence.positions is {name!r}, but the model's forward takes"
             f" {', '.join(arguments) or 'no argument'}; name the argument that takes positions, or"
             " leave positions out if the model computes them with torch.arange"
         )

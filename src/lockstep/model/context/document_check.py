@@ -106,8 +106,8 @@ def _rows(output: Any, tokens: int) -> Tensor:
             return hidden_states(leaf)
     raise RecipeError(
         f"the model's output has no tensor of shape (samples, tokens, ...) for {tokens} tokens;"
-        " with documents, each token has its output; leave Recipe.sequence out for a model that has"
-        " one output a sample"
+        " with documents it must return one output per token; leave Recipe.sequence out for a model"
+        " with one output per sample"
     )
 
 

@@ -25,8 +25,8 @@ def check_experts(model: nn.Module, experts: Mapping[str, Experts], ranks: int) 
     """Raise `PlanError` if these experts cannot be divided over so many ranks."""
     if not experts:
         raise PlanError(
-            f"expert={ranks}, and the model has no modules of experts: modules whose parameters"
-            " share dim 0, the experts, and whose forward takes tokens (S, D), the chosen experts"
+            f"expert={ranks}, but the model has no modules of experts; in such a module, dim 0 of"
+            " all parameters is the experts, and forward takes tokens (S, D), the chosen experts"
             " (S, k) and their weights (S, k); leave expert out, or name them in Recipe.experts"
         )
     for name, each in experts.items():

@@ -73,8 +73,9 @@ def find_routers(
         names = _named(model, routers)
         if len(names) != len(found):
             raise RecipeError(
-                f"Balance.routers names {first_few(names)}, and the model's experts are"
-                f" {first_few(list(found))}; each layer of experts has one router; name as many"
+                f"Balance.routers names {len(names)} modules ({first_few(names)}), but the model"
+                f" has {len(found)} layers of experts ({first_few(list(found))}); each layer has"
+                " one router; name one for each"
             )
     pairs = zip(found.items(), names, strict=True)
     return [

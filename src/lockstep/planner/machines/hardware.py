@@ -251,14 +251,14 @@ def devices_here(text: str) -> tuple[int, str] | None:
     if not (found := accelerator.count()):
         unseen = accelerator.unseen(os.environ)
         raise PlanError(
-            f"--on {text!r} is this machine's accelerators, and torch sees none"
+            f"--on {text!r} means this machine's accelerators, but torch sees none"
             f'{f" ({unseen})" if unseen else ""}; name the devices to plan for: --on "1 x H100";'
             f" known: {', '.join(known_devices())}"
         )
     wanted, name = int(match[1] or found), accelerator.product_name()
     if not 1 <= wanted <= found:
         raise PlanError(
-            f"--on {text!r}, and this machine has {found} ({name}); give --on '{found} x this', or"
+            f"--on {text!r}, but this machine has {found} ({name}); give --on '{found} x this', or"
             " the name of a device, such as --on '64 x H100'"
         )
     return wanted, name
