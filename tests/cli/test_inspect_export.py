@@ -134,8 +134,8 @@ def test_without_a_score_there_is_no_best_to_export(whole: Path, tmp_path: Path)
     refused = lockstep("export", "--best", checkpoint_in(whole), tmp_path / "best.safetensors")
     assert refused.returncode == 2
     assert (
-        "has a score, which needs ls.Saving(best=...); leave --best out for the last model"
-        in refused.stderr
+        "has a score; a run with ls.Saving(best=...) saves scores; leave --best out for the last "
+        "model" in refused.stderr
     )
 
 

@@ -161,8 +161,7 @@ def test_a_machine_that_is_given_other_options_is_told_at_once(
     assert status == 2
     said = "=".join((more[0].removeprefix("--").replace("-", "_"), *(more[1:] or ["1"])))
     assert re.match(
-        rf"lockstep: LaunchError: this machine was to run '.*{re.escape(said)} .*', and the first"
-        r" that came to ",
+        rf"lockstep: LaunchError: this machine runs '.*{re.escape(said)} .*'; the first machine at ",
         told,
     )
 

@@ -147,7 +147,8 @@ def test_it_is_refused_for_a_process_group_that_the_script_has_made(pool: Worker
     assert pool.run(2, joined, None) == ["2", "2"]
     for said in pool.run(2, joined, "gloo"):
         assert said.startswith(
-            "--backend 'gloo'; the script has made a process group, and lockstep uses it is; "
+            "--backend 'gloo'; the script has made a process group, and lockstep uses it "
+            "unchanged; "
         )
 
 

@@ -304,8 +304,8 @@ def test_the_head_is_found_or_asked_for() -> None:
     for model, given, says in (
         (nn.Sequential(nn.Linear(2, 3)), None, "does not say which of its layers is the head"),
         (nn.Sequential(nn.Linear(2, 3)), "1", "the recipe's head '1' is no module of the model"),
-        (nn.Sequential(nn.Tanh()), "0", "the head '0' is a Tanh"),
-        (nn.Sequential(Adapted(2, 3)), "0", "the head '0' is a Adapted"),
+        (nn.Sequential(nn.Tanh()), "0", "the head '0', a Tanh"),
+        (nn.Sequential(Adapted(2, 3)), "0", "the head '0', a Adapted"),
     ):
         with pytest.raises(RecipeError, match=re.escape(says)):
             head_name(model, given, None)

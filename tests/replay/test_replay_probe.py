@@ -196,7 +196,7 @@ def test_samples_that_cannot_be_left_out_are_refused(made: Path, tmp_path: Path)
         replay(tmp_path / "out", made, "replicate=1", network, 3, (1000, parts[0]["samples"][0]))
     with pytest.raises(DataError, match="every microbatch needs a sample; leave out fewer"):
         replay(tmp_path / "all", made, "replicate=1", network, 3, parts[2]["samples"])
-    with pytest.raises(DataError, match="the step does not have them"):
+    with pytest.raises(DataError, match="the step does not have the samples"):
         replay(tmp_path / "late", made, "replicate=1", network, 4, (1000,))
     lines = (tmp_path / "late" / "run" / "metrics.jsonl").read_text()
     assert not lines, "step 3 was trained before"

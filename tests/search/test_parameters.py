@@ -349,16 +349,14 @@ def test_a_value_for_a_parameter_that_is_not_there_is_refused(declared: Declared
     given = {parameters.ASSIGNMENTS: '["lr=1", "wdith=2"]'}
     with pytest.raises(
         RecipeError,
-        match=(
-            "has not declared it before its recipe; it has declared none; correct the name, or "
-        ),
+        match=("has not declared before its recipe; it has declared none; correct the name, or "),
     ):
         declared.check_all_used(given)
     ls.param("lr", 0.1)
     ls.param("width", 2)
     with pytest.raises(
         RecipeError,
-        match=r"^--set wdith=\.\.\., or a search's .* it has declared lr, width; correct the name",
+        match=r"^--set wdith=\.\.\. or a search .* it has declared lr, width; correct the name",
     ):
         declared.check_all_used(given)
     declared.check_all_used({parameters.ASSIGNMENTS: '["lr=1"]'})

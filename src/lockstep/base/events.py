@@ -68,8 +68,8 @@ EVENTS: Mapping[Severity, Mapping[str, str]] = {
         "settings-chosen": "values of `auto` were measured",
         "cache-ignored": "measured settings of an earlier run do not fit",
         "cache-not-written": "measured settings could not be kept",
-        "attention-kernel": "the kernels of attention in documents or over `context`, and why no"
-        " faster ones",
+        "attention-kernel": "the kernels of attention in documents or over `context`, and why"
+        " faster ones were not used",
         "gradient-reducer": "the reducer of gradients, and the reason for it",
         "assignment-changed": "microbatches were reassigned by measured speed",
         "assignment-fixed": "measured speeds cannot change the assignment",

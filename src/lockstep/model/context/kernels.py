@@ -148,7 +148,7 @@ class Chosen:
     """The kernels that computed attention so far."""
 
     why: dict[Kernel, str] = field(default_factory=dict)
-    """Kernel -> why no faster one."""
+    """Kernel -> why no faster kernel was used."""
     is_reported: bool = False
     """True once the event has been recorded."""
 
