@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.loop_flow import carried_into_loss, loop_at
+from lockstep.base.loop_flow import carried_into_loss, loop_at, set_anew
 
 CARRIED = {
     "running": """
@@ -151,3 +151,21 @@ def test_loops_of_the_examples_are_right() -> None:
             if isinstance(each, ast.For) and ".steps(" in ast.unparse(each.iter):
                 names |= set(carried_into_loss(each))
     assert names == {"rollouts.rows"}
+
+
+def test_what_each_step_sets_before_it_reads_it_is_set_anew() -> None:
+    found = loop("""
+        total.zero_()
+        buffer[:] = step.index
+        seen[0] = 1
+        for x in step.microbatches():
+            step.backward(loss(x))
+            scratch.copy_(x)
+            total += scratch.sum() + buffer.sum()
+            running.add_(1)
+            kept.lerp_(x, 0.1)
+        if step.index == 3:
+            sometimes.fill_(0)
+        print(total, sometimes)
+    """)
+    assert set_anew(found) == {"total", "buffer", "scratch", "step", "x"}

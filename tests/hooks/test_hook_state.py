@@ -147,20 +147,26 @@ class Holds:
 
 
 def test_variables_that_are_saved_as_a_part_of_something_are_not_named(tmp_path: Path) -> None:
-    """By a hook, an included object or an optimizer. And constants may be of inference mode."""
+    """By a hook, an included object or an optimizer, nor one that each step resets. And constants
+    may be of inference mode."""
     teacher, holder, lr = nn.Linear(2, 3), Holds(), torch.tensor(0.1)
     with torch.inference_mode():
         scale = torch.ones(3)
     hooks, network, left_out = [GivenTeacher(teacher)], holder.networks[0], torch.zeros(3)
+    total = torch.zeros(())
     with ls.Session(run_dir=tmp_path, saving=ls.Saving(every=1), hooks=hooks) as session:
         model, optimizer = session.prepare(
             lambda: nn.Linear(2, 3), lambda model: torch.optim.Adam(model.parameters(), lr=lr)
         )
         session.include("holder", holder)
         for step in session.steps(rows(16), global_batch=8, microbatch=8, steps=2):
+            total.zero_()
             for _, x, _ in step.microbatches():
-                step.backward((model(x[:, :2]) * scale.clone() - network(x)).square().mean())
+                loss = (model(x[:, :2]) * scale.clone() - network(x)).square().mean()
+                step.backward(loss)
+                total += loss.detach()
             step.commit(optimizer)
+            step.log({"total": total.item()})
             with torch.no_grad():
                 for tensor in (network.weight, lr, left_out):
                     tensor.add_(0.1)

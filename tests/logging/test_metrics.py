@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -248,6 +250,18 @@ def test_a_full_disk_is_told_once_by_the_name_of_the_file(tmp_path: Path) -> Non
         match=r"cannot write .*metrics\.jsonl: No space left on device; .* make room",
     ):
         log.write(1, {"loss": 1.0})
+    log.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there, an open file cannot be deleted")
+def test_a_run_directory_that_is_deleted_ends_the_run(tmp_path: Path) -> None:
+    (folder := tmp_path / "run").mkdir()
+    log = MetricsLog(folder)
+    log.write(1, {"loss": 1.0})
+    log.flush()
+    shutil.rmtree(folder)
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl was deleted while the run wrote"):
+        log.flush()
     log.close()
 
 

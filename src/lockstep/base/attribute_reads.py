@@ -1,41 +1,78 @@
-"""Reads a forward's code, and finds the attributes whose earlier value it uses."""
+"""Reads a forward's code, and finds the attributes and variables whose earlier value it uses."""
 
 from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 from lockstep.base.contents import inner_code, is_users, variables_of
 
 _LOADS = ("LOAD_ATTR", "LOAD_SUPER_ATTR")
+_VARIABLES = ("LOAD_GLOBAL", "LOAD_DEREF")
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 
 
-def attributes_read(model: Any) -> set[str] | None:
-    """Return the names of attributes that the forwards of the model's modules read, in methods and
-    functions that they call too. An attribute that a function sets before it reads it does not
-    count. None: the code of a forward is not known."""
-    found: set[str] = set()
-    seen: set[tuple[type, FunctionType]] = set()
+def names_read(model: Any) -> set[str] | None:
+    """Return the names of attributes, and of variables around a function, that the forwards of the
+    model's modules read, in methods and functions that they call too. One that a function sets
+    before it reads it does not count, nor one that it only adds to (`self.calls += 1`). None: the
+    code of a forward is not known."""
+    return _all_read(functions_of(model))
+
+
+def names_read_by_dataset(dataset: Any) -> set[str] | None:
+    """Return the names that the methods of a dataset which get samples read, as `names_read`."""
+    methods = [getattr(type(dataset), name, None) for name in ("__getitem__", "__getitems__")]
+    return _all_read(
+        each for method in methods if method is not None for each in _called(type(dataset), method)
+    )
+
+
+def names_read_by(function: FunctionType) -> set[str]:
+    """Return the names of attributes and variables that a function reads before it sets them."""
+    return {name for code in inner_code(function.__code__) for name in _read_by(code)}
+
+
+def functions_of(model: Any) -> Iterator[FunctionType | None]:
+    """Yield the forwards of the model's modules, and the methods and functions that they call.
+    None: a forward that is no function."""
+    seen: set[tuple[type, Any]] = set()
     for module in model.modules():
-        left = [getattr(module.forward, "__func__", module.forward)]
-        if not isinstance(left[0], FunctionType):
-            return None
-        while left:
-            function = inspect.unwrap(left.pop())
-            if (type(module), function) in seen:
-                continue
-            seen.add((type(module), function))
+        forward = getattr(module.forward, "__func__", module.forward)
+        if (type(module), forward) not in seen:
+            seen.add((type(module), forward))
+            yield from _called(type(module), forward)
+
+
+def _called(kind: type, first: Any) -> Iterator[FunctionType | None]:
+    """Yield a function of a class, and the class's methods and the user's functions that it
+    calls."""
+    left, seen = [first], set[FunctionType]()
+    while left:
+        function = inspect.unwrap(left.pop())
+        if not isinstance(function, FunctionType):
+            yield None
+        elif function not in seen:
+            seen.add(function)
+            yield function
             for code in inner_code(function.__code__):
-                found |= set(_read_by(code))
-                left += _methods(type(module), set(code.co_names))
+                left += _methods(kind, set(code.co_names))
             left += [
                 each
                 for each in variables_of(function).values()
                 if isinstance(each, FunctionType) and is_users(each.__module__)
             ]
+
+
+def _all_read(functions: Iterable[FunctionType | None]) -> set[str] | None:
+    found: set[str] = set()
+    for function in functions:
+        if function is None:
+            return None
+        found |= names_read_by(function)
     return found
 
 
@@ -50,18 +87,27 @@ def _methods(kind: type, names: set[str]) -> Iterator[FunctionType]:
 
 
 def _read_by(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes that code reads before it sets them."""
+    """Yield the names of attributes and variables that code reads before it sets them."""
     if "getattr" in code.co_names:
         yield from (each for each in code.co_consts if isinstance(each, str))
     is_set: set[str] = set()
+    added_to: set[str] = set()  # by `self.calls += 1`, whose value is not used by that
     steps = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
     for place, one in enumerate(steps):
         following = [each.opname for each in steps[place + 1 : place + 3]]
-        if one.opname == "STORE_ATTR":
-            is_set.add(one.argval)
+        if one.opname in _STORES:
+            if one.argval in added_to:
+                added_to.remove(one.argval)
+            else:
+                is_set.add(one.argval)
+        elif one.opname in _VARIABLES:
+            yield from {one.argval} - is_set
+        elif one.opname == "LOAD_ATTR" and place and steps[place - 1].opname == "COPY":
+            added_to.add(one.argval)
         elif (
             one.opname in _LOADS
             and "NULL|" not in one.argrepr  # a call of a method, from Python 3.12 on
-            and following != ["LOAD_CONST", "STORE_SUBSCR"]  # self.log["norm"] = value
+            # self.log["norm"] = value, self.log["count"] += 1
+            and following not in (["LOAD_CONST", "STORE_SUBSCR"], ["LOAD_CONST", "COPY"])
         ):
             yield from {one.argval} - is_set

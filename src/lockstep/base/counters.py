@@ -7,32 +7,45 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import FunctionType
 from typing import Any
 
-from lockstep.base.attribute_reads import attributes_read
-from lockstep.base.contents import attributes, variables_of
+from lockstep.base.attribute_reads import (
+    functions_of,
+    names_read,
+    names_read_by,
+    names_read_by_dataset,
+)
+from lockstep.base.contents import attributes, is_users, variables_of
 
 Numbers = Mapping[str, float]
+_ITEMS = 16  # of a list that are looked at
 
 
 def numbers_of_model(model: Any) -> Numbers:
-    """Return the numbers in attributes of the model's modules, by name."""
-    return {
-        f"{prefix}.{name}".lstrip("."): value
-        for prefix, module in model.named_modules()
-        for name, value in _numbers_in(vars(module))
-    }
+    """Return the numbers in attributes of the model's modules and of the user's objects there, and
+    in variables that the user's forwards find around them, by name."""
+    found: dict[str, float] = {}
+    of_objects: dict[str, float] = {}
+    for prefix, module in model.named_modules():
+        for name, value in _numbers_in(vars(module)):
+            found[f"{prefix}.{name}".lstrip(".")] = value
+        for name, value in _numbers_of_objects(vars(module)):
+            of_objects[f"{prefix}.{name}".lstrip(".")] = value
+    if of_objects:  # its own methods may keep a number for a log: a forward has to read it
+        found |= {name: of_objects[name] for name in carried(model, of_objects)}
+    for function in functions_of(model):
+        if function is not None and is_users(function.__module__):
+            found |= _numbers_around(function)
+    return found
 
 
 def carried(model: Any, names: Iterable[str]) -> list[str]:
     """Return the model's numbers whose earlier value a forward may use. Others are set anew by each
     forward, for a log."""
-    read = attributes_read(model)
-    return sorted(
-        name for name in names if read is None or name.partition("[")[0].rpartition(".")[2] in read
-    )
+    read = names_read(model)
+    return sorted(name for name in names if _is_read(name, read))
 
 
 def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
@@ -49,16 +62,19 @@ def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
         else:
             found |= dict(_numbers_in(attributes(owner)))
         if isinstance(code := getattr(function, "__func__", function), FunctionType):
-            found |= dict(_numbers_in(variables_of(code)))
+            found |= _numbers_around(code)
     return found
 
 
 def numbers_of_dataset(dataset: Any) -> Numbers:
     """Return the numbers in the attributes of the dataset and, for wrappers such as `Subset`, of
-    the dataset inside it."""
+    the dataset inside it. A sample may depend on their earlier values."""
     found: dict[str, float] = {}
     while dataset is not None:
-        found |= dict(_numbers_in(attributes(dataset)))
+        read = names_read_by_dataset(dataset)
+        found |= {
+            name: value for name, value in _numbers_in(attributes(dataset)) if _is_read(name, read)
+        }
         dataset = attributes(dataset).get("dataset")
     return found
 
@@ -68,18 +84,41 @@ def changed_each_time(before: Numbers, between: Numbers, after: Numbers) -> list
     return [
         name
         for name, value in after.items()
-        if name in before and name in between and before[name] != between[name] != value
+        if name in between and before.get(name) != between[name] != value
     ]
 
 
 def _numbers_in(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
-        if type(value) is dict:
-            yield from (
-                (f"{name}[{each!r}]", item) for each, item in value.items() if _is_number(item)
-            )
-        elif _is_number(value):
+        if _is_number(value):
             yield name, value
+        elif type(value) in (dict, list):
+            # an item keeps its name: a list to which calls append is a log
+            items = value.items() if type(value) is dict else enumerate(value[:_ITEMS])
+            yield from ((f"{name}[{each!r}]", item) for each, item in items if _is_number(item))
+
+
+def _numbers_of_objects(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in attributes of the user's own objects."""
+    for name, value in values.items():
+        if is_users(type(value).__module__) and not hasattr(value, "named_modules"):
+            for each, item in attributes(value).items():
+                if _is_number(item):
+                    yield f"{name}.{each}", item
+
+
+def _numbers_around(function: FunctionType) -> dict[str, float]:
+    """Return the numbers in variables around a function, and in those attributes of objects there
+    that it reads itself."""
+    around = variables_of(function)
+    read = names_read_by(function)
+    of_objects = _numbers_of_objects(around)
+    used = {name: value for name, value in of_objects if name.rpartition(".")[2] in read}
+    return {**dict(_numbers_in(around)), **used}
+
+
+def _is_read(name: str, read: Set[str] | None) -> bool:
+    return read is None or name.partition("[")[0].rpartition(".")[2] in read
 
 
 def _is_number(value: Any) -> bool:

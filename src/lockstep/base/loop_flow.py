@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 _SINKS = ("backward", "compute")
 """Methods of a step that take the loss, or the function that computes it."""
+_FILLS = ("zero_", "fill_", "copy_")
+"""Methods of a tensor that replace all of its values."""
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 # variable -> the variables whose values at the beginning of the step may be in it
@@ -26,6 +28,13 @@ def loop_at(source: str, line: int) -> ast.For | None:
     return max(heads, key=lambda each: each.lineno, default=None)
 
 
+def set_anew(loop: ast.For) -> set[str]:
+    """Return the variables that each step sets or fills before it reads them."""
+    flow = _Flow(loop)
+    flow.run(loop.body)
+    return flow.changed - flow.read
+
+
 def carried_into_loss(loop: ast.For) -> list[str]:
     """Return the variables, such as `baseline` or `self.baseline`, that the loop's body changes and
     whose value at the beginning of a step goes into `step.backward` or `step.compute`."""
@@ -41,6 +50,8 @@ class _Flow:
     def __init__(self, loop: ast.For) -> None:
         self._steps = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
         self.used: set[str] = set()
+        self.read: set[str] = set()
+        """Variables whose value at the beginning of the step is read."""
         self.changed: set[str] = set()
         """Variables that the body sets, or whose methods it calls for their effect."""
         self._origins: Origins = dict.fromkeys(self._steps, _NONE)
@@ -84,9 +95,20 @@ class _Flow:
         elif isinstance(each, ast.AugAssign):
             self._set(each.target, self._of(each.value) | self._of(each.target))
         elif isinstance(each, ast.Expr) and isinstance(each.value, ast.Call):
-            called = each.value.func  # returns.append(value)
-            if isinstance(called, ast.Attribute) and (owner := _path(called.value)) is not None:
-                self._put(owner, self._of(each.value))
+            self._called(each.value)
+        else:
+            self._of(each)
+
+    def _called(self, call: ast.Call) -> None:
+        """Follow a call that is a statement, such as `returns.append(value)`."""
+        called = call.func
+        owner = _path(called.value) if isinstance(called, ast.Attribute) else None
+        if owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
+            self._set(called.value, _NONE.union(*map(self._of, call.args)))
+        elif owner is not None:
+            self._put(owner, self._of(call))
+        else:
+            self._of(call)
 
     def _branches(
         self, test: ast.expr, bodies: list[list[ast.stmt]], *, repeated: bool = False
@@ -126,7 +148,10 @@ class _Flow:
             self._set(target.value, origins)
         elif isinstance(target, ast.Subscript):
             if (owner := _path(target.value)) is not None:
-                self._put(owner, origins | self._of(target.slice))
+                if ast.unparse(target.slice) in (":", "..."):
+                    self._set(target.value, origins)
+                else:
+                    self._put(owner, origins | self._of(target.slice))
         elif (path := _path(target)) is not None:
             self.changed.add(path)
             self._origins = {
@@ -139,6 +164,7 @@ class _Flow:
     def _put(self, path: str, origins: frozenset[str]) -> None:
         """Put a value into an object, which keeps its others."""
         self.changed.add(path)
+        self.read |= self._value(path)
         self._origins[path] = self._value(path) | origins | self._decides
 
     def _look_for_sinks(self, node: ast.AST) -> None:
@@ -151,7 +177,9 @@ class _Flow:
 
     def _of(self, node: ast.AST) -> frozenset[str]:
         """Return the origins of the values that a piece of code reads."""
-        return _NONE.union(*map(self._value, _paths(node)))
+        found = _NONE.union(*map(self._value, _paths(node)))
+        self.read |= found
+        return found
 
     def _value(self, path: str) -> frozenset[str]:
         parts = path.split(".")

@@ -173,7 +173,7 @@ def counting(name: str, everyone: Sequence[Digests]) -> str | None:
                 f"{name}: each fetch of a sample on rank {rank} changes the dataset's number"
                 f" {found.counted}; each rank and each loader worker would count its own samples;"
                 " what changes in the course of training follows from the epoch (set_epoch), or is"
-                " set by a hook; if it is for a log, leave it out, or keep it in a list"
+                " set by a hook; if it is for a log, leave it out, or append it to a list"
             )
     return None
 

@@ -3,7 +3,6 @@ loss of a later one: a running reward, a hidden state."""
 
 from __future__ import annotations
 
-import linecache
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +13,8 @@ from torch.optim import Optimizer
 
 from lockstep.base.contents import Reader, digest_parts
 from lockstep.base.errors import first_few
-from lockstep.base.loop_flow import carried_into_loss, loop_at
-from lockstep.hooks.loop_variables import frame_of_script, local_variables
+from lockstep.base.loop_flow import carried_into_loss
+from lockstep.hooks.loop_variables import frame_of_script, local_variables, loop_of
 from lockstep.hooks.loss_check import tell_state
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
@@ -45,8 +44,7 @@ class CarriedVariables(ControlHook):
             return
         frame = frame_of_script()
         if self._names is None:
-            source = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-            loop = loop_at("".join(source), frame.f_lineno)
+            loop = loop_of(frame)
             self._names = [] if loop is None else carried_into_loss(loop)
         variables = {**frame.f_globals, **local_variables(frame)} if self._names else {}
         values = {name: _value_of(variables, name, run) for name in self._names}

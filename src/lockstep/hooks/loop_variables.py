@@ -3,7 +3,9 @@ checkpoint holds."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import linecache
 import sys
 import weakref
 from collections.abc import Collection, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.base.contents import is_users_file
+from lockstep.base.loop_flow import loop_at, set_anew
 from lockstep.base.torch_private import version
 
 _OWN_REFERENCES = 3
@@ -25,14 +28,17 @@ class LoopVariables:
 
     def __init__(self, saved: Collection[int]) -> None:
         """`saved`: ids of the tensors that checkpoints hold."""
+        frame = frame_of_script()
+        loop = loop_of(frame)
+        anew = set() if loop is None else set_anew(loop)
         self._before = {
             name: [
                 (weakref.ref(tensor), version(tensor))
                 for tensor in _tensors(value)
                 if id(tensor) not in saved
             ]
-            for name, value in local_variables(frame_of_script()).items()
-            if isinstance(value, nn.Module | Tensor)
+            for name, value in local_variables(frame).items()
+            if isinstance(value, nn.Module | Tensor) and name not in anew
         }
 
     def changed(self) -> list[str]:
@@ -52,6 +58,12 @@ def frame_of_script() -> FrameType:
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def loop_of(frame: FrameType) -> ast.For | None:
+    """Return the `for` whose head the script is at. None if its code cannot be read."""
+    source = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    return loop_at("".join(source), frame.f_lineno)
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:

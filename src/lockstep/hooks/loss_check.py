@@ -272,7 +272,7 @@ def _tried_alone(run: Run, recipe: Recipe, item: Microbatch) -> Findings:
     for _ in range(2):
         twice.append(_computed(run, recipe, _piece(item, (0, None), 0), training=True))
         numbers.append(_numbers(run, recipe))
-    counts = counters_text(changed_each_time(*numbers))
+    counts = _counters(run, *numbers)
     found = Findings(talks=_talks(twice), kept=_kept(run, twice), counts=counts)
     if found != NOTHING:
         return found
@@ -301,7 +301,7 @@ def _tried_twice(run: Run, recipe: Recipe) -> Findings:
                 break
         trials.append(tried)
     kept = next(filter(None, (_kept(run, tried) for tried in trials)), None)
-    counts = counters_text(changed_each_time(*numbers[:3])) if len(trials[0]) == 2 else None
+    counts = _counters(run, *numbers[:3]) if len(trials[0]) == 2 else None
     found = Findings(kept=kept, counts=counts, talks=next(filter(None, map(_talks, trials)), None))
     failed = [tried[0] for tried in trials if isinstance(tried[0], str)]
     if found == NOTHING and failed:
@@ -330,6 +330,13 @@ def _numbers(run: Run, recipe: Recipe) -> Numbers:
     return {**numbers_of_model(run.model), **numbers_of_functions(functions)}
 
 
+def _counters(run: Run, before: Numbers, between: Numbers, after: Numbers) -> str | None:
+    """Describe the numbers that both of two trials have changed, and that the loss may use."""
+    changed = set(changed_each_time(before, between, after))
+    of_model = numbers_of_model(run.model).keys() & changed
+    return counters_text(sorted((changed - of_model) | {*carried(run.model, of_model)}))
+
+
 def counters_text(names: Sequence[str]) -> str | None:
     """Describe the numbers that each forward changes; None if there are none."""
     if not names:
@@ -337,7 +344,7 @@ def counters_text(names: Sequence[str]) -> str | None:
     return (
         f"each forward changes the number {first_few(names)}; each rank would count its own"
         " microbatches; to count steps, set it from run.step in a hook's before_step; if it is for"
-        " a log, leave it out, or keep it in a list"
+        " a log, leave it out, or append it to a list"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 import socket
 import struct
 import time
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 import crc32c
 
 from lockstep.base.closing import Closing
-from lockstep.base.errors import DataError, cannot_write
+from lockstep.base.errors import DataError, RunDirectoryError, cannot_write
 from lockstep.base.files import MOST_BYTES, lines_below, write_atomically
 from lockstep.logging.run_files import CHECKSUM
 
@@ -56,7 +57,16 @@ class MetricsLog(Closing):
         self._events.resume(step, self._clock())
 
     def flush(self) -> None:
+        """Write the waiting rows. Raises `RunDirectoryError` if the disk is full, or somebody has
+        deleted the file."""
         waiting, self._waiting = self._waiting, []
+        if os.fstat(self._rows.fileno()).st_nlink == 0 and not Path(self._rows.name).exists():
+            self._rows.close()
+            raise RunDirectoryError(
+                f"{self._rows.name} was deleted while the run wrote to it; a run keeps its logs,"
+                " its checkpoints and its model in its run directory, and what it writes to a"
+                " deleted one is lost; start it again"
+            )
         try:
             # formatted here, many at once: this takes half as long as inside each step
             for step, time_, numbers, checksum in waiting:
