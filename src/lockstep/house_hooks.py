@@ -94,8 +94,6 @@ class HouseHooks:
             ]
             return
         self.in_order = [
-            # Tries the loss on the first microbatch, before any other hook is called for the step.
-            self.loss_check,
             # Watches forwards if the loss cannot be tried.
             CarriedState(),
             # Likewise for variables of the script's loop.
@@ -107,6 +105,9 @@ class HouseHooks:
             *([] if steps is None else [Profiler(steps)]),
             # The user's hooks see the state that the script has left.
             *user_hooks,
+            # Tries the loss on the first microbatch, which is fetched once the user's hooks have
+            # set what the data depend on.
+            self.loss_check,
             # Evaluates after the user's hooks may have changed the model, and before a save, which
             # stores the metrics.
             *evaluating,

@@ -114,6 +114,53 @@ def test_hooks_are_called_in_their_order_on_every_rank(
         ]
 
 
+class Scaled(torch.utils.data.Dataset[Any]):
+    """Features times a factor, which a hook sets."""
+
+    def __init__(self, factor: float) -> None:
+        self.rows, self.factor = rows(48), factor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        number, features, target = self.rows[index]
+        return [number, features * self.factor, target]
+
+
+class SetsFactor(ls.Hook):
+    def __init__(self, data: Scaled) -> None:
+        self.data = data
+
+    def before_step(self, run: Any) -> None:
+        self.data.factor = 1.0 + run.step
+
+
+def summed_error(model: nn.Module, batch: Sequence[Tensor]) -> Any:
+    return ls.Sum(((model(batch[1]) - batch[2]) ** 2).sum())
+
+
+WEIGHTED = {"loss": summed_error, "weight": lambda batch: len(batch[1])}
+
+
+@pytest.mark.parametrize("changes", [{}, WEIGHTED], ids=["mean", "weighted sum"])
+def test_before_step_sets_what_the_first_samples_of_the_step_depend_on(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Whatever its value was before, such as that of a new dataset in a resumed run."""
+    trained = set()
+    for factor in (1.0, 9.0):
+        data = Scaled(factor)
+        trained.add(
+            ls.train(
+                recipe(data=data, **changes),
+                run_dir=str(tmp_path / str(factor)),
+                hooks=[SetsFactor(data)],
+            ).fingerprint
+        )
+    assert len(trained) == 1
+
+
 def by_index(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return batch[0].float()
 

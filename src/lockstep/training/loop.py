@@ -416,6 +416,11 @@ def steps(
     ]
     for source in batches:  # each batch is fetched in the phase "data" of `Step.batches`
         context.phases.step = source.step
+        training.run.is_logging_step = (
+            source.step + 1
+        ) % context.log_every == 0 or source.step + 1 == total
+        # the hooks may set what the data depend on, so nothing is fetched before
+        training.begin_step(source)
         if weight is not None:
             before = context.phases.enter("exchange", interrupts=True)
             terms = source.weigh(weight, terms)
@@ -425,10 +430,6 @@ def steps(
                     training.run.event("term-without-weight", source.step, term=name)
         if keeps:
             source.keep()
-        training.run.is_logging_step = (
-            source.step + 1
-        ) % context.log_every == 0 or source.step + 1 == total
-        training.begin_step(source)
         step = Step(source, training)
         context.phases.enter("compute")
         yield step

@@ -392,7 +392,8 @@ class Microbatches:
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
         """Fetch this rank's microbatches and sum their weights over ranks. Every rank calls it.
         Returns the terms' names."""
-        self._kept = list(self._items)
+        self.keep()
+        assert self._kept is not None, "kept just now"
         try:
             with nullcontext() if names is not None else CollectivesRefused():
                 mine = [weights_of(weight(item.batch)) for item in self._kept if not item.is_dummy]
