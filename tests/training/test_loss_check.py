@@ -106,6 +106,19 @@ class Centred:
         return value
 
 
+class Prior:
+    """A loss that counts the labels that it has seen. A call with the same ones leaves the share of
+    each class as it is."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(CLASSES)
+
+    def __call__(self, output: Tensor, batch: Sequence[Tensor]) -> Tensor:
+        self.counts += torch.bincount(batch[1], minlength=CLASSES)
+        prior = self.counts / self.counts.sum()
+        return F.cross_entropy(output + (prior + 0.1).log(), batch[1])
+
+
 def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, CLASSES))
 
@@ -349,6 +362,7 @@ TABLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         (f"{NOT_CHECKED}its first microbatch cannot be cut in two",),
     ),
     (UNSPLIT, {"loss": Centred}, (KEEPS,)),
+    (UNSPLIT, {"loss": Prior}, (KEEPS,)),
     (
         f"{ALONE} replicate=2 shard=2",
         {"model": Counts},
@@ -356,6 +370,7 @@ TABLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ),
     (BITWISE, {"model": Counts}, ("LossError: each forward changes the number calls",)),
     (BITWISE, {"loss": Centred}, (REFUSED, "make it a buffer", "; or drop numerics=bitwise")),
+    (BITWISE, {"loss": Prior}, CHANGES),
     (BITWISE, {"model": Remembers}, (REFUSED, "the loss or the model keeps a value")),
     (BITWISE, {"model": partial(Carried, "both")}, CHANGES),
     (BITWISE, {"model": partial(Carried, "training")}, CHANGES),
@@ -375,7 +390,8 @@ def table(processes: int) -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]
     for plans, changes, words in TABLE:
         for plan in plans.split():
             if processes == (4 if plan == BOTH else int(plan.partition("=")[2][0])):
-                made = {"loss": changes["loss"]()} if changes.get("loss") is Centred else {}
+                keeps = changes.get("loss") in (Centred, Prior)
+                made = {"loss": changes["loss"]()} if keeps else {}
                 yield plan, {**changes, **made}, words
 
 

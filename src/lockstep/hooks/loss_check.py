@@ -349,7 +349,9 @@ def counters_text(names: Sequence[str]) -> str | None:
 
 
 def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
-    """Try a microbatch twice, then with other random numbers, then its halves."""
+    """Try a microbatch twice, then with other random numbers, then its halves, and once more after
+    the first half: calls with the same samples leave proportions as they are, such as a running
+    prior of classes."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -371,6 +373,10 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
             return Findings(unchecked=f"it fails on a half of the first microbatch: {tried}")
         sums.append(tried.sums)
         halves.append(tried.means)
+    for span in ((0, rows // 2), (0, None)):
+        at_last = compute(_piece(item, span, 0))
+    if (kept := _kept(run, [whole[0], at_last])) is not None:
+        return Findings(kept=kept)
     found = _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
     if found.cut is None and (over := _unseen_mean(whole[0].means, *halves[1:], found=found)):
         return Findings(cut=f"it is a mean over {over}")
