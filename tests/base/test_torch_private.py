@@ -712,6 +712,16 @@ def test_is_fsdp_root(mesh):
     assert [torch_private.is_fsdp_root(module) for module in (model, model[0])] == [True, False]
 
 
+def test_is_fsdp_root_after_a_part(mesh):
+    model = nn.Sequential(nn.Linear(2, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh["a"])
+    model[0](torch.zeros(2, 2))
+    with pytest.raises(RuntimeError, match="requires running forward through the root module"):
+        model(torch.zeros(2, 2))
+    assert not torch_private.is_fsdp_root(model)
+
+
 def test_stage_input_gradients(group):
     stage = PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"))
     assert torch_private.stage_input_gradients(stage) is stage.bwd_cache

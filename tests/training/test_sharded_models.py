@@ -292,6 +292,13 @@ def outside(model: Any, batch: Sequence[Tensor]) -> Tensor:
     )
 
 
+def part_first(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """Calls a part of the model before the model itself, as `agent.value(x)` does."""
+    with torch.no_grad():
+        baseline = model.blocks[0](batch[1]).mean()
+    return F.mse_loss(model(batch[1]), batch[2] + baseline)
+
+
 def penalised(model: Any, batch: Sequence[Tensor]) -> Tensor:
     x = batch[1].clone().requires_grad_()
     output = model(x)
@@ -355,6 +362,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "weights elsewhere": (
         {"loss": outside},
         r"PlanError: .*mixed torch\.Tensor and DTensor; parameters are sharded .* use replicate$",
+    ),
+    "a part before the model": (
+        {"model": partial(AfterALayer, in_place=False), "loss": part_first},
+        r"PlanError: .*shard=2.*: a part of the model was called before the model itself .*; call"
+        r" the model, model\(x\), and take from its output what you need; or use replicate$",
     ),
     "an input that is changed": (
         {"model": partial(AfterALayer, in_place=True)},

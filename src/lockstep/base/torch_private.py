@@ -697,8 +697,10 @@ def _gathered_in(dtype: torch.dtype) -> type[Any]:
 
 
 def is_fsdp_root(module: Any) -> bool:
-    """True for FSDP2's outermost module, once a forward has begun."""
-    return bool(module._get_fsdp_state()._is_root)
+    """True for FSDP2's outermost module, once a forward has begun, and has not failed because a
+    part of it was called before."""
+    state = module._get_fsdp_state()
+    return bool(state._is_root) and hasattr(state._comm_ctx, "all_gather_state")
 
 
 def reduce_gradients(root: Any) -> None:

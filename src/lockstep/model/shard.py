@@ -37,6 +37,10 @@ SHARDED = re.compile(
     r" and DTensor"
 )
 """Messages of torch's errors when user code uses sharded parameters."""
+CALLED_BEFORE_MODEL = re.compile(
+    "requires running forward through the root module first"
+    "|'FSDPCommContext' object has no attribute"  # in a forward after the one that failed
+)
 CHANGED_INPUT = re.compile(r"RegisterPostBackwardFunction is a view and is being modified inplace")
 
 
@@ -278,6 +282,12 @@ def error_of_sharding(error: BaseException | None, plan: object) -> UserError | 
             f"{plan}: a block changes its input in place, as with nn.ReLU(inplace=True) as its "
             "first layer; torch refuses this after FSDP2's node in autograd's graph; leave "
             "inplace out, or use replicate"
+        )
+    if isinstance(error, AttributeError | RuntimeError) and CALLED_BEFORE_MODEL.search(str(error)):
+        return PlanError(
+            f"{plan}: a part of the model was called before the model itself (as model.actor(x));"
+            " FSDP2 gathers the weights in the model's own forward; call the model, model(x), and"
+            " take from its output what you need; or use replicate"
         )
     if isinstance(error, AssertionError) and "does not support deepcopy" in str(error):
         return PlanError(
