@@ -31,6 +31,28 @@ def matrix() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(7, 12))]
 
 
+class Inertia(torch.optim.SGD):
+    """Averages a gradient over more steps if it is small beside those of all tensors, as Adai
+    does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        updated = [each for group in self.param_groups for each in group["params"]]
+        mean = torch.cat([each.grad.square().flatten() for each in updated]).mean()
+        for parameter in updated:
+            state = self.state[parameter]
+            for name in ("average", "weight"):
+                state.setdefault(name, torch.zeros_like(parameter))
+            share = (parameter.grad.square() / mean).clamp(0.1, 0.9)
+            state["average"].lerp_(parameter.grad, share)
+            state["weight"].lerp_(torch.ones_like(share), share)
+            parameter.sub_(0.1 * state["average"] / state["weight"])
+
+
+def test_a_momentum_that_depends_on_other_tensors_is_found() -> None:
+    assert mixes_tensors(Inertia(matrix(), lr=0.1))
+
+
 @pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
 def test_those_that_are_not_tried_would_pass(kind: Any) -> None:
     optimizer = kind([*matrix(), nn.Parameter(torch.ones(5))], lr=0.01)

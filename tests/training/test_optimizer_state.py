@@ -133,6 +133,29 @@ class ByParameter(Nested):
         del self.state["steps"]
 
 
+class Aggregated(torch.optim.Optimizer):
+    """A dict of momenta, as AggMo has, and a number that is a tensor of the group, which the first
+    step makes, as Prodigy's estimate in pytorch_optimizer. It updates each element by itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            steps = group.setdefault("steps", torch.zeros(1))
+            steps.add_(1)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momenta = self.state[p].setdefault(
+                    "momenta", {beta: torch.zeros_like(p) for beta in (0.0, 0.5, 0.9)}
+                )
+                for beta, momentum in momenta.items():
+                    momentum.mul_(beta).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"] / steps.item())
+
+
 class Widened(torch.optim.Optimizer):
     """float64 moments of float32 parameters, and a pair that relies on torch's, which casts
     them."""
@@ -198,6 +221,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         SavedWrapping,
         Nested,
         ByParameter,
+        Aggregated,
         Widened,
         ScheduleFree,
     )
@@ -251,9 +275,9 @@ def resumed(folder: str, plan: str, names: list[str]) -> dict[str, tuple[str, st
 @pytest.mark.parametrize(
     ("plan", "names"),
     [
-        ("replicate=1", ["SavedGaLore", "ScheduleFree"]),
+        ("replicate=1", ["SavedGaLore", "Aggregated", "ScheduleFree"]),
         ("replicate=2", ["SavedGaLore", "SavedWrapping", "Nested", "Widened", "ScheduleFree"]),
-        ("shard=2", ["ByParameter", "Widened", "ScheduleFree"]),
+        ("shard=2", ["ByParameter", "Aggregated", "Widened", "ScheduleFree"]),
     ],
 )
 def test_a_resumed_run_ends_as_a_whole_one(

@@ -525,6 +525,47 @@ def test_the_rate_is_that_of_the_last_step_for_either_kind_of_schedule() -> None
             assert schedule.rates() == {"lr": rate}
 
 
+class ByItself(torch.optim.Optimizer):
+    """Chooses its steps by itself: one group without a rate, one with None, as Adafactor of
+    transformers, and one with a rate."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        first, second, *others = parameters
+        groups = [
+            {"params": [first]},
+            {"params": [second], "lr": None},
+            {"params": others, "lr": 0.1},
+        ]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group.get("lr") or 0.01)
+
+
+def test_an_optimizer_without_a_learning_rate_trains_and_logs_none(tmp_path: Path) -> None:
+    ls.train(
+        recipe(optimizer=lambda model: ByItself([*model.parameters()])),
+        run_dir=str(tmp_path),
+        log_every=1,
+    )
+    lines = run_files.rows(tmp_path / "metrics.jsonl")
+    assert lines
+    for line in lines:
+        assert "lr" not in line
+        assert line["lr/2"] == 0.1
+
+
+def test_a_schedule_of_an_optimizer_without_a_learning_rate_is_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    with pytest.raises(
+        RecipeError, match=r"^schedule with an optimizer whose group 0 has no learning rate; a "
+    ):
+        Schedule(a_schedule, [ByItself(parameters)])
+
+
 def test_a_multiplier_that_is_not_finite_is_refused_before_the_step() -> None:
     optimizer = an_optimizer()
     schedule = Schedule(lambda step: 1.0 if step < 2 else math.nan, [optimizer])

@@ -149,6 +149,22 @@ def masked_by_its_own() -> dict[str, Any]:
     return {"collate": Masking(torch.Generator().manual_seed(0))}
 
 
+class Unsupported(torch.optim.SGD):
+    """Uses an operation that torch does not have for DTensors, as Adan of pytorch_optimizer
+    does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                torch._foreach_copy_([torch.empty_like(parameter.grad)], [parameter.grad])
+        return super().step(closure)
+
+
+def unsupported() -> dict[str, Any]:
+    return {"optimizer": lambda model: Unsupported(model.parameters(), lr=0.1)}
+
+
 def masked() -> dict[str, Any]:
     return {"collate": Masking(None)}
 
@@ -171,6 +187,15 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...], set[str]
         ),
         {"shard=2,numerics=bitwise"},
     ),
+    "an operation": (
+        unsupported,
+        (
+            "RecipeError: Unsupported.step() with sharded parameters (DTensors) raises"
+            " NotImplementedError: Operator aten._foreach_copy_.default does not have",
+            " use replicate",
+        ),
+        {"shard=2,numerics=bitwise"},
+    ),
     "its own generator": (
         masked_by_its_own,
         (
@@ -183,6 +208,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...], set[str]
 REMEDIES = {
     "max_norm": (renormalized_in_a_hook, set(BITWISE)),
     "all gradients": (estimated, set(BITWISE) - {"shard=2,numerics=bitwise"}),
+    "an operation": (unsupported, set(BITWISE) - {"shard=2,numerics=bitwise"}),
     "its own generator": (masked, set(BITWISE)),
 }
 

@@ -260,7 +260,8 @@ class Recorder:
         self._write(step, {**values, **extra}, checksum)
         if self._progress is not None:
             names = ("loss", "lr", "samples_per_second")
-            self._progress.update(step, **{name: values[name] for name in names}, extra=extra)
+            shown = {name: values[name] for name in names if name in values}
+            self._progress.update(step, **shown, extra=extra)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, {f"evaluation/{name}": value for name, value in values.items()})

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,7 +28,7 @@ from lockstep.base.torch_private import own_buffers, own_modules, own_parameters
 from lockstep.checkpoint.json_state import decode, encode, tensors_in
 from lockstep.checkpoint.manifest import DamagedError, Manifest
 from lockstep.checkpoint.tensor_shards import torch_dtype
-from lockstep.comm.mesh import Mesh
+from lockstep.comm.mesh import Mesh, like_parameter, shard_as
 from lockstep.comm.world import World
 from lockstep.training.left_out import in_state, not_persistent
 from lockstep.training.optim.optimizer_state import (
@@ -359,7 +360,7 @@ def _module_state(
             "more": state.more,
         }
         described["groups"] = [
-            {key: _number(value) for key, value in group.items() if key not in _PLAN_SETTINGS}
+            {key: value for key, value in group.items() if key not in _PLAN_SETTINGS}
             for group in host.groups[place]
         ]
         optimizers[str(place)] = encode(
@@ -389,8 +390,9 @@ def _restore_module(
 ) -> None:
     for optimizer, encoded in zip(module.optimizers, saved["optimizers"].values(), strict=True):
         state, its = next(states), decode(encoded, tensors.__getitem__)
+        like = _to_device if module.steps_whole_tensors(optimizer) else _like_parameter
         state.rest = {
-            name: _on_device(its["rest"][name], parameter)
+            name: tree_map(partial(like, parameter), its["rest"][name])
             for name, parameter in module.held.items()
             if name in its["rest"]
         }
@@ -422,14 +424,16 @@ def _optimizer_tensors(
     }
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def _to_device(parameter: Tensor, value: Any) -> Any:
+    return value.to(parameter.device) if isinstance(value, Tensor) else value
 
 
-def _on_device(values: Any, parameter: Tensor) -> Any:
-    return tree_map(
-        lambda leaf: leaf.to(parameter.device) if isinstance(leaf, Tensor) else leaf, values
-    )
+def _like_parameter(parameter: Tensor, value: Any) -> Any:
+    """Return a tensor with the parameter's shape distributed as the parameter is."""
+    value = _to_device(parameter, value)
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return like_parameter(parameter, shard_as(parameter, value))
 
 
 def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -498,6 +499,10 @@ class TrainModule:
     def _after_stage(self, stage: int) -> None:
         self.statistics[stage].note_microbatch()
 
+    def steps_whole_tensors(self, optimizer: Optimizer) -> bool:
+        """True if each tensor is updated by one rank, which has it whole."""
+        return id(optimizer) in self._steppers
+
     def model_state(self) -> Mapping[str, Any]:
         """The state of the whole trained model: its state dict, plus tensors that this leaves out
         but that an optimizer holds or that have changed. Buffers with persistent=False are left
@@ -508,7 +513,7 @@ class TrainModule:
     def host_values(self) -> HostValues:
         """Return the host's current values."""
         groups = [
-            [_with_numbers(group) for group in self.modes.groups_of(optimizer)]
+            [_copied(group) for group in self.modes.groups_of(optimizer)]
             for optimizer in self.optimizers
         ]
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
@@ -590,29 +595,43 @@ _CALLED_NOTHING = "'nonetype' object is not callable"
 
 
 def _step_without_closure(optimizer: Optimizer) -> None:
-    """Call `optimizer.step()`. Raises `RecipeError` if it fails for want of a closure."""
+    """Call `optimizer.step()`. Raises `RecipeError` if it fails for want of a closure, or of an
+    operation on sharded tensors."""
+    kind = type(optimizer).__name__
     try:
         step_optimizer(optimizer)
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if _is_of_distributed_tensors(error):
+            raise RecipeError(
+                f"{kind}.step() with sharded parameters (DTensors) raises {_told(error)}; torch"
+                " cannot compute this step with them; use replicate, or another optimizer, such as"
+                " AdamW"
+            ) from error
         if not any(text in str(error).lower() for text in ("closure", _CALLED_NOTHING)):
             raise
-        kind = type(optimizer).__name__
         raise RecipeError(
-            f"{kind}.step() without a closure raises {type(error).__name__}:"
-            f" {str(error).partition(chr(10))[0]}; if it computes the gradient more than once per"
-            " step, as SAM does, say so in its class: needs_closure = True. Its step then gets a"
-            " closure; the gradient of the step is in .grad already"
+            f"{kind}.step() without a closure raises {_told(error)}; if it computes the gradient"
+            " more than once per step, as SAM does, say so in its class: needs_closure = True. Its"
+            " step then gets a closure; the gradient of the step is in .grad already"
         ) from error
 
 
-def _with_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group, including the current values of numbers that are tensors on the
-    CPU."""
+def _is_of_distributed_tensors(error: Exception) -> bool:
+    """True if it was raised while torch computed with DTensors."""
+    return any(
+        frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _told(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}{text and ': '}{text}"
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a parameter group, and its tensors on the CPU, which a later step may change."""
     return {
-        key: (
-            value.item()
-            if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
-            else value
-        )
+        key: value.clone() if isinstance(value, Tensor) and value.is_cpu else value
         for key, value in group.items()
     }

@@ -325,7 +325,7 @@ class TraceHook(ControlHook):
             terms=result.term_losses(),
             weight=weight,
             norm=None if result.clip_norm is None else float(result.norm),
-            lr=module.schedule.rates()["lr"],
+            lr=module.schedule.rates().get("lr"),
             parameters=_full(module.model.named_parameters()),
             buffers=_full(module.model.named_buffers()),
             states=_full(_states(module)),

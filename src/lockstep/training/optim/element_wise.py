@@ -16,11 +16,15 @@ from lockstep.base.torch_private import disable_current_modes, has_step_hooks
 from lockstep.comm.mesh import divided_over
 from lockstep.plan import Plan
 
-ROWS, COLUMNS, DEPTH, STEPS = 8, 12, 3, 3
-MIXING_STEPS = 10
+ROWS, COLUMNS, DEPTH = 8, 12, 3
+STEPS = 10
+"""Number of steps of a trial: RAdam moves nothing in the first five."""
 TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves that counts as
 rounding."""
+MIXING_TOLERANCE = 1e-5
+"""The same for the updates of a tensor with and without other tensors, which are computed by the
+same operations."""
 
 KNOWN = (
     torch.optim.SGD,
@@ -90,9 +94,9 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def mixes_tensors(optimizer: Optimizer) -> bool:
-    """True if the optimizer's update of a tensor depends on the gradients of other tensors. This is
-    tried on a copy, with small tensors: each group with two tensors, and all groups together.
-    Raises `RecipeError` if it cannot be tried."""
+    """True if the optimizer's update of a tensor depends on other tensors. This is tried on a copy,
+    with small tensors: each group with two tensors, and all groups together. Raises `RecipeError`
+    if it cannot be tried."""
     shapes = [
         _shape(max((each.dim() for each in group["params"]), default=1))
         for group in optimizer.param_groups
@@ -107,40 +111,61 @@ def mixes_tensors(optimizer: Optimizer) -> bool:
 
 def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
     """True if the first tensor moves differently when the gradients of the others are larger, or
-    change sign at each step."""
+    change sign at each step; or if one of them moves differently without the others."""
+    numbers = range(sum(len(shapes) for _, shapes in trial))
     try:
+        # the same gradient in each step, because an estimate may need that
         expected, *others = (
-            _first_moved(optimizer, trial, factor) for factor in (1.0, 100.0, -1.0)
+            _moved(optimizer, trial, factor, varies=False)[0] for factor in (1.0, 100.0, -1.0)
         )
+        pairs = [(expected, moved) for moved in others]
+        # other gradients in each step: an average of equal ones is the same for any momentum
+        for factor in (1.0, 100.0):
+            pairs += zip(
+                _moved(optimizer, trial, factor, varies=True),
+                [
+                    _moved(optimizer, trial, factor, varies=True, only=number)[number]
+                    for number in numbers
+                ],
+                strict=True,
+            )
     except Exception as error:
         raise _cannot_try(optimizer, f"its step raises {type(error).__name__}: {error}") from error
-    if not expected.any():
-        raise _cannot_try(optimizer, f"{MIXING_STEPS} steps leave a parameter unchanged")
-    return any((moved - expected).norm() > TOLERANCE * expected.norm() for moved in others)
+    if not all(moved.any() for moved, _ in pairs):
+        raise _cannot_try(optimizer, f"{STEPS} steps leave a parameter unchanged")
+    return any((one - other).norm() > MIXING_TOLERANCE * one.norm() for one, other in pairs)
 
 
-def _first_moved(optimizer: Optimizer, trial: _Trial, factor: float) -> Tensor:
-    """Return the change of the first tensor by the steps. `factor`: factor of the other tensors'
-    gradients; if it is negative, they change sign at each step."""
+def _moved(
+    optimizer: Optimizer, trial: _Trial, factor: float, *, varies: bool, only: int | None = None
+) -> list[Tensor]:
+    """Return the change of each tensor by the steps. `factor`: factor of the gradients of all but
+    the first; if it is negative, they change sign at each step. `varies`: gradients are others in
+    each step. `only`: the number of the one tensor that the optimizer has."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
+    numbers = iter(range(sum(len(shapes) for _, shapes in trial)))
     groups = [
-        (group, [torch.nn.Parameter(drawn(shape)) for shape in shapes]) for group, shapes in trial
+        (group, {next(numbers): torch.nn.Parameter(drawn(shape)) for shape in shapes})
+        for group, shapes in trial
     ]
-    first, *others = [each for _, several in groups for each in several]
-    start = first.detach().clone()
-    # The same in each step, because an estimate may need that.
-    of_first, *of_others = [drawn(tuple(each.shape)) for each in (first, *others)]
-    copied = _copied(optimizer, groups)
-    for step in range(MIXING_STEPS):
-        first.grad = of_first.clone()
-        for parameter, gradient in zip(others, of_others, strict=True):
-            parameter.grad = gradient * (factor**step if factor < 0.0 else factor)
+    every = [each for _, several in groups for each in several.values()]
+    start = [each.detach().clone() for each in every]
+    steady = [drawn(tuple(each.shape)) for each in every]
+    kept = [
+        (group, [each for number, each in several.items() if only in (None, number)])
+        for group, several in groups
+    ]
+    copied = _copied(optimizer, [(group, several) for group, several in kept if several])
+    for step in range(STEPS):
+        for number, (parameter, gradient) in enumerate(zip(every, steady, strict=True)):
+            scale = 1.0 if not number else factor**step if factor < 0.0 else factor
+            parameter.grad = scale * (drawn(tuple(parameter.shape)) if varies else gradient)
         copied.step()
-    return first.detach() - start
+    return [each.detach() - before for each, before in zip(every, start, strict=True)]
 
 
 def _shape(dims: int) -> tuple[int, ...]:

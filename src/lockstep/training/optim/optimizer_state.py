@@ -254,7 +254,10 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].copy_(value) if isinstance(value, Tensor) else group[key].fill_(value)
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.copy_(value) if isinstance(value, Tensor) else now.fill_(value)
+        elif isinstance(now, int | float) and isinstance(value, Tensor):
+            group[key] = value.item()
         else:
             group[key] = value

@@ -42,7 +42,7 @@ class Schedule:
         self._schedulers: list[LRScheduler] = []
         self._optimizers = optimizers
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._latest: list[Tensor | float] = [group["lr"] for group in self._groups]
+        self._latest = self._rates()
         self._given = schedule is not None
         self.metric: str | None = None
         """The evaluation metric that the schedule follows; None if it follows the step."""
@@ -64,6 +64,11 @@ class Schedule:
                 " is step -> multiplier of the learning rate, a number; or optimizer -> torch"
                 " LRScheduler"
             )
+        if None in (rates := self._rates()):
+            raise RecipeError(
+                f"schedule with an optimizer whose group {rates.index(None)} has no learning rate;"
+                " a schedule multiplies that rate; leave the schedule out, or give the optimizer lr"
+            )
         self._multiplier = schedule
         self._base = [float(group["lr"]) for group in self._groups]
 
@@ -79,8 +84,9 @@ class Schedule:
                 i for i, (now, then) in enumerate(zip(rates, self._set, strict=True)) if now != then
             )
             raise RecipeError(
-                f"after step {step}: the learning rate of group {number} is {rates[number]:g}, and"
-                f" the schedule had set it to {self._set[number]:g}; the schedule sets it for every"
+                f"after step {step}: the learning rate of group {number} is"
+                f" {_shown(rates[number])}, and the schedule had set it to"
+                f" {_shown(self._set[number])}; the schedule sets it for every"
                 " step, so the change would be lost; leave the schedule out, and set the rates of"
                 " run.optimizers in a hook alone"
             )
@@ -118,8 +124,10 @@ class Schedule:
         if self._given and not any(isinstance(group["lr"], Tensor) for group in self._groups):
             self._set = self._rates()
 
-    def _rates(self) -> list[float]:
-        return [group["lr"] for group in self._groups]
+    def _rates(self) -> list[Any]:
+        """The rate of each group; None for a group without one, as Adafactor's, which chooses its
+        steps itself."""
+        return [group.get("lr") for group in self._groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [scheduler.state_dict() for scheduler in self._schedulers]
@@ -154,10 +162,16 @@ class Schedule:
     def rates(self) -> dict[str, float]:
         """The learning rates of the last step, by the names of their numbers in metrics.jsonl: `lr`
         for the first parameter group; if others differ from it, also `lr/1` and so on for the other
-        groups."""
-        rates = [float(rate) for rate in self._latest]
-        others = enumerate(rates[1:], start=1) if len(set(rates)) > 1 else ()
-        return {"lr": rates[0], **{f"lr/{number}": rate for number, rate in others}}
+        groups. A group without a rate has no number."""
+        rates = [None if rate is None else float(rate) for rate in self._latest]
+        shown = enumerate(rates if len(set(rates)) > 1 else rates[:1])
+        return {
+            f"lr/{number}" if number else "lr": rate for number, rate in shown if rate is not None
+        }
+
+
+def _shown(rate: float | None) -> str:
+    return "none" if rate is None else f"{rate:g}"
 
 
 def _scheduler(

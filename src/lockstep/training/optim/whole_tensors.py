@@ -73,6 +73,10 @@ class WholeTensorOptimizer:
         copied.step()
         for group, changed in zip(optimizer.param_groups, copied.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
+        own = ("state", "param_groups")
+        vars(optimizer).update(
+            {name: value for name, value in vars(copied).items() if name not in own}
+        )
         for parameter in updated:
             self._distribute(parameter, whole.get(id(parameter)), copied)
 
