@@ -263,22 +263,24 @@ def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
             return
 
 
-def structure(value: Any) -> Any:
+def structure(value: Any, *, is_batch: bool = True) -> Any:
     """Return a value that is equal for batches of the same structure: the dtype of a tensor, (type,
     parts) of a container, None for anything else. A list whose parts are equal is shown as one
-    part."""
+    part; so is such a tuple inside of a batch, which may have a part for each sample, as
+    torchvision's `tuple(zip(*samples))`."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)
-    if kind is list:
-        parts = [structure(part) for part in value]
-        return kind, parts[:1] if all(part == parts[0] for part in parts) else parts
-    if isinstance(value, tuple):
-        return kind, [structure(part) for part in value]
+    if isinstance(value, tuple | list):
+        parts = [structure(part, is_batch=False) for part in value]
+        may_vary = kind is list or (kind is tuple and not is_batch)
+        alike = may_vary and all(part == parts[0] for part in parts)
+        return kind, parts[:1] if alike else parts
     if isinstance(value, Mapping):
-        return kind, {name: structure(part) for name, part in value.items()}
+        return kind, {name: structure(part, is_batch=False) for name, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return kind, {field.name: structure(getattr(value, field.name)) for field in fields(value)}
+        own = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return kind, {name: structure(part, is_batch=False) for name, part in own}
     dtype = getattr(value, "dtype", None)
     # numpy's dtypes are not kept: float64 is equal to None
     return None if dtype is None else f"an array of {dtype}"
@@ -295,8 +297,8 @@ def structure_difference(then: Any, now: Any, path: str = "batch") -> str | None
             return f"{path} has {list(now[1])} and had {list(then[1])}"
         pairs = {f"{path}[{name!r}]": (then[1][name], now[1][name]) for name in then[1]}
     else:
-        if then[0] is list and not (then[1] and now[1]):
-            return None  # an empty list matches any other list
+        if then[0] in (list, tuple) and not (then[1] and now[1]):
+            return None  # an empty one matches any other
         if len(then[1]) != len(now[1]):
             return f"{path} has {_parts(now)} and had {_parts(then)}"
         pairs = {f"{path}[{i}]": pair for i, pair in enumerate(zip(then[1], now[1], strict=True))}
@@ -306,7 +308,7 @@ def structure_difference(then: Any, now: Any, path: str = "batch") -> str | None
 
 def _parts(made: tuple[type, list[Any]]) -> str:
     kind, parts = made
-    if kind is list and len(parts) == 1:
+    if kind in (list, tuple) and len(parts) == 1:
         return f"any number of {_name(parts[0])}"
     return f"{len(parts)} parts"
 
