@@ -690,6 +690,13 @@ def test_default_mps_generator():
         assert torch_private.default_mps_generator().device.type == "mps"
 
 
+def test_unmark_sharded(mesh):
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh["a"])
+    assert model[0]._is_fsdp_managed_module  # transformers looks for it
+    torch_private.unmark_sharded(model[0])
+    assert [hasattr(each, "_is_fsdp_managed_module") for each in model.modules()] == [True, False]
+
+
 def test_remove_forward_hooks(mesh):
     model = fully_shard(nn.Linear(2, 2), mesh=mesh["a"])
     assert torch_private.gathers_in_forward(model)

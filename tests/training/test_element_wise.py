@@ -124,6 +124,20 @@ class Normalized(torch.optim.SGD):
         return super().step(closure)
 
 
+class Slowing(Normalized):
+    """Counts its steps in an attribute, as SGD-SaI notes there that it has begun."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+
 def test_the_norm_of_a_vector_is_found() -> None:
     assert not is_element_wise(Normalized([nn.Parameter(torch.ones(5))], lr=0.1))
 
@@ -205,6 +219,10 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=0.02)
 
 
+def slowing(model: nn.Module) -> torch.optim.Optimizer:
+    return Slowing(model.parameters(), lr=0.1)
+
+
 def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
@@ -217,6 +235,7 @@ OPTIMIZERS = {
     "muon": (no_bias, muon),
     "adafactor": (network, adafactor),
     "both": (network, muon_and_adamw),
+    "slowing": (network, slowing),
 }
 OPTIMIZERS |= {"by identity": (network, by_identity), "by group": (network, by_group)}
 
@@ -235,7 +254,7 @@ def train(name: str, run_dir: str, plan: str, **options: Any) -> str:
 
 MATRICES = ["muon", "adafactor", "both"]
 TRAININGS = {
-    1: [(name, "numerics=bitwise") for name in (*MATRICES, "by identity")]
+    1: [(name, "numerics=bitwise") for name in (*MATRICES, "by identity", "slowing")]
     + [("muon", "numerics=fast")],
     2: [
         (name, f"{plan},numerics=bitwise")
@@ -245,6 +264,7 @@ TRAININGS = {
     + [
         ("by identity", "replicate=2,numerics=bitwise"),
         ("by group", "shard=2,numerics=bitwise"),
+        ("slowing", "shard=2,numerics=bitwise"),
         ("muon", "shard=2,numerics=fast"),
     ],
     3: [(name, "shard=3,numerics=bitwise") for name in MATRICES],

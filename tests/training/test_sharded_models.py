@@ -190,6 +190,23 @@ class AfterALayer(Network):
         return super().forward(self.first(x))
 
 
+class LayerDrop(Network):
+    """Skips a block by chance, unless it sees that FSDP2 gathers it, as Wav2Vec2 of transformers
+    does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_marked = getattr(self, "_is_fsdp_managed_module", False)
+        x = self.blocks[0](x)
+        if is_marked or not self.training or torch.rand([]) > 0.5:
+            x = self.blocks[1](x)
+        output: Tensor = self.head(x)
+        return output
+
+
+def dropping() -> nn.Module:
+    return LayerDrop(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+
+
 def twice() -> nn.Module:
     return Network(Twice(), Twice())
 
@@ -207,8 +224,10 @@ TWICE: list[tuple[Callable[[], nn.Module], str]] = [
     (twice, "bf16"),
     (skipping, "fp32"),
     (skipping, "bf16"),
+    (dropping, "fp32"),
 ]
-"""Models, with their precision, of which a sum of three gradients has an order."""
+"""Models, with their precision: of which a sum of three gradients has an order, and one that looks
+for FSDP2."""
 
 
 def fingerprints(run_dir: str, plans: Sequence[str]) -> list[list[str]]:
@@ -292,6 +311,12 @@ def outside(model: Any, batch: Sequence[Tensor]) -> Tensor:
     )
 
 
+def jacobian(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """A loss of the derivative by the input, by forward-mode differentiation."""
+    _, derivative = torch.func.jvp(model, (batch[1],), (torch.ones_like(batch[1]),))
+    return derivative.square().mean()
+
+
 def part_first(model: Any, batch: Sequence[Tensor]) -> Tensor:
     """Calls a part of the model before the model itself, as `agent.value(x)` does."""
     with torch.no_grad():
@@ -362,6 +387,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "weights elsewhere": (
         {"loss": outside},
         r"PlanError: .*mixed torch\.Tensor and DTensor; parameters are sharded .* use replicate$",
+    ),
+    "forward-mode derivatives": (
+        {"loss": jacobian},
+        r"PlanError: .*Cannot access data pointer.*; parameters are sharded .* use replicate$",
     ),
     "a part before the model": (
         {"model": partial(AfterALayer, in_place=False), "loss": part_first},

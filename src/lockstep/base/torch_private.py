@@ -618,6 +618,11 @@ def fsdp_parameter_group(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
+def unmark_sharded(module: nn.Module) -> None:
+    """Remove the mark by which other libraries know a module of FSDP2."""
+    vars(module).pop("_is_fsdp_managed_module", None)
+
+
 def remove_forward_hooks(module: Any) -> None:
     """Remove the hooks by which FSDP2 gathers a module's parameters in its forward, and reduces
     their gradients in its backward."""

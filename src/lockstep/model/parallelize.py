@@ -43,7 +43,7 @@ from lockstep.model.pipeline.stages import (
 )
 from lockstep.model.random_streams import ModuleRandomStreams
 from lockstep.model.separate_parts import SeparateParts, check_separable
-from lockstep.model.shard import gather_whole, shard, shard_parts
+from lockstep.model.shard import gather_whole, shard, shard_parts, unmark
 from lockstep.model.sync_batchnorm import SyncBatchNormExchange
 from lockstep.model.tensor.apply import tensor_parallel
 from lockstep.model.tensor.sliced import Slices
@@ -201,6 +201,7 @@ def parallelize(
         else:
             parts_held = {root: _blocks_within([root], block_names) for root in roots}
             shard_parts(model, mesh, parts_held, free_root=free, **options)
+        unmark(model, wrapped if plan.compile else [])
     if sharded and plan.numerics == "bitwise" and sequence is not None:
         for root in roots:
             gather_whole(model.get_submodule(root))

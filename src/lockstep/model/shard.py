@@ -24,6 +24,7 @@ from lockstep.base.torch_private import (
     set_unshard_async,
     tree_flatten,
     tree_unflatten,
+    unmark_sharded,
     version,
 )
 from lockstep.comm.mesh import Mesh
@@ -34,7 +35,7 @@ from lockstep.model.weight_casts import AutocastWeights, drop_casts
 
 SHARDED = re.compile(
     r"[Tt]ensors? (at index \d+ )?appears to not have been used in the graph|got mixed torch.Tensor"
-    r" and DTensor"
+    r" and DTensor|Cannot access data pointer of Tensor that doesn't have storage"
 )
 """Messages of torch's errors when user code uses sharded parameters."""
 CALLED_BEFORE_MODEL = re.compile(
@@ -229,6 +230,20 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                     "forward calls, so that the rest has one dtype too, give all parameters one "
                     "dtype, or choose replicate"
                 )
+
+
+def unmark(model: nn.Module, compiled: Sequence[str]) -> None:
+    """Remove FSDP2's mark from the modules of a sharded model. With it, transformers calls the
+    layers that LayerDrop skips (Wav2Vec2, HuBERT), and so trains another model.
+
+    Modules in `compiled` blocks keep it, because torch.compile looks at it; so do modules that
+    generate, because all ranks make equally many forwards with it.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "generate") and not any(
+            is_within(name, block) for block in compiled
+        ):
+            unmark_sharded(module)
 
 
 def shard_parts(
