@@ -39,7 +39,7 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
         self.head = nn.Linear(WIDTH, WORDS)
         self.tensor_plan = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")}
         self.tensor_plan |= {f"blocks.*.{name}": "rowwise" for name in ("out", "down")}
