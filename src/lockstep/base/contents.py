@@ -25,6 +25,8 @@ MOST_OBJECTS = 100_000
 """Largest number of objects that are read; the others count as unreadable."""
 MOST_LEVELS = 60
 """Largest depth of nested objects that are read."""
+_MOST_CODE = 4096
+"""Largest number of functions whose instructions are kept."""
 _CACHED = type(functools.cache(len))
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -269,8 +271,7 @@ class Reader:
                     # total=1000)`
                     yield from self.read(content, name)
             return
-        code = _code(function.__code__)
-        yield path, [part.encode(errors="surrogatepass") + b"\0" for part in code]
+        yield path, [_code(function.__code__)]
         defaults = [*(function.__defaults__ or ()), function.__kwdefaults__ or {}]
         yield from self.read(defaults, f"{path}'s defaults")
         for name, content in vars(function).items():
@@ -420,16 +421,23 @@ def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
-def _code(code: CodeType) -> Iterator[str]:
+# A recipe's functions are read several times in a training, and disassembling them takes as long as
+# a step of a small model. Equal code has equal instructions.
+@functools.lru_cache(_MOST_CODE)
+def _code(code: CodeType) -> bytes:
+    """Return the instructions, without line numbers."""
+    found = []
     for instruction in dis.get_instructions(code):
         value = instruction.argval
-        yield instruction.opname
+        found.append(instruction.opname.encode())
         if isinstance(value, CodeType):
-            yield from _code(value)
+            found.append(_code(value).removesuffix(b"\0"))
         elif isinstance(value, frozenset):
-            yield repr(sorted(map(repr, value)))
+            found.append(repr(sorted(map(repr, value))).encode(errors="surrogatepass"))
         else:
-            yield f"{type(value).__name__} {value!r}"
+            text = f"{type(value).__name__} {value!r}"
+            found.append(text.encode(errors="surrogatepass"))
+    return b"".join(part + b"\0" for part in found)
 
 
 def inner_code(code: CodeType) -> Iterator[CodeType]:
@@ -440,10 +448,15 @@ def inner_code(code: CodeType) -> Iterator[CodeType]:
             yield from inner_code(constant)
 
 
-def _attributes_used(code: CodeType, variable: str) -> set[str] | None:
+def _attributes_used(code: CodeType, variable: str) -> Set[str] | None:
     """Return the attributes of a variable that code uses; None if the code uses the variable in
     another way too."""
-    found = set[str]()
+    return _attributes_by_variable(code).get(variable)
+
+
+@functools.lru_cache(_MOST_CODE)
+def _attributes_by_variable(code: CodeType) -> Mapping[str, Set[str] | None]:
+    found = dict[str, set[str] | None]()
     for each in inner_code(code):
         instructions = [
             one
@@ -451,11 +464,13 @@ def _attributes_used(code: CodeType, variable: str) -> set[str] | None:
             if one.opname not in ("EXTENDED_ARG", "CACHE", "PRECALL")
         ]
         for one, following in zip(instructions, [*instructions[1:], None], strict=True):
-            if one.argval != variable or not one.opname.startswith(
+            if not one.opname.startswith(
                 ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF")
             ):
                 continue
+            attributes = found.setdefault(one.argval, set())
             if following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                return None
-            found.add(following.argval)
-    return found or None
+                found[one.argval] = None
+            elif attributes is not None:
+                attributes.add(following.argval)
+    return found
