@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
@@ -13,10 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
+from device import ranks
 from device.ranks import on_device
 from device.test_training import steps
-from processes import ran
-from stand_in import build
 
 import lockstep as ls
 from lockstep.base import accelerator
@@ -203,36 +201,24 @@ if __name__ == "__main__":
 """
 
 
-def command(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        **build.environment(1),
-        "TMPDIR": str(folder),
-        "LOCKSTEP_PLAN": PLAN,
-        **variables,
-    }
-    environment["PYTHONPATH"] += f":{build.ROOT / 'tests'}"
-    given = [sys.executable, "-m", *arguments, "train.py"]
-    return ran(given, env=environment, cwd=folder, timeout=100)
-
-
 @pytest.mark.command
-def test_a_launcher_starts_several_processes_for_one_device(tmp_path: Path) -> None:
+def test_a_launcher_starts_several_processes_for_one_device(
+    devices: WorkerPool, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    refused = command(tmp_path, "lockstep", "run", RUN_DIR="refused")
+
+    def command(*launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        variables |= {"STAND_IN_DEVICES": "1", "LOCKSTEP_PLAN": PLAN}
+        return ranks.command(devices, tmp_path, "-m", *launcher, "train.py", **variables)
+
+    refused = command("lockstep", "run", RUN_DIR="refused")
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert "have one between them" in refused.stderr
+    torchrun = ("torch.distributed.run", "--nproc-per-node", "2")
     runs = [
-        command(tmp_path, "lockstep", "run", "--share-devices", RUN_DIR="run"),
-        command(
-            tmp_path,
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            RUN_DIR="torchrun",
-            LOCKSTEP_SHARE_DEVICES="1",
-        ),
+        command("lockstep", "run", "--share-devices", RUN_DIR="run"),
+        command(*torchrun, RUN_DIR="torchrun", LOCKSTEP_SHARE_DEVICES="1"),
     ]
     found = set()
     for done in runs:

@@ -23,11 +23,8 @@ constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr int kMostDevices = 8;
 
 c10::DeviceIndex device_count() {
-  static const auto count = [] {
-    const auto* asked = std::getenv("STAND_IN_DEVICES");
-    return static_cast<c10::DeviceIndex>(std::min(asked ? std::atoi(asked) : 2, kMostDevices));
-  }();
-  return count;
+  const auto* asked = std::getenv("STAND_IN_DEVICES");
+  return static_cast<c10::DeviceIndex>(std::min(asked ? std::atoi(asked) : 2, kMostDevices));
 }
 
 thread_local c10::DeviceIndex this_device = 0;

@@ -3,8 +3,8 @@ lockstep does on devices.
 
 torch loads it in each process whose environment has this folder in PYTHONPATH and the extension's
 file in STAND_IN_LIBRARY. There are STAND_IN_DEVICES devices, of type `standin` (default: 2), with
-16 GiB each. Their UUIDs and names are those in STAND_IN_UUIDS and STAND_IN_NAMES, separated by
-commas, when a process asks for them.
+16 GiB each. Their number, and their UUIDs and names in STAND_IN_UUIDS and STAND_IN_NAMES, separated
+by commas, are those when a process asks for them.
 
 - Kernels compute at once, but streams have logical clocks: a kernel that touches what another
   stream has touched, without having waited for it, raises. So does memory that is used again while
