@@ -80,9 +80,9 @@ CHAINS = [
 pytestmark = [pytest.mark.command, pytest.mark.forks, pytest.mark.timeout(300)]
 
 
-def train(run: Path, name: str, plan: str, *killed: int) -> None:
+def train(run: Path, name: str, steps: int, plan: str, *killed: int) -> None:
     line = [LOCKSTEP, "run", "--nproc", str(processes(plan)), "--run-dir", str(run), "--plan"]
-    line += [f"{plan},numerics=bitwise", SCRIPT, name, *map(str, killed)]
+    line += [f"{plan},numerics=bitwise", SCRIPT, name, *map(str, (steps, *killed))]
     ended = ran(line, cwd=run.parent, env=ENVIRONMENT)
     assert ended.returncode == (137 if killed else 0), (plan, ended.stderr)
 
@@ -110,13 +110,14 @@ def test_a_run_that_is_killed_under_each_plan_ends_with_the_bits_of_one_process(
     tmp_path: Path, name: str, plans: Sequence[str]
 ) -> None:
     alone, run = tmp_path / "alone", tmp_path / "run"
-    train(alone, name, plans[0])
-    expected = rows(alone)
     *others, last = plans[1:]
+    steps = 2 * len(others) + 4
+    train(alone, name, steps, plans[0])
+    expected = rows(alone)
     for leg, plan in enumerate(others):
-        train(run, name, plan, leg % processes(plan), 2 * leg + 3)
+        train(run, name, steps, plan, leg % processes(plan), 2 * leg + 3)
         assert rows(run) <= expected, (leg, plan)
-    train(run, name, last)
+    train(run, name, steps, last)
     assert result(run) == result(alone)
     # rank 0 takes the row of the step that another rank saves after its death with it
     saved = {row for row in expected if dict(row)["step"] % 2 == 0}

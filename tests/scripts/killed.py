@@ -1,5 +1,5 @@
-"""Trains with numerics=bitwise: `killed.py RECIPE [RANK STEP]`. RANK is killed after STEP, once the
-checkpoint of the step before it is there.
+"""Trains with numerics=bitwise: `killed.py RECIPE STEPS [RANK STEP]`. RANK is killed after STEP,
+once the checkpoint of the step before it is there.
 
 Recipes: "gpt", with stages and layers that can be sharded; "experts"; "chunks", experts with
 sequences.
@@ -21,8 +21,6 @@ from training import test_expert_bits
 import lockstep as ls
 from lockstep.training.run import Run
 
-STEPS = 16
-
 
 class Killed(ls.Hook):
     def __init__(self, rank: str, step: str) -> None:
@@ -36,25 +34,26 @@ class Killed(ls.Hook):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def gpt() -> ls.Recipe:
+def gpt(steps: int) -> ls.Recipe:
     given = MODELS["gpt-dropout"]
     return ls.Recipe(
         **given,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
         global_batch=28,
         microbatch=3,
-        steps=STEPS,
+        steps=steps,
         clip_norm=0.5,
         evaluation=ls.Evaluation(data=Subset(given["data"], range(30)), every=3),
     )
 
 
 def main() -> None:
-    name, *killed = sys.argv[1:]
+    name, count, *killed = sys.argv[1:]
+    steps = int(count)
     recipes = {
-        "gpt": gpt,
-        "experts": lambda: test_expert_bits.small(steps=STEPS),
-        "chunks": lambda: test_expert_bits.small(steps=STEPS, sequence=ls.Sequence(chunks=4)),
+        "gpt": lambda: gpt(steps),
+        "experts": lambda: test_expert_bits.small(steps=steps),
+        "chunks": lambda: test_expert_bits.small(steps=steps, sequence=ls.Sequence(chunks=4)),
     }
     ls.train(
         recipes[name](),
