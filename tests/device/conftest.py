@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -42,6 +43,10 @@ class DevicePool(WorkerPool):
             patch.object(sys, "path", [str(build.PATH), *sys.path]),
         ):
             super()._start()
+
+    def run(self, *args: Any, **keywords: Any) -> list[Any]:
+        with patch.dict(os.environ, STAND_IN_DEVICES=str(DEVICES)):
+            return super().run(*args, **keywords)
 
 
 @pytest.fixture(scope="session")
