@@ -84,6 +84,8 @@ class Step:
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
         """The comparison with other ranks; None in most steps."""
+        self._passes = 0
+        self._seed_loop()
         self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
         """The microbatch of another rank that is being recomputed."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
@@ -109,6 +111,7 @@ class Step:
             )
         self._computed = inputs, loss
         self._train(number, inputs, loss)
+        self._seed_loop()
 
     def _train(
         self,
@@ -269,6 +272,16 @@ class Step:
             yield batch
         if self.is_dummy:
             self._current = None
+        self._seed_loop()
+
+    def _seed_loop(self) -> None:
+        """Seed the generators for what a script's own loop draws outside of its microbatches, which
+        would go on from those of this rank's last one."""
+        if self._run.recipe is None:
+            context = self._training.context
+            at = (context.seed, RandomStream.LOOP, self._run.step, self._passes)
+            seed_generators(key(*at), context.device)
+            self._passes += 1
 
     @property
     def is_dummy(self) -> bool:
