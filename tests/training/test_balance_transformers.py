@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import run_files
 import torch
+from model.expert.families import CONFIGS, WORDS, family
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training.subjects import samples_at, state_of
@@ -17,10 +18,6 @@ from training.subjects import samples_at, state_of
 import lockstep as ls
 from lockstep.base.errors import RecipeError
 from lockstep.model.expert.routers import find_routers
-
-pytest.importorskip("transformers")
-
-from model.expert.families import CONFIGS, WORDS, family
 
 SAMPLES, TOKENS = 8, 10
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts of transformers, tiny and random. Apart from the tests, because importing
-transformers is slow."""
+"""Mixtures of experts of transformers, tiny and random. Transformers, whose import takes a second,
+is imported for the first of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    GptOssConfig,
-    MixtralConfig,
-    Qwen3MoeConfig,
-)
 
 WORDS = 64
 SIZES: dict[str, Any] = {
@@ -26,27 +19,23 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "use_cache": False,
 }
-CONFIGS: dict[str, Any] = {
-    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
-        **SIZES, head_dim=8, moe_intermediate_size=24, num_experts=8
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        SIZES | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 8},
     ),
-    "gpt-oss": lambda: GptOssConfig(**SIZES, head_dim=8, num_local_experts=4),
-    "deepseek-v3": lambda: DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4},
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
+    "gpt-oss": ("GptOssConfig", SIZES | {"head_dim": 8, "num_local_experts": 4}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        SIZES
+        | {"num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8}
+        | {"n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 1},
     ),
 }
+"""Name -> its class in transformers, and what that is given."""
 
 
 def family(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -58,9 +47,14 @@ def family(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def mixture_of_experts(name: str, implementation: str) -> nn.Module:
     """A model with random weights. `implementation`: that of its experts."""
+    import transformers
+
+    kind, given = CONFIGS[name]
     attention = "eager" if name == "gpt-oss" else "sdpa"
-    model: nn.Module = AutoModelForCausalLM.from_config(
-        CONFIGS[name](), attn_implementation=attention, experts_implementation=implementation
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**given),
+        attn_implementation=attention,
+        experts_implementation=implementation,
     )
     with torch.no_grad():
         for parameter in model.parameters():
