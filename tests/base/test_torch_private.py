@@ -7,6 +7,7 @@ import inspect
 import json
 import threading
 import time
+from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -388,22 +389,45 @@ def test_default_store(group):
     assert store.get("key") == b"value"
 
 
-def test_rendezvous_polls_and_state():
+def test_rendezvous_polls_and_state(monkeypatch):
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    began = time.monotonic()
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
     with torch_private.rendezvous_polls_every(0.01):
         dynamic_rendezvous._delay(seconds=1)
-    assert time.monotonic() - began < 1
+    assert slept == [0.01]
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     holder = dynamic_rendezvous._BackendRendezvousStateHolder(Backend(), settings=None)
     holder._sanitize = lambda: None
-    torch_private.refresh_rendezvous_state_after(holder, 0.01)
+    torch_private.refresh_rendezvous_state_after(holder, 0.25)
     for count in (1, 2):
         holder.sync()
-        assert Backend.asked == count
         holder.sync()
         assert Backend.asked == count
-        time.sleep(0.02)
+        now += 0.26
+
+
+def test_the_machines_of_a_rendezvous_that_are_dropped():
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    settings = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
+        "run", None, Backend(), 1, 2
+    ).settings
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder(Backend(), settings, 0)
+    told, asked = {"fresh": datetime.now(UTC), "old": datetime(2000, 1, 1, tzinfo=UTC)}, []
+    holder._state.last_heartbeats, holder._state.participants = dict(told), {"fresh": 0, "old": 1}
+
+    def lost(heartbeats):
+        asked.append(dict(heartbeats))
+        return {"fresh"}
+
+    torch_private.judge_heartbeats_by(holder, lost)
+    holder._sanitize()
+    assert asked == [told]
+    assert holder.state.last_heartbeats == {"old": told["old"]}
+    assert holder.state.participants == {"old": 1}
 
 
 def test_a_rendezvous_without_records():

@@ -10,8 +10,9 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -584,6 +585,26 @@ def refresh_rendezvous_state_after(holder: Any, seconds: float) -> None:
     """Make a rendezvous read its list of machines again after `seconds` instead of one second."""
     assert holder._cache_duration > 0
     holder._cache_duration = seconds
+
+
+def judge_heartbeats_by(
+    holder: Any, lost: Callable[[Mapping[Any, datetime]], Collection[Any]]
+) -> None:
+    """Make a rendezvous drop the machines that `lost` returns. Torch drops those whose last
+    heartbeat, by the clock of its machine, is old by the clock of this one. `lost`: called with the
+    last heartbeat of each machine whenever the state was read."""
+    drop_old = holder._sanitize
+    old, new = (each.replace(tzinfo=UTC) for each in (datetime.min, datetime.max))
+
+    def drop() -> None:
+        told = holder.state.last_heartbeats
+        dropped = lost(told)
+        holder.state.last_heartbeats = {each: old if each in dropped else new for each in told}
+        drop_old()
+        kept = holder.state.last_heartbeats
+        holder.state.last_heartbeats = {each: told[each] for each in kept}
+
+    holder._sanitize = drop
 
 
 def skip_rendezvous_records(handler: Any) -> None:

@@ -36,7 +36,7 @@ address."""
 OTHER_THREADS = 32
 """Threads of a process beside its compute threads."""
 MAX_CLOCK_OFFSET_SECONDS = 0.5
-"""Heartbeats compare clocks: a machine that is 2 s late is lost."""
+"""Machines that meet compare clocks: a recovery waits 0.5 s for all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

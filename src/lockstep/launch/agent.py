@@ -133,7 +133,7 @@ def failure_reason(first: WorkerFailure | None, lost: Sequence[str]) -> tuple[in
         return (LOST_A_PEER if first.lost_a_peer else FAILED), first.line
     silent = (
         f"lost the machine {', '.join(lost)}: its workers failed, or it has been silent for"
-        f" {SILENCE_SECONDS} s"
+        f" {SILENCE_SECONDS:g} s"
     )
     return LOST_A_PEER, silent if lost else "another machine has lost a worker"
 

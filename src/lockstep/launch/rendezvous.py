@@ -18,10 +18,10 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -47,6 +47,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from lockstep.base.errors import LaunchError, say
 from lockstep.base.torch_private import (
+    judge_heartbeats_by,
     refresh_rendezvous_state_after,
     rendezvous_polls_every,
     skip_rendezvous_records,
@@ -165,11 +166,10 @@ LAST_CALL_SECONDS = 5.0
 """Seconds that a rendezvous waits for more machines once the minimum number has joined."""
 RECOVERY_CALL_SECONDS = 0.5
 """The same for a recovery in place, which all machines join at about the same time."""
-HEARTBEAT_SECONDS, HEARTBEATS = 0.5, 4
-"""Seconds between a machine's heartbeats, and the number of missing heartbeats after which it
-counts as lost. (This compares clocks.)"""
-SILENCE_SECONDS = HEARTBEAT_SECONDS * HEARTBEATS
-"""Seconds of silence after which a machine counts as lost."""
+HEARTBEAT_SECONDS = 0.5
+"""Seconds between a machine's heartbeats."""
+SILENCE_SECONDS = 5.0
+"""Seconds of silence after which a machine counts as lost. A busy machine may pause for seconds."""
 STATE_SECONDS, RENDEZVOUS_POLL_SECONDS = 0.25, 0.1
 """Seconds after which the list of machines is read again, and the same during a rendezvous."""
 ABLE_SECONDS = 30.0
@@ -229,6 +229,38 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
+class Silence:
+    """The seconds for which other machines have sent no heartbeat, by this machine's own clock.
+
+    Time during which this machine did not look does not count: it may have been stopped, or the
+    store may have been, and then no heartbeat could arrive.
+    """
+
+    def __init__(self, own: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._own, self._clock = own, clock
+        self._looked = clock()
+        self._heartbeats: Mapping[Any, datetime] = {}
+        self._seconds: dict[Any, float] = {}
+
+    def lost(self, heartbeats: Mapping[Any, datetime]) -> set[Any]:
+        """Return the machines that count as lost. `heartbeats`: the last one of each machine, as
+        just read."""
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, HEARTBEAT_SECONDS), now
+        self._seconds = {
+            machine: self._seconds[machine] + passed
+            if self._heartbeats.get(machine) == heartbeat
+            else 0.0
+            for machine, heartbeat in heartbeats.items()
+        }
+        self._heartbeats = dict(heartbeats)
+        return {
+            machine
+            for machine, seconds in self._seconds.items()
+            if machine != self._own and seconds >= SILENCE_SECONDS
+        }
+
+
 class _MachineLostError(Exception):
     """A machine was lost while other machines waited for it in a rendezvous."""
 
@@ -256,6 +288,7 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         super().__init__(replace(node, local_id=secrets.randbits(62)), *rest)
         refresh_rendezvous_state_after(self._state_holder, STATE_SECONDS)
         skip_rendezvous_records(self)
+        judge_heartbeats_by(self._state_holder, Silence(self._this_node).lost)
         self.addresses = []
         self._met: Sequence[Any] = ()
         self._round = -1
@@ -281,7 +314,6 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                 local_addr=own,
                 timeout=timeout,
                 keep_alive_interval=HEARTBEAT_SECONDS,  # type: ignore[arg-type]  # torch makes a timedelta of it
-                keep_alive_max_attempt=HEARTBEATS,
             )
         except (DistError, RendezvousError) as error:
             raise LaunchError(

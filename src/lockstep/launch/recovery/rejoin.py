@@ -21,9 +21,9 @@ from lockstep.launch.worker_files import write_failure
 STUCK_SECONDS = 2.0
 """If a wait does not end within this many seconds after an abort, this process ends, and counts as
 lost too."""
-NOTICE_SECONDS = 5.0
+NOTICE_SECONDS = 15.0
 """The longest time between an error caused by a lost peer and the launcher's message about the
-loss."""
+loss. The launcher of another machine has noticed the loss once the machine was silent."""
 
 
 class Rejoin:
