@@ -35,6 +35,8 @@ FOLDER = pytest.StashKey[str]()
 WARM = pytest.StashKey[bool]()
 BEFORE = pytest.StashKey[leaks.Snapshot]()
 pools: list[WorkerPool] = []
+END_SECONDS = 30.0
+"""What a test started has this long to end, on a busy machine."""
 PRELOADED = (
     "lockstep.run",
     "lockstep.autotune.autotune",
@@ -150,7 +152,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = request.node.stash[BEFORE] = leaks.take(exempt=_exempt())
     yield
     if request.node.stash.get(PASSED, False) and (
-        found := leaks.remaining(before, exempt=_exempt())
+        found := leaks.remaining(before, exempt=_exempt(), timeout_seconds=END_SECONDS)
     ):
         pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
 

@@ -37,5 +37,5 @@ def test_a_module_in_the_working_directory_is_not_imported(
 ) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('somebody else')")
     (tmp_path / "json.py").write_text("raise SystemExit('somebody else')")
-    ended = ran(own_python(*arguments), cwd=tmp_path, timeout=30)
+    ended = ran(own_python(*arguments), cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -70,7 +70,7 @@ class Writer:
             try:
                 yield self
             finally:
-                self.process.communicate(timeout=10)
+                self.process.communicate()
                 os.close(self._memory)
 
 

@@ -74,4 +74,6 @@ def agent(tmp_path: Path) -> Iterator[Agents]:
             left = psutil.Process(process.pid).children(recursive=True)
             process.kill()
             psutil.wait_procs(left, timeout=10)  # they die with it
-        process.communicate()
+        assert process.stderr is not None
+        if not process.stderr.closed:
+            process.communicate()

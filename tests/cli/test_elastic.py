@@ -124,7 +124,7 @@ def test_mistakes_are_told_before_anything_starts(options: list[str], text: str)
 def test_a_plan_that_does_not_fit_the_machines_that_came_is_told(agent: Agents) -> None:
     both = [agent("--plan", "replicate=3", SCRIPT, "0") for _ in range(2)]
     for each in both:
-        _, told = each.communicate(timeout=50)
+        _, told = each.communicate()
         assert each.returncode == 2
         assert re.search(r"^lockstep: PlanError: .*replicate=3", told, flags=re.MULTILINE)
         assert "restart" not in told
@@ -141,7 +141,7 @@ def test_a_machine_joins_and_is_lost_and_the_bits_stay(
     second = agent(SCRIPT, "0.8")
     wait_for(lambda: worlds(run) == [1, 2] and steps(tmp_path) >= 12)
     second.send_signal(signal.SIGKILL)
-    _, told = first.communicate(timeout=90)
+    _, told = first.communicate()
     assert first.returncode == 0, told
     assert (
         "lockstep: another machine waits to join: the workers save, and start again with it" in told
@@ -172,7 +172,7 @@ def test_a_third_machine_joins_two_and_no_restart_is_used_up(
     wait_for(lambda: worlds(run) == [2] and steps(tmp_path) >= 2)
     agents.append(agent(nnodes="2:3"))
     for each in agents:
-        _, told = each.communicate(timeout=90)
+        _, told = each.communicate()
         assert each.returncode == 0, told
     assert worlds(run) == [2, 3]
     assert run_files.fingerprint(run) == undisturbed
@@ -191,7 +191,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
     other = agent(nnodes="2")
     wait_for(lambda: steps(tmp_path) >= 7)
     keeper.send_signal(signal.SIGKILL)
-    _, told = other.communicate(timeout=60)
+    _, told = other.communicate()
     assert other.returncode == 1
     *_, last = told.splitlines()
     assert re.match(
@@ -202,7 +202,7 @@ def test_without_the_machine_that_keeps_the_rendezvous_the_others_end_and_the_sa
     newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
     again = [agent(nnodes="2"), agent(nnodes="2")]
     for each in again:
-        each.communicate(timeout=60)
+        each.communicate()
         assert each.returncode == 0
     assert run_files.fingerprint(run) == undisturbed
     (resumed,) = events(run, "resumed")
@@ -222,7 +222,7 @@ def test_a_machine_that_is_asked_to_end_saves_and_ends_with_all_others(
     both.append(agent(nnodes="2"))
     wait_for(lambda: steps(tmp_path) >= 3)
     both[asked].send_signal(signal.SIGTERM)
-    said = [each.communicate(timeout=60)[1] for each in both]
+    said = [each.communicate()[1] for each in both]
     assert [each.returncode for each in both] == [75, 75], said
     assert events(run)[-1]["event"] == "preempted"
 
@@ -240,7 +240,7 @@ def test_a_user_s_mistake_on_one_machine_ends_the_others_too(tmp_path: Path, age
         "dist.barrier()\n"
     )
     both = [agent(str(script), nnodes="2") for _ in range(2)]
-    said = [each.communicate(timeout=90)[1] for each in both]
+    said = [each.communicate()[1] for each in both]
     assert sorted(each.returncode for each in both) == [1, 2], said
     assert sum("lockstep: DataError: value; rule; remedy" in each for each in said) == 1
     assert sum("was ended by another machine" in each or "is gone" in each for each in said) == 1
@@ -263,7 +263,7 @@ def test_a_machine_that_is_done_hears_of_one_that_fails_later(
         "    sys.exit(3 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n"
     )
     both = [agent("--max-restarts", str(restarts), str(script), nnodes="2") for _ in range(2)]
-    said = [each.communicate(timeout=45)[1] for each in both]
+    said = [each.communicate()[1] for each in both]
     assert sorted(each.returncode for each in both) == statuses, said
     if restarts == 0:
         assert (
@@ -300,11 +300,11 @@ def test_a_machine_whose_link_is_cut_is_lost_and_ends_by_itself(
     listening = ran(["ip", "netns", "exec", three_hosts.hosts[2], "ss", "-ltnH"], check=True).stdout
     assert {line.split()[3].rpartition(":")[0] for line in listening.splitlines()} == {keeper}
     three_hosts.cut(1)  # of rank 0
-    _, told = agents[0].communicate(timeout=60)
+    _, told = agents[0].communicate()
     assert agents[0].returncode == 1
     assert f"the rendezvous at {keeper}:" in told
     for each in agents[1:]:
-        _, told = each.communicate(timeout=90)
+        _, told = each.communicate()
         assert each.returncode == 0, told
     assert worlds(run) == [6, 4]
     assert (

@@ -34,7 +34,7 @@ print("metrics", result.metrics)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return ran([LOCKSTEP, *arguments], timeout=100)
+    return ran([LOCKSTEP, *arguments])
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,7 @@ def run(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
         "TMPDIR": str(folder),
         "OMP_NUM_THREADS": "1",
     }
-    return ran([LOCKSTEP, "run", *line], env=environment, timeout=90)
+    return ran([LOCKSTEP, "run", *line], env=environment)
 
 
 @pytest.mark.timeout(120)

@@ -63,7 +63,7 @@ def ended(
 ) -> list[tuple[int, str, str]]:
     """The exit status, output and errors of each."""
     with together(lines, folder, **variables) as started:
-        said = [each.communicate(timeout=120) for each in started]
+        said = [each.communicate() for each in started]
         return [(each.returncode, *text) for each, text in zip(started, said, strict=True)]
 
 
@@ -201,7 +201,6 @@ def test_three_hosts_train_to_the_bits_of_one_process(
     assert run_files.fingerprint(tmp_path / "run") == undisturbed
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.command
 def test_a_host_that_cannot_reach_the_rendezvous_says_what_it_tried(
     tmp_path: Path, hosts: Network
@@ -230,7 +229,6 @@ def test_a_host_that_cannot_reach_the_rendezvous_says_what_it_tried(
     )
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.slow
 def test_a_host_that_reaches_the_rendezvous_and_not_the_others_is_named_on_all(
     tmp_path: Path, hosts: Network
@@ -260,7 +258,6 @@ def test_a_host_that_reaches_the_rendezvous_and_not_the_others_is_named_on_all(
         )
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.command
 def test_two_hosts_of_which_neither_is_first_and_none_reaches_the_other_are_named(
     tmp_path: Path, hosts: Network
@@ -290,7 +287,6 @@ def test_two_hosts_of_which_neither_is_first_and_none_reaches_the_other_are_name
         )
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.command
 @pytest.mark.parametrize("boxes", [[2], [2, 3]], ids=["one", "two of one address"])
 def test_containers_whose_address_only_their_own_host_reaches_are_told_the_remedy(

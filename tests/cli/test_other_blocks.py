@@ -21,7 +21,6 @@ NAMED = (
 )
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "width",
     [
@@ -31,7 +30,7 @@ NAMED = (
 )
 def test_blocks_that_ranks_call_differently_are_named(tmp_path: Path, width: str) -> None:
     line = ["run", "--nproc", "2", "--plan", PLAN, str(SCRIPT), width, str(tmp_path / "run")]
-    ended = ran([LOCKSTEP, *line], timeout=80)
+    ended = ran([LOCKSTEP, *line])
     assert ended.returncode == USER_ERROR_STATUS, ended.stderr
     assert re.search(f"RecipeError: {NAMED}", ended.stderr), ended.stderr
     assert "SIGABRT" not in ended.stderr

@@ -291,7 +291,7 @@ def test_an_interrupted_search_prints_the_plans_that_it_has(tmp_path: Path) -> N
     ) as process:
         wait_for(lambda: any(tmp_path.glob("lockstep-plan-*/outcomes.jsonl")))
         process.send_signal(signal.SIGINT)
-        told = json.loads(process.communicate(timeout=60)[0])
+        told = json.loads(process.communicate()[0])
     assert process.returncode == 130
     assert any(each["fits"] for each in told["plans"])
     assert "interrupted: these are the plans predicted" in told["remarks"][0]

@@ -36,7 +36,7 @@ print("trained")
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return ran([LOCKSTEP, *map(str, arguments)], timeout=100)
+    return ran([LOCKSTEP, *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ def test_sigterm_leaves_no_process(tmp_path: Path) -> None:
         command.terminate()
     assert command.returncode == 143
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int((tmp_path / "pid").read_text())).wait(10)
+        psutil.Process(int((tmp_path / "pid").read_text())).wait()
 
 
 @pytest.mark.slow

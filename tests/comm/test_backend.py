@@ -191,7 +191,7 @@ def test_a_run_trains_through_a_backend_that_the_script_registers(
     lines = []
     for backend in (["--backend", "telegraph"], []):
         run_dir = ["--run-dir", str(tmp_path / f"run-{len(backend)}")]
-        done = ran([*command, *run_dir, *backend, str(script)], timeout=100)
+        done = ran([*command, *run_dir, *backend, str(script)])
         assert done.returncode == 0, done.stderr
         lines.append(sorted(line for line in done.stdout.splitlines() if "made" in line))
     (through,) = {line.partition("made ")[2] for line in lines[0]}

@@ -25,7 +25,7 @@ def test_a_rendezvous_port_in_use_is_an_error_with_status_2_and_no_traceback() -
             "WORLD_SIZE": "2",
         }
         command = [sys.executable, "-c", script]
-        done = ran(command, env={**os.environ, **environment}, timeout=50)
+        done = ran(command, env={**os.environ, **environment})
     assert done.returncode == 2
     message = next(line for line in done.stderr.splitlines() if line.startswith("lockstep: "))
     assert (
@@ -66,7 +66,7 @@ def test_an_error_after_it_is_told_whoever_made_the_process_group(error: str) ->
         "for _ in range(2): join(rank=0, size=1, local_rank=0, local_size=1)\n"
         f"raise getattr(lockstep.base.errors, '{error}', ValueError)('what was given')\n"
     )
-    done = ran([sys.executable, "-c", script], timeout=50)
+    done = ran([sys.executable, "-c", script])
     told, status = (
         ("lockstep: DataError: what was given", 2)
         if error == "DataError"

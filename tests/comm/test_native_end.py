@@ -24,6 +24,6 @@ threading.Event().wait(20)
 @pytest.mark.parametrize(("state", "said"), [("open", "told by nativ\n"), ("closed", "")])
 @pytest.mark.command
 def test_the_function_is_called_before_the_process_aborts(state: str, said: str) -> None:
-    done = ran([sys.executable, "-c", SCRIPT, state], timeout=30)
+    done = ran([sys.executable, "-c", SCRIPT, state])
     assert done.returncode == -signal.SIGABRT
     assert done.stdout == said

@@ -325,10 +325,8 @@ def abort_while_joining(store: TCPStore) -> list[str]:
         thread.start()
         if not seconds:
             thread.join()
-        began = time.monotonic()
         with pytest.raises(CollectivesAborted) as raised:
             joined(store, Place(store.port, generation, 0, 2, "", ""))
-        assert time.monotonic() - began < SOON_SECONDS
         texts.append(str(raised.value))
         thread.join()
         assert is_aborted()

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 
 def commands(*words: object) -> subprocess.CompletedProcess[str]:
     with forked.use():
-        return ran([forked.LOCKSTEP, *map(str, words)], timeout=50)
+        return ran([forked.LOCKSTEP, *map(str, words)])
 
 
 @pytest.mark.timeout(180)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +31,7 @@ Starter = Callable[..., Ending]
 def wait_for_end(process: int) -> None:
     """Of a killed process that is not our child: whoever adopted it has to take note."""
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(process).wait(10)
+        psutil.Process(process).wait()
 
 
 def test_workers_get_what_torchrun_sets_and_our_own(
@@ -172,7 +171,6 @@ def test_when_a_rank_fails_the_others_are_stopped_and_its_traceback_is_reported_
 def test_ranks_that_ignore_sigterm_or_hang_at_their_exit_are_killed_with_all_they_started(
     run: Starter, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
     ending = run("""
         import atexit, subprocess
         sleeper = subprocess.Popen(["sleep", "1000"])
@@ -188,7 +186,6 @@ def test_ranks_that_ignore_sigterm_or_hang_at_their_exit_are_killed_with_all_the
             raise ValueError("boom")
         signal.pause()
         """)
-    assert time.monotonic() - began < 10
     assert (ending.status, ending.stopped) == (1, [0])
     for rank in (0, 1):
         wait_for_end(int((tmp_path / f"sleeper-{rank}").read_text()))
@@ -353,8 +350,8 @@ def test_a_signal_is_passed_on_to_all_that_a_worker_started_and_they_may_save(
     assert (tmp_path / "saved").read_text() == "child 7"
 
 
-def test_a_second_signal_does_not_wait(run: Starter) -> None:
-    began = time.monotonic()
+def test_a_second_signal_does_not_wait(run: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRACE_SECONDS, signal.SIGTERM, 1000.0)
     ending = run(
         """
         seen = []
@@ -368,7 +365,6 @@ def test_a_second_signal_does_not_wait(run: Starter) -> None:
         count=1,
     )
     assert ending.status == 143
-    assert time.monotonic() - began < GRACE_SECONDS[signal.SIGTERM] / 2
 
 
 def test_a_signal_that_is_ignored_stays_ignored(run: Starter) -> None:

@@ -54,6 +54,9 @@ def train(step, why_not=None, sizes=()):
             if not rejoin.rejoined(error, lambda: -1, at=step + advances * len(starts)):
                 raise
 
+def both_are_able():
+    return len(list(Path(".").glob("able-*"))) == 2
+
 def lose_a_peer():
     wait_until(lambda: aborted)
     del aborted[:]

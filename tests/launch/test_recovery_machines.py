@@ -15,6 +15,7 @@ from launch.test_recovery import script, starts
 from lockstep.launch.failures import Ending
 from lockstep.launch.machines import Machines
 from lockstep.launch.recovery.in_place import InPlace
+from lockstep.launch.rendezvous import ElasticRendezvous
 
 Starter = Callable[..., Ending]
 
@@ -24,6 +25,19 @@ def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InPlace, "keep_spare", lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def notes_of_the_able(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that has said that it can recover in place writes a file, for which scripts
+    wait."""
+    note = ElasticRendezvous.note_able
+
+    def note_and_write(self: ElasticRendezvous) -> None:
+        note(self)
+        (tmp_path / f"able-{id(self)}").touch()
+
+    monkeypatch.setattr(ElasticRendezvous, "note_able", note_and_write)
+
+
 def on_two_machines(run: Starter, source: str, **given: Any) -> list[Ending]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = Machines(2, 2, "127.0.0.1", free.getsockname()[1])
@@ -31,7 +45,7 @@ def on_two_machines(run: Starter, source: str, **given: Any) -> list[Ending]:
         both = [
             pool.submit(run, source, machines=place, recovery="in-place", **given) for _ in range(2)
         ]
-        return [each.result(timeout=50) for each in both]
+        return [each.result() for each in both]
 
 
 def test_the_workers_of_the_other_machine_keep_their_processes(
@@ -42,7 +56,7 @@ def test_the_workers_of_the_other_machine_keep_their_processes(
         script("""
             if restarted("in_place"): return
             wait_until(lambda: all(map(times, range(4))))
-            time.sleep(0.5)  # until all launchers know
+            wait_until(both_are_able)
             if rank == 3: die()
             lose_a_peer()
             """),
@@ -60,7 +74,7 @@ def test_a_machine_without_a_worker_left_starts_new_ones(run: Starter, tmp_path:
         script("""
             if restarted("in_place"): return
             wait_until(lambda: times(0) and times(1))
-            time.sleep(0.5)
+            wait_until(both_are_able)
             if rank == 1: die()
             lose_a_peer()
             """),
@@ -79,7 +93,6 @@ def test_where_one_machine_cannot_all_start_again(run: Starter, tmp_path: Path) 
             if os.environ.get("LOCKSTEP_RESTARTED"):
                 return Path(f"why-{rank}").write_text(restarted("not_in_place"))
             wait_until(lambda: times(0) and times(1))
-            time.sleep(0.5)
             if rank == 1: die()
             raise ConnectionResetError("Connection reset by peer")
             """,

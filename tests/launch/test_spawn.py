@@ -337,7 +337,7 @@ def test_a_notebooks_functions_run_in_forks_that_leave_its_own_things_alone(tmp_
         """
     line = [sys.executable, "-", str(tmp_path / "notes")]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    ended = ran(line, input=dedent(source), env=environment, timeout=50)
+    ended = ran(line, input=dedent(source), env=environment)
     assert ended.stderr == ""
     assert ended.stdout.splitlines() == [
         "True 3.0 1 1 0",

@@ -1,7 +1,7 @@
 """Trains 30 steps with numerics=bitwise: `elastic.py SECONDS [RANK STEP]`.
 
-It sleeps SECONDS after each step. On the first start, RANK is killed after STEP. In a job that
-Slurm has restarted it does not sleep.
+It sleeps SECONDS after each step, or until a file `go-on` is there. On the first start, RANK is
+killed after STEP. In a job that Slurm has restarted it does not sleep.
 """
 
 import os
@@ -22,7 +22,9 @@ is_requeued = "SLURM_RESTART_COUNT" in os.environ
 
 class Killed(ls.Hook):
     def after_step(self, run: Run) -> None:
-        time.sleep(0.0 if is_requeued else float(seconds))
+        until = time.monotonic() + (0.0 if is_requeued else float(seconds))
+        while time.monotonic() < until and not os.path.exists("go-on"):
+            time.sleep(0.02)
         print(
             f"{time.time():.3f} rank {run.context.world.rank} of {run.context.world.size} did"
             f" {run.step}",
