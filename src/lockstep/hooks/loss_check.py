@@ -247,7 +247,7 @@ def _looked_at(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: 
     """Try a microbatch if its samples differ in the labels that its loss is a mean over."""
     tried = compute(_piece(item, (0, None), 0))
     differ = not isinstance(tried, str) and any(mean.may_differ for mean in tried.means)
-    return _tried_on(item, compute, run) if differ else NOTHING
+    return _tried_on(item, compute, run, by_value=True) if differ else NOTHING
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -412,10 +412,17 @@ def counters_text(names: Sequence[str]) -> str | None:
     )
 
 
-def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
+def _tried_on(
+    item: Microbatch,
+    compute: Callable[[Microbatch], Outcome],
+    run: Run,
+    *,
+    by_value: bool = False,
+) -> Findings:
     """Try a microbatch twice, then with other random numbers, then its halves, and once more after
     the first half: calls with the same samples leave proportions as they are, such as a running
-    prior of classes."""
+    prior of classes. `by_value`: a mean over labels counts only if the loss of the halves shows
+    it."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -442,6 +449,8 @@ def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: R
     if (kept := _kept(run, [whole[0], at_last])) is not None:
         return Findings(kept=kept)
     found = _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
+    if by_value:
+        return found
     if found.cut is None and (over := _unseen_mean(whole[0].means, *halves[1:], found=found)):
         return Findings(cut=f"it is a mean over {over}")
     return found
