@@ -265,8 +265,8 @@ def open_run(
             "the script has its own loop, and only the loop of ls.train can be entered again"
         )
     world, devices = _join(request, environment, recovers=recovery is not None)
-    asked = request.over(environment)
-    given = (asked.plan or Plan()).resolve(world.size)
+    settings = request.over(environment)
+    given = (settings.plan or Plan()).resolve(world.size)
     check_plan_devices(given, world.device)
     check_carries(given, world.device)
     unequal = check_same_devices(devices, given.numerics)
@@ -277,28 +277,29 @@ def open_run(
         # only torch's collectives can be compared by --check
         given = replace(given, transport="torch")
         stack.enter_context(CollectiveCheck(default_store(), world.rank))
-    _check_allow_change(asked)
+    _check_allow_change(settings)
     mesh = Mesh.of(world, given)
     stack.callback(mesh.close)
     stack.enter_context(termination)
     recorder = Recorder(
         request.run_dir,
         world,
-        resume=asked.resume,
+        resume=settings.resume,
         launched=environment.run_dir
         or (environment.default_run_dir if request.run_dir is None else None),
         loggers=() if overrides.bare else request.loggers,
-        extend=not asked.allow_change.isdisjoint({"steps", "epochs"}),
+        extend=not settings.allow_change.isdisjoint({"steps", "epochs"}),
         restarted=environment.restarted is not None or environment.restarts > 0,
         again=recovery is not None and recovery.times > 0,
         lost_holders=() if recovery is None else recovery.lost_holders(world),
-        check_ended=asked.check_same_as,
+        check_ended=settings.check_same_as,
     )
     if recovery is not None:
-        recovery.holder, recovery.sizes = recorder.holder, (asked.plan or Plan()).sizes(world.size)
+        recovery.holder = recorder.holder
+        recovery.sizes = (settings.plan or Plan()).sizes(world.size)
     stack.callback(recorder.close)
-    taken = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
-    plan = taken.apply_to(given, world.device.type)
+    fallbacks = read_fallbacks(world, recorder.path, resumes=recorder.is_resumed)
+    plan = fallbacks.apply_to(given, world.device.type)
     lacking = set_up_computation(plan, world, environment.threads, stack)
     restart = environment.restarted
     context = request.context(
@@ -310,7 +311,7 @@ def open_run(
         recompute_every=recompute_every,
         recovered_from=restart.reason if restart is not None and restart.in_place else None,
     )
-    opened = Opened(context, environment, hooks, asked, given, taken)
+    opened = Opened(context, environment, hooks, settings, given, fallbacks)
     _record_start(opened, request, [unequal, *lacking])
     return opened
 
@@ -404,8 +405,8 @@ def _record_start(opened: Opened, request: RunRequest, devices: Sequence[Remark 
     restart = environment.restarted
     if restart is not None and not restart.in_place:
         why_not = {"not_in_place": restart.not_in_place} if restart.not_in_place else {}
-        told = {"reason": restart.reason, "restarts": environment.restarts}
-        recorder.event("restarted", 0, **told, **why_not)
+        fields = {"reason": restart.reason, "restarts": environment.restarts}
+        recorder.event("restarted", 0, **fields, **why_not)
     launched_plan = str(opened.given_plan) if environment.plan is not None else None
     for name, by_script, launched in (
         ("plan", request.plan and resolved(request.plan, context.world.size), launched_plan),

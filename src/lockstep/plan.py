@@ -565,12 +565,12 @@ class Plan:
         sizes = self.axis_sizes.items()
         text = self._text({name: size for name, size in sizes if name == "replicate" or size != 1})
         settings = {name: getattr(self, name) for name in SETTINGS}
-        told = [
+        pairs = [
             f"{name}={_text_of(value)}"
             for name, value in settings.items()
             if value != _default(name)
         ]
-        return ",".join([text, f"numerics={self.numerics}", *told])
+        return ",".join([text, f"numerics={self.numerics}", *pairs])
 
     @staticmethod
     def _text(axes: dict[str, Any]) -> str:

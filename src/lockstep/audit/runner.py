@@ -179,8 +179,8 @@ def run_audited(
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
     error = "" if hangs or end.timed_out or not end.status else failure_in(output)
     status = 0 if aborted_at_exit(error) else end.status
-    told = {**asdict(end), "status": status, "error": error if status else ""}
-    return AuditedEnd(**told, hang=hangs[0] if hangs else None)
+    fields = {**asdict(end), "status": status, "error": error if status else ""}
+    return AuditedEnd(**fields, hang=hangs[0] if hangs else None)
 
 
 def aborted_at_exit(error: str) -> bool:
@@ -202,11 +202,11 @@ def failure_in(output: str) -> str:
 
 def recorded(folder: Path) -> dict[int, Path]:
     """Return the records of the processes, by process id."""
-    found = {}
+    files = {}
     for path in folder.glob("process-*.jsonl"):
         with suppress(ValueError):
-            found[int(path.stem.removeprefix("process-"))] = path
-    return found
+            files[int(path.stem.removeprefix("process-"))] = path
+    return files
 
 
 def _running_records(folder: Path) -> list[int]:
@@ -237,12 +237,12 @@ def waiting_lines(stacks: Mapping[int, str], root: str) -> dict[int, str]:
 
     `root`: the directory of the user's code.
     """
-    found = {}
+    lines = {}
     for pid, text in stacks.items():
         main_thread = _THREAD.split(text)[-1]  # threads are listed from the youngest to the oldest
         for path, line, function in _FRAME.findall(main_thread):
             name = os.path.relpath(path, root)
             if os.path.isabs(path) and not name.startswith("..") and "site-packages" not in name:
-                found[pid] = f"{name}:{line}, in {function}"
+                lines[pid] = f"{name}:{line}, in {function}"
                 break
-    return found
+    return lines

@@ -127,13 +127,13 @@ def module_path(name: str) -> Path | None:
 def lines_of_files(places: Iterable[str], roots: Iterable[str]) -> dict[str, list[str]]:
     """Return the source lines of each file named in `places`, such as `train.py:12`. `roots`:
     directories in which to look for relative names."""
-    found = {}
+    lines = {}
     for name in {place.rpartition(":")[0] for place in places if place}:
         for path in [Path(root, name) for root in (*roots, os.curdir)]:
             if path.is_file():
-                found[name] = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                lines[name] = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 break
-    return found
+    return lines
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:

@@ -232,8 +232,8 @@ class ImageReader:
         sources = {rank: by[0] for rank, by in enumerate(seers) if len(by) != world.size}
         texts = {rank: json.loads(part.text) for rank, part in mine.items()}
         if sources:
-            told = [[rank, texts[rank]] for rank, by in sources.items() if by == world.rank]
-            for theirs in world.gather_values(told):
+            sent = [[rank, texts[rank]] for rank, by in sources.items() if by == world.rank]
+            for theirs in world.gather_values(sent):
                 texts.update(theirs)
         in_order = [texts[rank] for rank in sorted(texts)]
         self.name = name
@@ -266,9 +266,9 @@ class ImageReader:
         """Copy the values into this rank's tensors; every name must be saved, with the same shape.
         Every rank calls it. Parts that some rank does not see are sent, shard by shard."""
         copies = copies_by_shard(state, list(self._saved))
-        for shard, wanted in copies.items():
+        for shard, targets in copies.items():
             if shard in self._seen:
-                _take(state, wanted, self._seen[shard])
+                _take(state, targets, self._seen[shard])
         sent = {shard: source for shard, source in self._saved.items() if source is not None}
         if not sent:
             return

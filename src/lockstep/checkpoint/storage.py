@@ -44,8 +44,8 @@ class CheckpointName:
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
         """Parse a name; None if the text is not a checkpoint's name."""
-        found = _NAME.fullmatch(text)
-        return None if found is None else cls(int(found[1]), found[2])
+        match = _NAME.fullmatch(text)
+        return None if match is None else cls(int(match[1]), match[2])
 
 
 class Storage(Protocol):

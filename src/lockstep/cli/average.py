@@ -343,8 +343,8 @@ def _write(
         say(f"lockstep: warning: {warning}")
     if as_json:
         rows = list(map(_row, runs))
-        told = {"path": str(path), "runs": rows, "metrics": metrics, "warnings": warnings}
-        print_json(told)
+        summary = {"path": str(path), "runs": rows, "metrics": metrics, "warnings": warnings}
+        print_json(summary)
         return
     _print_table(runs, metrics)
     show(

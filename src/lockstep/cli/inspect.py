@@ -100,14 +100,14 @@ def command(as_json: bool, target: str) -> int:
     events = [] if at.run is None else list(_events(at.run))
     everything = [*checkpoints, *([model] if model else [])]
     if as_json:
-        told = {
+        summary = {
             "target": target,
             "checkpoints": [asdict(each) for each in checkpoints],
             "model": model and asdict(model),
             "events": events,
             "elsewhere": elsewhere,
         }
-        print_json(told)
+        print_json(summary)
     else:
         _show(target, everything, events, elsewhere)
     return 0 if all(each.state == "intact" for each in everything) else 1

@@ -151,8 +151,8 @@ def command(
 
         write_file("--html", html, plan_page(forecasts))
     if as_json:
-        told = [each.as_json() for each in forecasts]
-        print_json(told[0] if len(targets) == 1 else told)
+        rows = [each.as_json() for each in forecasts]
+        print_json(rows[0] if len(targets) == 1 else rows)
     else:
         _show(forecasts)
     if is_interrupted:

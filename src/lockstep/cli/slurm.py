@@ -106,14 +106,14 @@ def command(
     """
     given = shell_words("--run", run_options)
     # parsed only to check them: an unknown option is a usage error
-    asked = run_command.command.make_context("lockstep run", [*given, script, *arguments]).params
-    if asked["script"] != script:
+    options = run_command.command.make_context("lockstep run", [*given, script, *arguments]).params
+    if options["script"] != script:
         raise LaunchError(
-            f"--run {run_options!r} has {asked['script']!r}, which is not an option; --run takes"
+            f"--run {run_options!r} has {options['script']!r}, which is not an option; --run takes"
             " options of lockstep run; give the script and its arguments after the options of"
             " lockstep slurm"
         )
-    if is_sent and not asked["is_module"]:
+    if is_sent and not options["is_module"]:
         check_script(script)
     name = Path(script).stem if name is None else name
     text = _job(name=name, script=script, arguments=arguments, run=given, **job).text()

@@ -15,12 +15,12 @@ E = TypeVar("E", bound=LockstepError)
 def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
     """Return `compute()`. Every rank calls it. If it raises a `base` on any rank, all ranks raise
     the error of the first of these ranks."""
-    mine, told = None, None
+    mine, message = None, None
     try:
         result = compute()
     except base as error:
-        mine, told = error, [type(error).__name__, str(error)]
-    for rank, theirs in enumerate(world.gather_values(told)):
+        mine, message = error, [type(error).__name__, str(error)]
+    for rank, theirs in enumerate(world.gather_values(message)):
         if theirs is not None:
             raise mine if mine is not None and rank == world.rank else _same(theirs, base)
     return result
@@ -39,9 +39,9 @@ def on_rank_0(world: World, compute: Callable[[], T], base: type[LockstepError])
             mine = error
             return [None, [type(error).__name__, str(error)]]
 
-    result, told = world.value_from(0, outcome)
-    if told is not None:
-        raise mine or _same(told, base)
+    result, message = world.value_from(0, outcome)
+    if message is not None:
+        raise mine or _same(message, base)
     received: T = result
     return received
 

@@ -71,9 +71,9 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
     visible, hidden = accelerator.count(), accelerator.hiding(os.environ)
     if not visible:
         unseen = accelerator.unseen(os.environ)
-        asked = unseen and os.environ.get("CUDA_VISIBLE_DEVICES")
+        selected = unseen and os.environ.get("CUDA_VISIBLE_DEVICES")
         return cpu, RankDevice(
-            host=host, type="" if asked else "cpu", why=unseen or hidden, shares=shares
+            host=host, type="" if selected else "cpu", why=unseen or hidden, shares=shares
         )
     try:
         device = accelerator.device(local_rank % visible)

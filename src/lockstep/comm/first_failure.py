@@ -71,7 +71,7 @@ class FirstFailure:
     def cause(self, *, wait_seconds: float) -> PeerError | None:
         """Return the error that another rank has reported, or reports within `wait_seconds`; None
         if there is none, or if the store is lost."""
-        found: list[PeerError] = []
+        errors: list[PeerError] = []
         end = time.monotonic() + wait_seconds
 
         def look() -> None:
@@ -81,10 +81,10 @@ class FirstFailure:
                 time.sleep(_LOOK_SECONDS)
             cause = PeerError(**json.loads(self._store.get(self._key)))
             if cause.rank != self._rank:
-                found.append(cause)
+                errors.append(cause)
 
         _bounded(look)
-        return found[0] if found else None
+        return errors[0] if errors else None
 
 
 def _bounded(request: Callable[[], None]) -> None:

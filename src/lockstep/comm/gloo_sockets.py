@@ -86,11 +86,11 @@ def _shut_down_those_of(thread: str) -> bool:
     epoll = _epoll_of(thread)
     if epoll is None:
         return not (_PROCESS / "task" / thread).exists()
-    found = _FILE_IN_EPOLL.findall(_read(f"fdinfo/{epoll}"))
+    descriptors = _FILE_IN_EPOLL.findall(_read(f"fdinfo/{epoll}"))
     # the group was freed meanwhile, and the number may now belong to another file
     if _epoll_of(thread) != epoll:
         return False
-    for number, inode in found:
+    for number, inode in descriptors:
         _with_socket(int(number), int(inode, 16), _end)
     return True
 
@@ -110,11 +110,11 @@ def _with_socket(number: int, inode: int, function: Callable[[socket.socket], T]
         status = os.fstat(descriptor)
         if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
             return None
-        found = opened.enter_context(socket.socket(fileno=os.dup(descriptor)))
-        if found.family in (socket.AF_INET, socket.AF_INET6) and not found.getsockopt(
+        connection = opened.enter_context(socket.socket(fileno=os.dup(descriptor)))
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and not connection.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
-            return function(found)
+            return function(connection)
     return None
 
 
@@ -134,9 +134,9 @@ def _sockets() -> dict[int, int]:
 def _descriptors() -> Iterator[tuple[int, int]]:
     for name in _entries("fd"):
         with contextlib.suppress(OSError):
-            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(_PROCESS / "fd" / name))
-            if found:
-                yield int(found[1]), int(name)
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(_PROCESS / "fd" / name))
+            if match:
+                yield int(match[1]), int(name)
 
 
 def _entries(folder: str) -> list[str]:

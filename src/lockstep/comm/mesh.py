@@ -379,14 +379,14 @@ def _with_shared_memory(
     groups, and the reason for each group that some ranks could not make."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
-    named = {
+    by_label = {
         "data" if len(names) > 1 and names == data else "_".join(names): names
         for names in groups
         if world.device.type == "cpu" and set(names) <= set(summed)
     }
-    if plan.transport == "torch" or not named:
-        return with_memory, dict.fromkeys(named, "the plan says transport=torch")
-    for name, names in named.items():
+    if plan.transport == "torch" or not by_label:
+        return with_memory, dict.fromkeys(by_label, "the plan says transport=torch")
+    for name, names in by_label.items():
         group = groups[names].group or dist.group.WORLD
         made = SharedMemoryGroup.create(group)
         if isinstance(made, SharedMemoryGroup):

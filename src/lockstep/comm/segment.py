@@ -203,11 +203,11 @@ class Segment:
         over."""
         words = self.words
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
-        left = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
+        closed = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
         stopped = [peer for peer in range(self.size) if words[_line(peer) + _STATE] > _LEFT]
         # Read after the states: actions of a rank before its end count.
         missing = [peer for peer in self.peers if words[self.counters[peer]] < target]
-        for kind, ranks in ((_DIED, dead), (_LEFT, left)):
+        for kind, ranks in ((_DIED, dead), (_LEFT, closed)):
             if gone := [peer for peer in ranks if peer in missing]:
                 raise self._error(kind, gone)
         if stopped and missing:
@@ -296,15 +296,15 @@ def open_segment(
             other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)
         ):
             return Unavailable(_apart(other, hosts), tuple(hosts.index(host) for host in hosts))
-        found, reason = _attempt(lambda: _open([everyone[each]["offer"] for each in among], rank))
+        segment, reason = _attempt(lambda: _open([everyone[each]["offer"] for each in among], rank))
         everyone = _exchange(group, {"reason": reason})
     if (unavailable := _unavailable(everyone)) is not None:
-        if found is not None:
-            _close(found[1])
+        if segment is not None:
+            _close(segment[1])
         return unavailable
-    assert found is not None
+    assert segment is not None
     names = dist.get_process_group_ranks(group)
-    return Segment(found[0], rank, found[1], timeout, names=[names[each] for each in among])
+    return Segment(segment[0], rank, segment[1], timeout, names=[names[each] for each in among])
 
 
 def _apart(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:

@@ -116,7 +116,7 @@ def check_same_samples(
 ) -> None:
     """Raise `DataError` if two ranks' samples differ. `name`: name of the dataset. `lengths_only`:
     compare only lengths, not contents."""
-    known = [(rank, found.samples) for rank, found in enumerate(everyone) if found.samples]
+    known = [(rank, digests.samples) for rank, digests in enumerate(everyone) if digests.samples]
     for rank, samples in known[1:]:
         first, expected = known[0]
         for (sample, parts), (given, given_parts) in zip(expected, samples, strict=False):
@@ -153,10 +153,10 @@ def check_unchanged(
 
 def changing(name: str, everyone: Sequence[Digests]) -> str | None:
     """Return text that names the sample that changed when fetched again; None if none did."""
-    for rank, found in enumerate(everyone):
-        if found.changing is not None:
+    for rank, digests in enumerate(everyone):
+        if digests.changing is not None:
             return (
-                f"{name}: {found.changing} on rank {rank} has other bits each time that it is"
+                f"{name}: {digests.changing} on rank {rank} has other bits each time that it is"
                 " fetched; a sample follows from its index, a batch of collate from its samples,"
                 " and both from the default generators of python, numpy and torch, which are"
                 " seeded before each sample and each batch"
@@ -167,11 +167,11 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
 def counting(name: str, everyone: Sequence[Digests]) -> str | None:
     """Return text that names the numbers of the dataset that each fetch changes; None if there are
     none."""
-    for rank, found in enumerate(everyone):
-        if found.counted is not None:
+    for rank, digests in enumerate(everyone):
+        if digests.counted is not None:
             return (
                 f"{name}: each fetch of a sample on rank {rank} changes the dataset's number"
-                f" {found.counted}; each rank and each loader worker would count its own samples;"
+                f" {digests.counted}; each rank and each loader worker would count its own samples;"
                 " what changes in the course of training follows from the epoch (set_epoch), or is"
                 " set by a hook; if it is for a log, leave it out, or append it to a list"
             )
@@ -181,10 +181,10 @@ def counting(name: str, everyone: Sequence[Digests]) -> str | None:
 def not_compared(name: str, everyone: Sequence[Digests]) -> str | None:
     """Return text that names the samples or parts that cannot be read; None if all were
     compared."""
-    for rank, found in enumerate(everyone):
-        if found.unread is not None:
-            return f"{name}: {found.unread} on rank {rank}"
-        for sample, parts in found.samples:
+    for rank, digests in enumerate(everyone):
+        if digests.unread is not None:
+            return f"{name}: {digests.unread} on rank {rank}"
+        for sample, parts in digests.samples:
             unread = [
                 f"{sample}{path}" for path, digest in parts.items() if digest.startswith(_UNREAD)
             ]

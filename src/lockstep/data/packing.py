@@ -136,15 +136,15 @@ def document_of(value: Any, name: str) -> Document:
 
 def _integers(value: Any, name: str) -> Integers:
     try:
-        found = np.asarray(value)
+        numbers = np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
-        found = np.empty(1, dtype=object)
-    if found.ndim != 1 or not (np.issubdtype(found.dtype, np.integer) or not found.size):
-        shape = f" of shape {found.shape}" if found.ndim != 1 else ""
+        numbers = np.empty(1, dtype=object)
+    if numbers.ndim != 1 or not (np.issubdtype(numbers.dtype, np.integer) or not numbers.size):
+        shape = f" of shape {numbers.shape}" if numbers.ndim != 1 else ""
         raise DataError(
             f"{name} is a {type(value).__name__}{shape}; {PLAIN}; tokenize it before it is packed"
         )
-    return found.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -208,7 +208,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 for number in range(len(self._data))
             ]
         try:
-            found = np.asarray(lengths)
+            numbers = np.asarray(lengths)
         except (TypeError, ValueError, RuntimeError) as error:  # rows of several lengths, a tensor
             raise DataError(
                 f"pack(lengths) with a {type(lengths).__name__} that is no array of numbers"
@@ -216,21 +216,21 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 " least 0; correct them"
             ) from error
         if (
-            found.shape != (len(self._data),)
-            or not np.issubdtype(found.dtype, np.integer)
-            or found.min() < 0
+            numbers.shape != (len(self._data),)
+            or not np.issubdtype(numbers.dtype, np.integer)
+            or numbers.min() < 0
         ):
             raise DataError(
-                f"pack(lengths) with shape {found.shape} and dtype {found.dtype} for"
+                f"pack(lengths) with shape {numbers.shape} and dtype {numbers.dtype} for"
                 f" {len(self._data)} documents; it has the number of tokens of each document, a"
                 " whole number of at least 0; correct them"
             )
-        if not found.any():
+        if not numbers.any():
             raise DataError(
                 f"pack of {len(self._data)} documents without a token; a row has at least one;"
                 " check what tokenizes them"
             )
-        return found.astype(np.int64)
+        return numbers.astype(np.int64)
 
 
 @overload

@@ -240,8 +240,8 @@ def _packed(
     position, given = begin
     samples = shard_samples(packed.stream, shard, seed=seed, begin=position, called=called)
     while True:
-        taken = list(islice(samples, TOGETHER))
-        names, values, positions = zip(*taken, strict=True)
+        documents = list(islice(samples, TOGETHER))
+        names, values, positions = zip(*documents, strict=True)
         rows = _rows_of(values, packed.length, [f"document {name}" for name in names])
         if not rows:
             raise DataError(

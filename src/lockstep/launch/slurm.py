@@ -313,8 +313,8 @@ POLL_SECONDS = 2.0
 
 def submit(script: str) -> int:
     """Submit a batch script. Returns the job's number. Raises `LaunchError`."""
-    said = _ask(["sbatch", "--parsable"], stdin=script)
-    return int(said.partition(";")[0])
+    output = _ask(["sbatch", "--parsable"], stdin=script)
+    return int(output.partition(";")[0])
 
 
 def follow(job: int, name: str, say: Callable[[str], None], show: Callable[[str], None]) -> int:
@@ -385,8 +385,8 @@ def address_of(node: str) -> str:
     if found is not None and not ipaddress.ip_address(found).is_loopback:
         return node
     with suppress(LaunchError):
-        told = _ask(["scontrol", "show", "node", "--oneliner", node])
-        listed = re.search(r"\bNodeAddr=(\S+)", told)
+        output = _ask(["scontrol", "show", "node", "--oneliner", node])
+        listed = re.search(r"\bNodeAddr=(\S+)", output)
         if listed is not None and _resolved(listed[1]) is not None:
             return listed[1]
     if found is None:

@@ -26,14 +26,14 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
         found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
         shared = blocks_with_shared_parameters(model, found)
         return [name for name in found if name not in shared]
-    named = _named(model, patterns)
-    if shared := blocks_with_shared_parameters(model, named):
+    blocks = _named(model, patterns)
+    if shared := blocks_with_shared_parameters(model, blocks):
         raise RecipeError(
             f"the recipe's block {min(shared)!r} shares a parameter with a module outside of it; a"
             " block's parameters are gathered only for this block; leave it out of Recipe.blocks,"
             " or name a module that contains both"
         )
-    return named
+    return blocks
 
 
 def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -42,9 +42,9 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         outermost(matching_names(names, pattern, "the recipe's blocks have"))
         for pattern in patterns
     ]
-    chosen = [name for name in names if any(name in matches for matches in found)]
-    check_not_nested(chosen, "blocks")
-    return chosen
+    matching = [name for name in names if any(name in matches for matches in found)]
+    check_not_nested(matching, "blocks")
+    return matching
 
 
 def matching_names(

@@ -218,12 +218,12 @@ class Forecast:
     def _budget_json(self, found: Budget) -> dict[str, float | None]:
         """Return a budget as JSON, with intervals for values that depend on the time of a step;
         None: infinite."""
-        told: dict[str, float | None] = asdict(found)
+        fields: dict[str, float | None] = asdict(found)
         for name in ("days", "cost"):
             for end, ratio in asdict(self.interval).items():
-                value = told[name]
-                told[f"{name}_{end}"] = None if value is None else value * ratio
-        budget: dict[str, float | None] = finite(told)
+                value = fields[name]
+                fields[f"{name}_{end}"] = None if value is None else value * ratio
+        budget: dict[str, float | None] = finite(fields)
         return budget
 
     def _budget(self, best: Prediction) -> Iterator[str]:
@@ -288,8 +288,8 @@ def side_by_side(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, ...]]:
             yield each.target, "no plan fits", *[""] * (len(SIDE_BY_SIDE) - 2)
             continue
         best, (row, *_) = each.fitting[0], each.rows(1)
-        found = each.budget(best)
-        days_and_cost = each._days_and_cost(found) if found and found.goodput else ("", "")
+        cost = each.budget(best)
+        days_and_cost = each._days_and_cost(cost) if cost and cost.goodput else ("", "")
         yield each.target, *row[:6], *days_and_cost
 
 

@@ -73,14 +73,14 @@ def _fork(path: Path, compute: Callable[[], float | Outcome]) -> int:
     if process := os.fork():
         return process
     die_with_parent(own)
-    told: Any
+    answer: Any
     try:
         try:
             computed = compute()
-            told = computed.as_json() if isinstance(computed, Outcome) else computed
+            answer = computed.as_json() if isinstance(computed, Outcome) else computed
         except BaseException as error:
-            told = error_with_line(error)
-        path.write_text(json.dumps(told), encoding="utf-8")
+            answer = error_with_line(error)
+        path.write_text(json.dumps(answer), encoding="utf-8")
     finally:
         os._exit(0)
 
@@ -137,21 +137,21 @@ class _Evaluation:
     def evaluate(self, plans: Sequence[Plan]) -> list[Outcome]:
         """Predict the plans, each in a fork of this process, a few at the same time."""
         waiting, running = list(plans), dict[int, tuple[str, Path]]()
-        found: dict[str, Outcome] = {}
+        outcomes: dict[str, Outcome] = {}
         while waiting or running:
             while waiting and len(running) < self._request.slots:
                 plan = waiting.pop(0)
-                number = len(self._known) + len(found) + len(running)
+                number = len(self._known) + len(outcomes) + len(running)
                 path = self._folder / f"plan-{number}-{os.getpid()}.json"
                 process = _fork(path, partial(self._predicted, plan))
                 running[process] = text(plan), path
             process, status = os.wait()
             if process in running:
                 name, path = running.pop(process)
-                found[name] = _outcome(name, path, status)
-                self._report(found[name])
-        self._known |= found
-        return [found[text(plan)] for plan in plans]
+                outcomes[name] = _outcome(name, path, status)
+                self._report(outcomes[name])
+        self._known |= outcomes
+        return [outcomes[text(plan)] for plan in plans]
 
     def _predicted(self, plan: Plan) -> Outcome:
         recipe, machine = self._recipe, self._machine
@@ -181,16 +181,16 @@ class _Evaluation:
 
 def _outcome(plan: str, path: Path, status: int) -> Outcome:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        answer = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
     except (OSError, ValueError):
         ended = os.waitstatus_to_exitcode(status)
-        told = f"the process that traced it ended with status {ended}"
+        answer = f"the process that traced it ended with status {ended}"
     else:
-        if not isinstance(told, str):
-            return Outcome.from_json(told)
-        told = f"it could not be traced: {told}"
-    return Outcome(plan=plan, reason=told, is_refused=True)
+        if not isinstance(answer, str):
+            return Outcome.from_json(answer)
+        answer = f"it could not be traced: {answer}"
+    return Outcome(plan=plan, reason=answer, is_refused=True)
 
 
 def available_bytes() -> int:
@@ -220,15 +220,15 @@ class LoaderTime:
         path = folder / "loader.json"
         process = _fork(path, lambda: _seconds_of_a_sample(recipe, seconds))
         if not _ends(process, PATIENCE_SECONDS):
-            told = f"took longer than {PATIENCE_SECONDS:.0f} s"
+            problem = f"took longer than {PATIENCE_SECONDS:.0f} s"
         elif not path.exists():
-            told = "killed its process"
-        elif isinstance(told := json.loads(path.read_text(encoding="utf-8")), str):
-            told = f"failed with {told}"
+            problem = "killed its process"
+        elif isinstance(problem := json.loads(path.read_text(encoding="utf-8")), str):
+            problem = f"failed with {problem}"
         else:
-            return cls(told, f"a process loads {1 / told:,.4g} samples/s here")
+            return cls(problem, f"a process loads {1 / problem:,.4g} samples/s here")
         raise RecipeError(
-            f"loading a microbatch of Recipe.data {told}; a plan is made from one; correct the"
+            f"loading a microbatch of Recipe.data {problem}; a plan is made from one; correct the"
             " dataset, or `collate`"
         )
 

@@ -25,7 +25,7 @@ from lockstep.recipe.recipe import Recipe
 def texts() -> Mapping[str, str]:
     """Return the source of the script (as `__main__`) and of each loaded module of the user, read
     at the first call."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         # includes the script; in a process that was a spare, `__main__` is lockstep's own file
         if name == "__mp_main__":
@@ -36,8 +36,8 @@ def texts() -> Mapping[str, str]:
             and is_users(name)
             and (lines := linecache.getlines(os.path.abspath(file)))
         ):
-            found[name] = "".join(lines)
-    return found
+            by_name[name] = "".join(lines)
+    return by_name
 
 
 def sources() -> dict[str, str]:
@@ -125,14 +125,16 @@ def code_and_objects_of(recipe: Recipe, unread: Collection[Any] = ()) -> Digests
 
 
 def _functions(recipe: Recipe) -> dict[str, Any]:
-    found = {name: getattr(recipe, name) for name in FIELDS if getattr(recipe, name) is not None}
+    functions = {
+        name: getattr(recipe, name) for name in FIELDS if getattr(recipe, name) is not None
+    }
     if (batch_loss := recipe.batch_loss) is not None:
-        found["batch_loss"] = [batch_loss.collect, batch_loss.compute]
+        functions["batch_loss"] = [batch_loss.collect, batch_loss.compute]
     if recipe.sequence is not None and recipe.sequence.documents is not None:
-        found["sequence"] = recipe.sequence.documents
+        functions["sequence"] = recipe.sequence.documents
     if recipe.balance is not None and recipe.balance.tokens is not None:
-        found["balance"] = recipe.balance.tokens
-    return found
+        functions["balance"] = recipe.balance.tokens
+    return functions
 
 
 def parts(

@@ -239,17 +239,17 @@ def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
             + ", ".join(f"{name!r}: ..." for name in sorted(streams))
             + "}"
         )
-    found = {name: _weight(weight) for name, weight in weights.items()}
-    for name, number in found.items():
+    checked = {name: _weight(weight) for name, weight in weights.items()}
+    for name, number in checked.items():
         if not 0 < number < math.inf:
             raise RecipeError(
                 f"Stream.mix with the weight {_shown(weights[name])} of {name!r}; a weight is a"
                 " number above 0, and only the proportions count; leave out a stream that is not to"
                 " be read"
             )
-    if math.isinf(sum(found.values())):
+    if math.isinf(sum(checked.values())):
         raise RecipeError(
-            f"Stream.mix with the weights {found}, whose sum is not a float; only the proportions"
+            f"Stream.mix with the weights {checked}, whose sum is not a float; only the proportions"
             " count; divide each by the largest"
         )
     shards = {name: stream.shards for name, stream in streams.items()}
@@ -258,7 +258,7 @@ def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
             f"Stream.mix of streams with {shards} shards; shard k of the mixture reads shard k of"
             f" each stream, so all have equally many; give each shards={max(shards.values())}"
         )
-    return found
+    return checked
 
 
 def _weight(value: Any) -> float:

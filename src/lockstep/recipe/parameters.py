@@ -327,16 +327,16 @@ def given_values(environ: Mapping[str, str]) -> dict[str, str]:
 def read_assignments(text: str, name: str) -> tuple[str, ...]:
     """Parse the list of assignments in an environment variable. Raises `RecipeError`."""
     try:
-        found = json.loads(text)
+        assignments = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        assignments = None
+    if not isinstance(assignments, list) or not all(isinstance(each, str) for each in assignments):
         raise RecipeError(
             f'{name}={text!r}; it must be a JSON list of texts: ["lr=1e-3"];'
             " correct what sets it, or"
             " unset it"
         )
-    return tuple(found)
+    return tuple(assignments)
 
 
 def split_assignment(text: str) -> tuple[str, str]:

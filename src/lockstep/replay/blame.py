@@ -50,7 +50,7 @@ class Spike:
 def spike_at(rows: Sequence[Mapping[str, Any]], place: int) -> Spike | None:
     """Return how unusual a row of metrics.jsonl is; None if too few rows are before it."""
     before = rows[max(0, place - WINDOW) : place]
-    found = []
+    spikes = []
     for metric in ("loss", "gradient_norm"):
         usual = [row[metric] for row in before if isinstance(row.get(metric), int | float)]
         if len(usual) < LEAST_BEFORE:
@@ -62,10 +62,10 @@ def spike_at(rows: Sequence[Mapping[str, Any]], place: int) -> Spike | None:
         else:
             distance = statistics.median(abs(each - median) for each in usual)
             score = (value - median) / max(distance, 1e-3 * abs(median), 1e-30)
-        found.append(
+        spikes.append(
             Spike(step=rows[place]["step"], metric=metric, value=value, usual=median, score=score)
         )
-    return max(found, key=lambda spike: spike.score, default=None)
+    return max(spikes, key=lambda spike: spike.score, default=None)
 
 
 def largest_spike(rows: Sequence[Mapping[str, Any]]) -> Spike | None:
@@ -134,7 +134,7 @@ def outliers(norms: Sequence[float]) -> list[int]:
     """Return the indices of norms that are many times the median of the others, largest first. A
     norm that is not finite is an outlier if another norm is finite."""
     norms = [math.inf if math.isnan(norm) else norm for norm in norms]
-    found = []
+    indices = []
     for place, norm in enumerate(norms):
         others = [*norms[:place], *norms[place + 1 :]]
         usual = (
@@ -143,8 +143,8 @@ def outliers(norms: Sequence[float]) -> list[int]:
             else RATIO * statistics.median(others or [math.inf])
         )
         if norm > usual:
-            found.append(place)
-    return sorted(found, key=norms.__getitem__, reverse=True)
+            indices.append(place)
+    return sorted(indices, key=norms.__getitem__, reverse=True)
 
 
 def suspected(replay: Replay) -> ReplayedMicrobatch | None:
@@ -197,8 +197,8 @@ def cause_of(
     if replay.ended_the_run and replay.is_finite:
         text = "in the run, the loss or the gradient of this step is not finite, and here both are"
         return _not_reproduced(replay, replay.step, text, None)
-    found = _unusual if replay.is_finite else _not_finite
-    return found(replay, rows, by_sample)
+    find_cause = _unusual if replay.is_finite else _not_finite
+    return find_cause(replay, rows, by_sample)
 
 
 def _unusual(replay: Replay, rows: Sequence[Mapping[str, Any]], by_sample: Replay | None) -> Blame:
@@ -257,15 +257,15 @@ def samples_not_finite(replay: Replay) -> list[int | str]:
     """Return the samples of the first values that are not finite. Empty: not known, all samples of
     a microbatch alike, or a part of each microbatch by its computation."""
     bad = replay.first_not_finite
-    found: list[int | str] = []
+    samples: list[int | str] = []
     for each, place in bad:
         names = [] if place is None else list(place.samples)
         is_in_data = place is not None and place.stage == "batch"
         is_alike = suspected(replay) is None or len(names) == len(each.samples) > 1
         if not names or (is_alike and not is_in_data):
             return []
-        found += names
-    return found
+        samples += names
+    return samples
 
 
 def _unusual_samples(

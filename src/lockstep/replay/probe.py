@@ -159,7 +159,7 @@ class ReplayHook(ControlHook):
         of_rows = torch.autograd.grad(
             total, rows, grad_output, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        found = []
+        squares = []
         for sample in range(stop - start):
             only = [torch.zeros_like(each) for each in of_rows]
             for each, whole in zip(only, of_rows, strict=True):
@@ -167,8 +167,8 @@ class ReplayHook(ControlHook):
             gradients = torch.autograd.grad(
                 rows, module.leaves, only, retain_graph=True, allow_unused=True
             )
-            found.append(math.fsum(squares_by_block(module.by_parameter(gradients)).values()))
-        return found
+            squares.append(math.fsum(squares_by_block(module.by_parameter(gradients)).values()))
+        return squares
 
     def without_backward(self, module: int, microbatch: int) -> None:
         """See `Probe`."""
@@ -220,10 +220,10 @@ class ReplayHook(ControlHook):
 
 def squares_by_block(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Return block -> the sum of squares of its gradients. None: an unused parameter."""
-    found: dict[str, float] = {}
+    by_block: dict[str, float] = {}
     for name, gradient in gradients.items():
         if gradient is None:
             continue
         square = float(to_local(gradient).double().square().sum())
-        found[block_of(name)] = found.get(block_of(name), 0.0) + square
-    return found
+        by_block[block_of(name)] = by_block.get(block_of(name), 0.0) + square
+    return by_block

@@ -75,18 +75,18 @@ class ReplayedMicrobatch:
 def joined(parts: Iterable[ReplayedMicrobatch]) -> list[ReplayedMicrobatch]:
     """Return one object for each microbatch of each model, in order. `parts`: the parts of all
     ranks; several ranks may have a part of one microbatch."""
-    found: dict[tuple[int, int], ReplayedMicrobatch] = {}
+    by_index: dict[tuple[int, int], ReplayedMicrobatch] = {}
     for each in parts:
         place = each.model, each.microbatch
-        if (other := found.get(place)) is not None:
+        if (other := by_index.get(place)) is not None:
             each = replace(
                 each,
                 total=_sum(each.total, other.total),
                 part=_sum(each.part, other.part),
                 places=(*other.places, *each.places),
             )
-        found[place] = each
-    return [found[place] for place in sorted(found)]
+        by_index[place] = each
+    return [by_index[place] for place in sorted(by_index)]
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
@@ -275,12 +275,12 @@ def compared(
     """Compare rows of metrics.jsonl of both runs, for the steps in (after, to] that both have
     logged."""
     theirs = {row["step"]: row for row in run if after < row["step"] <= to and "loss" in row}
-    found = []
+    comparisons = []
     for row in now:
         if "loss" not in row or (before := theirs.get(row["step"])) is None:
             continue
         sums = before.get(CHECKSUM), row.get(CHECKSUM)
-        found.append(
+        comparisons.append(
             StepComparison(
                 step=row["step"],
                 checksum=None if None in sums else sums[0] == sums[1],
@@ -288,7 +288,7 @@ def compared(
                 norm=(_number(before, "gradient_norm"), _number(row, "gradient_norm")),
             )
         )
-    return found
+    return comparisons
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:

@@ -147,13 +147,13 @@ def _without_mask(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def _graph(*outputs: Tensor, until: Iterable[Node | None] = ()) -> list[Node]:
     """Return the operations that lead from `until` (excluded) to `outputs`."""
-    seen, found = {*until, None}, []
+    seen, operations = {*until, None}, []
     following = [each.grad_fn for each in outputs]
     while following:
         node = following.pop()
         if node in seen or node is None:
             continue
         seen.add(node)
-        found.append(node)
+        operations.append(node)
         following += [before for before, _ in node.next_functions]
-    return found
+    return operations

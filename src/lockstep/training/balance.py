@@ -135,12 +135,12 @@ class ExpertBalance:
     def _denominators(self, batch: Any) -> dict[str, float]:
         samples, tokens, counted = self._shape(batch)
         number = float(samples * tokens if counted is None else counted.sum())
-        found = {}
+        denominators = {}
         if self.balance.coefficient:
-            found[BALANCE] = float(samples) if self.balance.over == "sample" else number
+            denominators[BALANCE] = float(samples) if self.balance.over == "sample" else number
         if self.balance.z:
-            found[ROUTER_Z] = number
-        return found
+            denominators[ROUTER_Z] = number
+        return denominators
 
     def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
         """Return the samples of a batch, the tokens of each, and (samples, tokens) True for the
@@ -292,14 +292,14 @@ class ExpertBalance:
         that share out a microbatch's tokens call it together. Raises `LossError` and
         `RecipeError`."""
         self._check_logits(routed.choices)
-        found = {}
+        terms = {}
         if self.balance.coefficient:
-            found[BALANCE] = Sum(self._balance_term(routed))
+            terms[BALANCE] = Sum(self._balance_term(routed))
         if self.balance.z:
             logits = [each for layer in routed.choices for each in layer.logits]
             of_each = [z_loss(each, routed.counted) for each in logits]
-            found[ROUTER_Z] = Sum(self.balance.z * _sum(of_each))
-        return found
+            terms[ROUTER_Z] = Sum(self.balance.z * _sum(of_each))
+        return terms
 
     def _balance_term(self, routed: Routed) -> Tensor:
         """Return the part of the balance loss in this rank's tokens, times its denominator."""
@@ -335,10 +335,10 @@ class ExpertBalance:
             return self._known
         is_known = self.counts_first and routed.microbatch in self._of_microbatches
         loads = self._of_microbatches[routed.microbatch] if is_known else self._loads_of(routed)
-        found = loads.clone() if self.balance.over == "sample" else loads.sum(0)
+        summed = loads.clone() if self.balance.over == "sample" else loads.sum(0)
         if not is_known:
-            self._mesh.tokens.all_reduce(found)
-        return found
+            self._mesh.tokens.all_reduce(summed)
+        return summed
 
     def _check_logits(self, choices: Sequence[Choices]) -> None:
         """Raise `RecipeError` if the routers' outputs are not logits with a gradient."""

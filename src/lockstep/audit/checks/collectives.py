@@ -96,14 +96,16 @@ def _check_uneven(result: AreaResult, records: Records) -> None:
 
 def _check_left(result: AreaResult, records: Records) -> None:
     counts = [len(rank.of("backward")) for rank in records.ranks]
-    left = [rank for rank, count in zip(records.ranks, counts, strict=True) if count < max(counts)]
-    if left:
+    ended_early = [
+        rank for rank, count in zip(records.ranks, counts, strict=True) if count < max(counts)
+    ]
+    if ended_early:
         result.find(
             Cause.RANK_LEFT,
-            f"rank {', '.join(str(rank.rank) for rank in left)} ended after {len(left[0].steps)}"
-            f" steps and {min(counts)} backwards; the others began backward {max(counts)}, and its"
-            " reduction failed without that rank",
-            line=_last_line(left[0]),
+            f"rank {', '.join(str(rank.rank) for rank in ended_early)} ended after"
+            f" {len(ended_early[0].steps)} steps and {min(counts)} backwards; the others began"
+            f" backward {max(counts)}, and its reduction failed without that rank",
+            line=_last_line(ended_early[0]),
         )
 
 
@@ -143,20 +145,20 @@ def _on_ranks(ranks: Sequence[Rank], counts: Sequence[int]) -> str:
 def _collectives(rank: Rank) -> list[Row]:
     """The collectives of a rank in order, including the reductions that DistributedDataParallel
     makes in backwards."""
-    found: list[Row] = []
+    calls: list[Row] = []
     waiting: dict[int, Row] = {}
     for row in rank.of("collective", "ddp_forward", "backward"):
         if row["kind"] == "collective":
-            found.append(row)
+            calls.append(row)
         elif row["kind"] == "ddp_forward":
             waiting.pop(row["wrapper"], None)
             if row["reduces"]:
                 waiting[row["wrapper"]] = row
         else:
             reduction = {"name": REDUCTION, "shape": [], "operation": "", "line": row["line"]}
-            found += [reduction | {"ranks": each["ranks"]} for each in waiting.values()]
+            calls += [reduction | {"ranks": each["ranks"]} for each in waiting.values()]
             waiting.clear()
-    return found
+    return calls
 
 
 def _mismatch(

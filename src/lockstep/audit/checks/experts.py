@@ -89,14 +89,14 @@ def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
     """Return the names of the experts' parameters. An expert is on some ranks only, or it differs
     from rank to rank before the first step and its gradient is not reduced over the ranks that
     exchange tokens. Experts that are reduced by mistake are known by their names."""
-    found: set[str] = set()
+    experts: set[str] = set()
     for rows in (rows for rows in records.together() if rows[0]["index"] == 0):
         for name in dict.fromkeys(name for row in rows for name in row["applied"]):
             held = [rank for rank, row in enumerate(rows) if name in row["applied"]]
             if any(name in rows[rank]["sharded"] for rank in held):
                 continue
             if len(held) < len(rows):
-                found.add(name)
+                experts.add(name)
                 continue
             differs = any(_differ(rows[0], row, "before", name) for row in rows[1:])
             of = factors(rows, 0, [name])
@@ -105,8 +105,8 @@ def _experts(records: Records, groups: Sequence[tuple[int, ...]]) -> set[str]:
             is_named = NAMED in name.lower() and "shared" not in name.lower()
             # own and alike, without the name: a gradient that was not reduced
             if (differs and (is_own or is_named)) or (is_named and of.fits and is_own):
-                found.add(name)
-    return found
+                experts.add(name)
+    return experts
 
 
 def _differ(one: Row, other: Row, kind: str, name: str) -> bool:

@@ -190,8 +190,8 @@ def factors(
         for part in parts
         for row in rows
     ]
-    found = fit(columns, np.concatenate(list(reduced.values())))
-    return Factors() if found is None else Factors(found.factors, found.residual)
+    fitted = fit(columns, np.concatenate(list(reduced.values())))
+    return Factors() if fitted is None else Factors(fitted.factors, fitted.residual)
 
 
 def last_factors(rows: Sequence[Row], rank: int, names: Sequence[str]) -> Factors:

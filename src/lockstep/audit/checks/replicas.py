@@ -135,11 +135,11 @@ def _check_statistics(result: AreaResult, records: Records, line: str) -> None:
 
 def _statistics(rows: Iterable[Row]) -> dict[tuple[object, ...], list[Row]]:
     """The records of running statistics, grouped by the call of BatchNorm that used them."""
-    found: dict[tuple[object, ...], list[Row]] = {}
+    statistics: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("loader", "number", "training", "grad", "call"))
-        found.setdefault(key, []).append(row)
-    return found
+        statistics.setdefault(key, []).append(row)
+    return statistics
 
 
 def _check_buffers(result: AreaResult, rows: Sequence[Row], line: str) -> None:

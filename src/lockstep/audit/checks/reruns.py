@@ -230,16 +230,16 @@ def _step(records: Records, step: int) -> list[Row]:
 
 
 def _summaries(kind: str, rows: Sequence[Row]) -> Summaries:
-    found: Summaries = {}
+    summaries: Summaries = {}
     for name in rows[0]["parameters"]:
         if kind == "gradients":
             whole = reduced_of(rows, 0, name)
         else:
             whole = whole_projection(rows, 0, name, [row[kind].get(name) for row in rows])
-        found[name] = (
+        summaries[name] = (
             None if whole is None else TensorSummary(whole, float((whole**2).mean() ** 0.5))
         )
-    return found
+    return summaries
 
 
 def _compare_samples(reference: Records, other: Records, step: int) -> str:
@@ -252,12 +252,12 @@ def _compare_samples(reference: Records, other: Records, step: int) -> str:
 
 
 def _samples_of(records: Records, step: int) -> list[str]:
-    found: list[str] = []
+    samples: list[str] = []
     for rank, row in zip(records.ranks, _step(records, step), strict=True):
         batches: list[str] = []
         for each in rank.rows:
             if each["kind"] == "batch":
                 batches = each["samples"]
             elif each["kind"] == "backward" and str(each["number"]) in row["added"]:
-                found += batches
-    return sorted(found)
+                samples += batches
+    return sorted(samples)

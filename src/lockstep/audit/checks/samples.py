@@ -214,7 +214,7 @@ def loader_passes(records: Records) -> list[LoaderPasses]:
     """Passes over each loader that every rank reads, or that one rank reads and sends to all (as
     Accelerate does with streams)."""
     by_rank = [_passes_of(rank.rows) for rank in records.ranks]
-    found: list[LoaderPasses] = []
+    loaders: list[LoaderPasses] = []
     for loader in by_rank[0] if by_rank else ():
         readers = [each[loader] for each in by_rank if loader in each]
         readers = [each for each in readers if any(one.batches or one.is_complete for one in each)]
@@ -226,13 +226,13 @@ def loader_passes(records: Records) -> list[LoaderPasses]:
         datasets = [each[0].begin["dataset"] for each in readers]
         if passes and all(datasets):
             made = LoaderPasses([loader], datasets, passes, records.world_size)
-            before = next((each for each in reversed(found) if each.is_followed_by(made)), None)
+            before = next((each for each in reversed(loaders) if each.is_followed_by(made)), None)
             if before is None:
-                found.append(made)
+                loaders.append(made)
             else:
                 before.passes += passes
                 before.numbers.append(loader)
-    return found
+    return loaders
 
 
 def _passes_of(rows: Sequence[Row]) -> dict[int, list[Pass]]:

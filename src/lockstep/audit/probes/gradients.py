@@ -174,14 +174,14 @@ def scalar(value: Any) -> float | None:
 def divisors(root: Tensor) -> list[float]:
     """Return the numbers by which the script divided the loss after the loss function returned
     it."""
-    found: list[float] = []
+    numbers: list[float] = []
     node = root.grad_fn
     for _ in range(12):
         if node is None:
             break
         if type(node).__name__ == "DivBackward0":
             number = scalar(torch_private.divisor(node))
-            found += [] if number is None else [number]
+            numbers += [] if number is None else [number]
         following = [each for each, _ in node.next_functions if each is not None]
         node = following[0] if len(following) == 1 else None
-    return found
+    return numbers

@@ -247,7 +247,7 @@ def _digest(tensors: list[Tensor]) -> str:
 def sampler_settings(loader: Any) -> dict[str, Any]:
     """The settings of a loader's sampler that decide which rank gets which samples."""
     sampler = loader.sampler
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "type": type(sampler).__name__,
         "batch_type": type(loader.batch_sampler).__name__,
     }
@@ -263,8 +263,8 @@ def sampler_settings(loader: Any) -> dict[str, Any]:
         "seed",
     ):
         if isinstance(value := getattr(sampler, name, None), int):
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def describe(dataset: Any) -> dict[str, Any]:
@@ -309,14 +309,14 @@ def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
     numbers, and values that cannot be read.
     """
     values = vars(dataset) if hasattr(dataset, "__dict__") else {"items": dataset}
-    found: dict[str, str] = {}
+    data: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Dataset) and depth < 4:
-            found |= {f"{name}.{inner}": each for inner, each in data_of(value, depth + 1).items()}
+            data |= {f"{name}.{inner}": each for inner, each in data_of(value, depth + 1).items()}
         elif _is_data(value):
             with suppress(_Unreadable):
-                found[name] = _held(value)
-    return found
+                data[name] = _held(value)
+    return data
 
 
 def _is_data(value: Any) -> bool:

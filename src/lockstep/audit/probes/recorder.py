@@ -70,13 +70,13 @@ class RecordWriter:
         `caller_of_forward`: return the line that called the model instead of a line in its
         `forward`.
         """
-        found = ""
+        innermost = ""
         for frame in frames():
             if self.is_users_file(frame.f_code.co_filename):
-                found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                innermost = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 if not (caller_of_forward and _is_forward(frame)):
-                    return found
-        return found
+                    return innermost
+        return innermost
 
     def is_users_file(self, name: str) -> bool:
         """True if a file belongs to the user's code, not to Python or a library."""

@@ -42,7 +42,9 @@ def different_exchanges(snapshots: Mapping[int, StackSnapshot]) -> Hang | None:
     """Return the hang of ranks that exchange different blocks of a sharded model; None if they do
     not. The hang is certain: these ranks wait for each other, or will."""
     everyone = [snapshots[rank] for rank in sorted(snapshots)]
-    calls = first_different_exchange([told for each in everyone for told in each.exchanges])
+    calls = first_different_exchange(
+        [exchanges for each in everyone for exchanges in each.exchanges]
+    )
     if calls is None:
         return None
     ranks = tuple(each.rank for each in everyone if each.exchanges)

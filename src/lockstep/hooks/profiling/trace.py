@@ -293,12 +293,12 @@ def memory_timeline(
     if not events:
         return None
     timed = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-    noted = [
+    allocations = [
         (float(event["ts"]) / 1e6, notes[int(event["name"].removeprefix(MARK))])
         for event in timed
         if event["name"].startswith(MARK) and event.get("cat") != "gpu_user_annotation"
     ]
-    found = _allocations(events, noted)
+    found = _allocations(events, allocations)
     phases, backward = sorted(phases, key=lambda phase: phase[1]), _backward_spans(timed)
     _attribute(found, timed, phases, backward, thread)
     totals = [] if device is None else _totals(events)

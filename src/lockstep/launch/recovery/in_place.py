@@ -118,11 +118,11 @@ class InPlace:
         """Drop the workers that have ended, and further ones until the plan fits. Returns the
         number of remaining workers; 0 if the plan fits no smaller number."""
         lost = set(workers.lost)
-        left = [rank for rank in workers.ranks if rank not in lost]
-        kept = workers.connections.largest_size(left) if lost else 0
+        survivors = [rank for rank in workers.ranks if rank not in lost]
+        kept = workers.connections.largest_size(survivors) if lost else 0
         if not kept:
             return 0
-        dropped = [*lost, *left[kept:]]
+        dropped = [*lost, *survivors[kept:]]
         workers.drop(dropped)
         return len(dropped)
 

@@ -58,8 +58,8 @@ def call_of(
         # FSDP2 slices what it gathers, in some forwards more often than in others
         if not is_call_of_model(caller) or (index := as_slices(*args)) is None:
             return None
-        taken = tuple(map(_extent, index))
-        return Call(_site("slice", caller), taken, tuple(args[0].shape)) if any(taken) else None
+        extents = tuple(map(_extent, index))
+        return Call(_site("slice", caller), extents, tuple(args[0].shape)) if any(extents) else None
     if function is F.scaled_dot_product_attention:
         query, key = (_given(args, keywords, *each) for each in ((0, "query"), (1, "key")))
         return Call(_site("attention", caller), (query.shape[-2], key.shape[-2]))
@@ -184,10 +184,10 @@ def _dim(short: Call, long: Call, lengths: tuple[int, int]) -> int:
         is_tokens = (short.sizes, long.sizes) == ((lengths[0],) * 2, (lengths[1],) * 2)
         return 2 if is_tokens else OTHERWISE
     sizes = zip(short.sizes, long.sizes, strict=True)
-    found = [dim for dim, pair in enumerate(sizes) if pair == lengths]
+    dims = [dim for dim, pair in enumerate(sizes) if pair == lengths]
     if short.site[0] == "slice":
         # a slice of a tensor that has the tokens already takes some of them; the tensor is not a
         # table of positions
-        found = [dim for dim in found if short.table[dim] == long.table[dim]]
-        return found[0] if len(found) == 1 else NOT_TOKENS
-    return found[0] if len(found) == 1 else OTHERWISE
+        dims = [dim for dim in dims if short.table[dim] == long.table[dim]]
+        return dims[0] if len(dims) == 1 else NOT_TOKENS
+    return dims[0] if len(dims) == 1 else OTHERWISE

@@ -226,8 +226,8 @@ def _over_processes(
     used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)
     nodes = cover(own.start, own.stop, axis.size)
-    found: list[Tensor | None] = [None] * len(sums)
-    wanted = []
+    totals: list[Tensor | None] = [None] * len(sums)
+    indices = []
     given = zip(parameters, sums, used.tolist(), strict=True)
     for place, (parameter, each, uses) in enumerate(given):
         if not uses:
@@ -235,10 +235,10 @@ def _over_processes(
         for leaf in each.missing(own):
             each.add(leaf, torch.zeros_like(parameter))
         if processes.size == 1:
-            found[place] = each.values[nodes[0]]
+            totals[place] = each.values[nodes[0]]
         else:
-            wanted.append(place)
-    for bucket in _buckets(wanted, parameters):
+            indices.append(place)
+    for bucket in _buckets(indices, parameters):
         flat = [
             torch.cat([sums[place].values[node].reshape(-1) for place in bucket]) for node in nodes
         ]
@@ -249,8 +249,8 @@ def _over_processes(
         ordered.fold()
         parts = torch.split(ordered.finish(), [parameters[place].numel() for place in bucket])
         for place, part in zip(bucket, parts, strict=True):
-            found[place] = part.view(parameters[place].shape)
-    return found
+            totals[place] = part.view(parameters[place].shape)
+    return totals
 
 
 def _buckets(places: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:

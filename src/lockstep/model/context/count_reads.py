@@ -222,13 +222,13 @@ def differing_lines(noted: Noted) -> dict[str, dict[Place, Counts]]:
     forwards: dict[tuple[int, int], list[Place]] = {}
     for place in sorted(noted):
         forwards.setdefault((place.axis, place.forward), []).append(place)
-    found: dict[str, dict[Place, Counts]] = {}
+    by_line: dict[str, dict[Place, Counts]] = {}
     for places in forwards.values():
         for line in dict.fromkeys(line for place in places for line in noted[place]):
             read = {place: noted[place][line] for place in places if line in noted[place]}
             if len(read) < places[0].parts or len(set(read.values())) > 1:
-                found.setdefault(line, {}).update(read)
-    return found
+                by_line.setdefault(line, {}).update(read)
+    return by_line
 
 
 def first_different_counts(everyone: Sequence[Mapping[int, Noted]]) -> DifferentCounts | None:

@@ -340,8 +340,8 @@ class SequenceCut:
             shift = self._find_shift(loss, output, layout, batch, cut)
         parts = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
         with self._noted(layout, forward) as part:
-            noted = noting(loss, part)
-            return loss_of_part(noted, output, batch, parts, layout.world.rank, shift)
+            watched_loss = noting(loss, part)
+            return loss_of_part(watched_loss, output, batch, parts, layout.world.rank, shift)
 
     def whole(self, output: Any) -> Any:
         """Return the output of all tokens, in the sequence's order, without a gradient. Every rank

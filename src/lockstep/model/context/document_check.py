@@ -170,15 +170,15 @@ def _gradient(
         return with_hidden(tensor.detach(), random)
 
     def random(tensor: Tensor) -> Tensor:
-        found = torch.randn(tensor.shape, generator=generator).to(tensor).requires_grad_()
-        leaves.append(found)
-        return found
+        leaf = torch.randn(tensor.shape, generator=generator).to(tensor).requires_grad_()
+        leaves.append(leaf)
+        return leaf
 
     with torch.enable_grad():
         total = total_of(loss(map_tensors(output, leaf), batch))
         gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-    found = next((each for each in gradients if each is not None), None)
-    return torch.zeros(tokens, 1, device=device) if found is None else found[0]
+    gradient = next((each for each in gradients if each is not None), None)
+    return torch.zeros(tokens, 1, device=device) if gradient is None else gradient[0]
 
 
 def _is_labels(leaf: Any, documents: Documents) -> bool:

@@ -126,13 +126,13 @@ def _checked(ids: Any) -> Tensor:
         or ids.is_floating_point()
         or ids.dtype == torch.bool
     ):
-        found = (
+        problem = (
             f"{str(ids.dtype).removeprefix('torch.')} of shape {tuple(ids.shape)}"
             if isinstance(ids, Tensor) and not ids.is_nested
             else f"a {'nested tensor' if isinstance(ids, Tensor) else type(ids).__name__}"
         )
         raise DataError(
-            f"Sequence.documents returned {found}; it must return the document of each token, a"
+            f"Sequence.documents returned {problem}; it must return the document of each token, a"
             " tensor of whole numbers of shape (samples, tokens); write lambda batch:"
             " batch['document']"
         )

@@ -223,8 +223,8 @@ def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, sh
         total = total_of(value)
         if not total.requires_grad:
             return [torch.zeros_like(each) for each in shared]
-        found = torch.autograd.grad(total, shared, allow_unused=True)
-        pairs = zip(found, shared, strict=True)
+        gradients = torch.autograd.grad(total, shared, allow_unused=True)
+        pairs = zip(gradients, shared, strict=True)
         return [torch.zeros_like(each) if slope is None else slope for slope, each in pairs]
 
     output = map_tensors(output, leaf)
@@ -235,8 +235,8 @@ def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, sh
         sums = [torch.zeros_like(each) for each in shared]
         for rank in range(layout.world.size):
             part = _part(output, layout, rank, dim)
-            found = slopes(loss_of_part(loss, part, batch, cut, rank, shift))
-            sums = [one + other for one, other in zip(sums, found, strict=True)]
+            gradients = slopes(loss_of_part(loss, part, batch, cut, rank, shift))
+            sums = [one + other for one, other in zip(sums, gradients, strict=True)]
     for tensor, slope, summed in zip(shared, whole, sums, strict=True):
         if not (summed - slope).norm() <= 10 * TOLERANCE * slope.norm():
             raise LossError(
@@ -271,8 +271,8 @@ def _summed(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: i
     total: list[float] = []
     for rank in range(cut.layout.world.size):
         part = _part(output, cut.layout, rank, cut.dim)
-        found = _numbers(loss_of_part(loss, part, batch, cut, rank, shift))
-        total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+        totals = _numbers(loss_of_part(loss, part, batch, cut, rank, shift))
+        total = [a + b for a, b in zip(total, totals, strict=True)] if total else totals
     return total
 
 

@@ -132,9 +132,9 @@ class SequenceMode(TorchFunctionMode):
             return (self.sequence.places() + span.start).to(made)
         table, index = args[0], as_slices(*args)
         assert index is not None
-        taken = index[dim]
-        assert isinstance(taken, slice)
-        return _rows(table, index, dim, self.sequence.places() + (taken.start or 0))
+        token_slice = index[dim]
+        assert isinstance(token_slice, slice)
+        return _rows(table, index, dim, self.sequence.places() + (token_slice.start or 0))
 
     def _draw(
         self, call: Call, dim: int, function: Any, args: Any, keywords: dict[str, Any]
@@ -192,15 +192,15 @@ def _rows(table: Tensor, index: tuple[Any, ...], dim: int, places: Tensor) -> Te
     others = tuple(slice(None) if place == dim else each for place, each in enumerate(index))
     rows = table[others]
     dim -= gone
-    found = rows.index_select(dim, places.reshape(-1))
+    selected = rows.index_select(dim, places.reshape(-1))
     if places.dim() == 1:
-        return found
+        return selected
     if dim == 0:
-        return found.reshape(*places.shape, *rows.shape[1:])
+        return selected.reshape(*places.shape, *rows.shape[1:])
     if rows.shape[:dim].numel() != 1:
         raise RecipeError(
             f"the model slices a table of shape {tuple(table.shape)} for its positions, and rows of"
             " the batch have other documents; give Recipe.microbatch=1, or take rows of a table of"
             " (positions, features): table[torch.arange(tokens)]"
         )
-    return found.reshape(*places.shape, *rows.shape[dim + 1 :])
+    return selected.reshape(*places.shape, *rows.shape[dim + 1 :])

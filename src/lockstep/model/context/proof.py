@@ -296,15 +296,17 @@ def _explanation(
     allowed = max(allowances)
     expected = _Results(whole.layouts[0], None, allowed)
     _run(whole, [expected.of_stage])
-    found = [_Results(each, expected.results, allowed) for each in cut.layouts]
-    _run(cut, [each.of_stage for each in found])
-    told = ranks.gather([astuple(each.first) for each in found if each.first is not None])
+    results = [_Results(each, expected.results, allowed) for each in cut.layouts]
+    _run(cut, [each.of_stage for each in results])
+    first_results = ranks.gather(
+        [astuple(each.first) for each in results if each.first is not None]
+    )
     text = (
         f"under {layout.cut_by} the model computes something else: its output for"
         f" {layout.tokens} tokens differs by {max(errors):.1g} of its size from that of one"
         f" process, where rounding explains {allowed:.1g}"
     )
-    if not (calls := [each for theirs in told for each in theirs]):
+    if not (calls := [each for theirs in first_results for each in theirs]):
         return f"{text}; it computes {OTHER_REASON.format(otherwise=layout.otherwise)}"
     _, _, name, line, is_attention = min(calls)
     reason = ATTENTION if is_attention else REASONS.get(name, OTHER_REASON)

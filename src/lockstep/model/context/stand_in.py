@@ -34,7 +34,7 @@ class StandIn:
         """Return the stand-in, with the output's order in memory."""
         gradient, sums = self._gradient, self._sums.view(wide(self._gradient.dtype))
         del self._gradient, self._sums
-        found = gradient.new_zeros(self._numbers)
+        stand_in = gradient.new_zeros(self._numbers)
         places = gradient.abs().topk(min(2, gradient.shape[-1]), -1).indices
         largest = gradient.gather(-1, places).to(sums.dtype)
         first, second = largest[..., :1], largest[..., 1:]
@@ -42,8 +42,8 @@ class StandIn:
         rest = sums - main * first
         is_near = second.abs() > NEAR * first.abs()
         minor = torch.where(is_near, rest / second, 0).to(gradient.dtype)
-        found.as_strided(*self._place).scatter_(-1, places, torch.cat([main, minor], -1))
-        return found
+        stand_in.as_strided(*self._place).scatter_(-1, places, torch.cat([main, minor], -1))
+        return stand_in
 
 
 def sums_of(output: Tensor, gradient: Tensor) -> Tensor:

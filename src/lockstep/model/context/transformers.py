@@ -51,12 +51,12 @@ PREFIX = "lockstep_"
 def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the models of transformers in `model`, outermost only, by name."""
     library = sys.modules.get("transformers.modeling_utils")
-    found: list[tuple[str, nn.Module]] = []
+    models: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if library is not None else ():
-        inside = any(f"{name}.".startswith(f"{outer}.") or not outer for outer, _ in found)
+        inside = any(f"{name}.".startswith(f"{outer}.") or not outer for outer, _ in models)
         if not inside and isinstance(module, library.PreTrainedModel):  # type: ignore[union-attr]  # of a module that is there
-            found.append((name, module))
-    return found
+            models.append((name, module))
+    return models
 
 
 def open_transformers(model: nn.Module) -> bool:
@@ -92,13 +92,15 @@ def _checked_implementation(model: nn.Module) -> str:
                 " across documents and ranks of context; train it on a document in each row,"
                 " without Recipe.sequence and context"
             )
-    found = {str(config._attn_implementation).removeprefix(PREFIX) for config in configs.values()}
-    own = min(found)
-    if len(found) > 1 or own not in OWN:
+    implementations = {
+        str(config._attn_implementation).removeprefix(PREFIX) for config in configs.values()
+    }
+    own = min(implementations)
+    if len(implementations) > 1 or own not in OWN:
         raise RecipeError(
-            f"{name} attends by {', '.join(sorted(found))}; a sequence needs one that takes a dense"
-            " mask; make the model with attn_implementation='sdpa', or 'eager' where the family"
-            " needs it (GPT-OSS, Gemma 2)"
+            f"{name} attends by {', '.join(sorted(implementations))}; a sequence needs one that"
+            " takes a dense mask; make the model with attn_implementation='sdpa', or 'eager' where"
+            " the family needs it (GPT-OSS, Gemma 2)"
         )
     if not model._can_set_attn_implementation():  # type: ignore[operator]  # a PreTrainedModel's
         raise RecipeError(
@@ -111,9 +113,12 @@ def _checked_implementation(model: nn.Module) -> str:
 def _rope_kinds(config: Any) -> Iterator[str]:
     """Yield the kinds of rotary embeddings in a configuration: one for all layers, or one for each
     kind of layer."""
-    found = getattr(config, "rope_parameters", None)
-    if isinstance(found, dict):
-        for each in (found, *(value for value in found.values() if isinstance(value, dict))):
+    parameters = getattr(config, "rope_parameters", None)
+    if isinstance(parameters, dict):
+        for each in (
+            parameters,
+            *(value for value in parameters.values() if isinstance(value, dict)),
+        ):
             yield str(each.get("rope_type"))
 
 
@@ -214,9 +219,9 @@ class SequenceMask:
 
     def without_masks(self) -> SequenceMask:
         """Return a mask that is made again."""
-        found = copy.copy(self)
-        found._made = {}
-        return found
+        mask = copy.copy(self)
+        mask._made = {}
+        return mask
 
     def of_rank(self, dtype: torch.dtype) -> Tensor:
         """Return the mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
@@ -412,8 +417,8 @@ def _attention(
                     return chunked.of_own_chunks(query, key, value)
                 mask = attention_mask.of_rank(query.dtype)
                 remade.add(mask, partial(attention_mask.without_masks().of_rank, query.dtype))
-                found: Tensor = compute(module, query, key, value, mask, **given)[0]
-            return found.transpose(1, 2)
+                output: Tensor = compute(module, query, key, value, mask, **given)[0]
+            return output.transpose(1, 2)
 
         output = attend_by_keys(layout, query, key, value, attend, remade)
     else:
@@ -431,8 +436,8 @@ def _attention(
                 if kernel == "documents":
                     return _by_document(compute_part, attention_mask, query, key, value, given)
                 mask = attention_mask.of_all(query.dtype)
-                found: Tensor = compute_part(query, key, value, mask, **given)[0]
-                return found.transpose(1, 2)
+                output: Tensor = compute_part(query, key, value, mask, **given)[0]
+                return output.transpose(1, 2)
 
         output = attend_by_heads(layout, query, key, value, attend_whole, Remade())
     return output.transpose(1, 2).contiguous(), None
@@ -503,9 +508,9 @@ def _own_attention(own: str, kind: type) -> Callable[..., Any]:
     """Return the function that the family of this attention calls by default."""
     name = "eager_attention_forward" if own == "eager" else "ALL_ATTENTION_FUNCTIONS"
     for each in kind.__mro__:
-        found: Any = getattr(sys.modules.get(each.__module__), name, None)
-        if found is not None:
-            return found if own == "eager" else found[own]  # type: ignore[no-any-return]  # of transformers
+        attention: Any = getattr(sys.modules.get(each.__module__), name, None)
+        if attention is not None:
+            return attention if own == "eager" else attention[own]  # type: ignore[no-any-return]  # of transformers
     raise RecipeError(
         f"{kind.__name__} has no {name}, so its attention of the kind {own!r} is not known; make"
         " the model with attn_implementation='sdpa'"

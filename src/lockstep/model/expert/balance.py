@@ -36,14 +36,14 @@ def loads_of_samples(
     )
     is_valid = (index >= 0) & (index < experts)
     column = torch.where(is_valid, index, experts + 1).long()
-    found = torch.zeros((samples, experts + MORE), dtype=torch.int64, device=index.device)
+    loads = torch.zeros((samples, experts + MORE), dtype=torch.int64, device=index.device)
     of_each = counts.view(samples, -1)
     # a choice out of range is an error of any token
-    chosen = torch.where(is_valid, counts[:, None], 1)
-    found.scatter_add_(1, column.view(samples, -1), chosen.view(samples, -1))
-    found[:, experts] = of_each.sum(1)
-    found[:, experts + 2] = ((~is_finite).to(torch.int64) * counts).view(samples, -1).sum(1)
-    return found
+    safe_index = torch.where(is_valid, counts[:, None], 1)
+    loads.scatter_add_(1, column.view(samples, -1), safe_index.view(samples, -1))
+    loads[:, experts] = of_each.sum(1)
+    loads[:, experts + 2] = ((~is_finite).to(torch.int64) * counts).view(samples, -1).sum(1)
+    return loads
 
 
 def chosen_per_token(load: Tensor) -> Tensor:

@@ -203,9 +203,9 @@ class Dispatch:
             assert index is not None, "a module that is left out has no choice"
             own = [int(index.min()), int(index.max())] if int(routing.outside) else None
             rank, (least, most) = next(
-                (rank, found)
-                for rank, found in enumerate(world.gather_values(own))
-                if found is not None
+                (rank, others)
+                for rank, others in enumerate(world.gather_values(own))
+                if others is not None
             )
             raise RecipeError(
                 f"{self.name} was called with experts from {least} to {most} on rank {rank} of the"
@@ -229,8 +229,8 @@ class Dispatch:
         ranks = world.size
         counts = routing.counts.view(ranks, -1)
         padded = F.pad(counts, (0, self.most // ranks - counts.shape[1]))
-        said = [routing.outside.expand(ranks, 1), counts.new_full((ranks, 1), call)]
-        mine = torch.cat([padded, *said], 1)
+        extra = [routing.outside.expand(ranks, 1), counts.new_full((ranks, 1), call)]
+        mine = torch.cat([padded, *extra], 1)
         return mine, world.all_to_all(mine)
 
     def _differing(self, calls: Sequence[int]) -> str:
@@ -247,17 +247,17 @@ class Dispatch:
                 f" than chunks has fewer; give sequences of at least {max(chunks)} tokens,"
                 f" ls.Sequence(chunks={min(chunks)}), or use replicate or shard instead of expert"
             )
-        said = [
+        actions = [
             f"rank {rank} ends after {self.names[-1]}"
             if place == len(self.names)
             else f"rank {rank} {'leaves out' if call % 2 else 'calls'} {self.names[place]}"
             for rank, (call, place) in enumerate(zip(calls, places, strict=True))
         ]
         return (
-            f"in a forward, {said[0]} and {said[other]}, as with stochastic depth; each layer sends"
-            f" tokens to the experts of all ranks (expert={self.world.size}), so every microbatch"
-            " must call all layers of experts, equally often; multiply the output of a block by 0"
-            " instead of leaving it out, or use replicate or shard instead of expert"
+            f"in a forward, {actions[0]} and {actions[other]}, as with stochastic depth; each layer"
+            f" sends tokens to the experts of all ranks (expert={self.world.size}), so every"
+            " microbatch must call all layers of experts, equally often; multiply the output of a"
+            " block by 0 instead of leaving it out, or use replicate or shard instead of expert"
         )
 
     def _computed(

@@ -55,10 +55,10 @@ def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Exp
     """Return the modules of experts by name, in the order of the model's modules. `names`:
     `Recipe.experts`; None: the modules that look like it. Raises `RecipeError` for names of other
     modules, and for experts in a list of modules."""
-    found = stacked_experts(model, names)
-    if names is None and not found and (lists := _lists_of_experts(model)):
+    experts = stacked_experts(model, names)
+    if names is None and not experts and (lists := _lists_of_experts(model)):
         raise RecipeError(_refused_list(*next(iter(lists.items()))))
-    return found
+    return experts
 
 
 def stacked_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
@@ -66,15 +66,15 @@ def stacked_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, 
     `RecipeError` for names of other modules."""
     modules = {name: module for name, module in model.named_modules() if name}
     if names is None:
-        found = outermost([name for name, module in modules.items() if _looks_like(module)])
+        outer = outermost([name for name, module in modules.items() if _looks_like(module)])
     else:
         matches = [
             outermost(matching_names(list(modules), pattern, "Recipe.experts has", "*.experts"))
             for pattern in names
         ]
-        found = [name for name in modules if any(name in several for several in matches)]
-        check_not_nested(found, "experts")
-    return {name: Experts(modules[name], _count(name, modules[name])) for name in found}
+        outer = [name for name in modules if any(name in several for several in matches)]
+        check_not_nested(outer, "experts")
+    return {name: Experts(modules[name], _count(name, modules[name])) for name in outer}
 
 
 def _looks_like(module: nn.Module) -> bool:
@@ -115,7 +115,7 @@ def _count(name: str, module: nn.Module) -> int:
 def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Return lists of equal modules that are named experts, or that are next to a linear layer with
     one output per module."""
-    found = {}
+    lists = {}
     for name, module in model.named_modules():
         for child, members in module.named_children():
             if not isinstance(members, nn.ModuleList) or len(members) < 2:
@@ -124,8 +124,8 @@ def _lists_of_experts(model: nn.Module) -> dict[str, nn.ModuleList]:
             if len({_shapes(each) for each in members}) == 1 and (
                 "expert" in child or len(members) in routers
             ):
-                found[f"{name}.{child}" if name else child] = members
-    return found
+                lists[f"{name}.{child}" if name else child] = members
+    return lists
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:

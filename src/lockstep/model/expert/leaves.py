@@ -81,8 +81,8 @@ class ParameterLeaves:
         if other tensors get its gradient."""
         self._parameter = parameter
         self._key = key
-        found = ((each, each.key_of(parameter)) for each in leaves)
-        self._place = next(((each, key) for each, key in found if key is not None), None)
+        keys = ((each, each.key_of(parameter)) for each in leaves)
+        self._place = next(((each, key) for each, key in keys if key is not None), None)
 
     @property
     def are_apart(self) -> bool:
@@ -121,12 +121,12 @@ class ParameterLeaves:
 def leaves_of(model: nn.Module, leaves: Sequence[Leaves]) -> dict[nn.Parameter, ParameterLeaves]:
     """Return the leaves of each parameter, also while FSDP2 has replaced it by the gathered one.
     Under FSDP2: call it while parameters are sharded."""
-    found: dict[nn.Parameter, ParameterLeaves] = {}
+    by_parameter: dict[nn.Parameter, ParameterLeaves] = {}
     for module in model.modules():
         for name, parameter in own_parameters(module).items():
-            if parameter is not None and parameter not in found:
-                found[parameter] = ParameterLeaves(parameter, leaves, (module, name))
-    return found
+            if parameter is not None and parameter not in by_parameter:
+                by_parameter[parameter] = ParameterLeaves(parameter, leaves, (module, name))
+    return by_parameter
 
 
 def _take(tensor: Tensor) -> Tensor | None:

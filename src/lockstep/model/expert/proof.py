@@ -55,10 +55,10 @@ def prove(
     rows = 2 * ROWS
     scores = torch.rand(rows, experts, generator=generator)
     scores[ROWS:] = torch.linspace(1, 0, experts)
-    weighing, chosen = scores.topk(index.shape[1])
+    weighing, random_index = scores.topk(index.shape[1])
     given = (
         torch.randn(rows, tokens.shape[1], generator=generator).to(tokens),
-        chosen.to(index),
+        random_index.to(index),
         weighing.to(weights),
     )
     with (

@@ -60,24 +60,24 @@ def find_routers(
     """Return the layers of experts with their routers, in the order of the model's modules. Call it
     before the model is parallelized. `experts`, `routers`: as in `Recipe` and `Balance`.
     `with_bias`: True if each router has a bias to move. Raises `RecipeError`."""
-    found = find_experts(model, experts)
-    if not found:
+    layers = find_experts(model, experts)
+    if not layers:
         raise RecipeError(
             "Recipe.balance with a model without experts; they are modules whose parameters are"
             " stacked, with the experts as dim 0, and whose forward takes (tokens, index, weights);"
             " name them in Recipe.experts, or leave balance out"
         )
     if routers is None:
-        names = [router_beside(model, name, each) for name, each in found.items()]
+        names = [router_beside(model, name, each) for name, each in layers.items()]
     else:
         names = _named(model, routers)
-        if len(names) != len(found):
+        if len(names) != len(layers):
             raise RecipeError(
                 f"Balance.routers names {len(names)} modules ({first_few(names)}), but the model"
-                f" has {len(found)} layers of experts ({first_few(list(found))}); each layer has"
-                " one router; name one for each"
+                f" has {len(layers)} layers of experts"
+                f" ({first_few(list(layers))}); each layer has one router; name one for each"
             )
-    pairs = zip(found.items(), names, strict=True)
+    pairs = zip(layers.items(), names, strict=True)
     return [
         RoutedLayer(name, each, router, bias_of(model, name, each, router) if with_bias else None)
         for (name, each), router in pairs
@@ -131,15 +131,15 @@ def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
         router,
         *(_joined(around, each) for each, _ in model.get_submodule(around).named_modules()),
     ]
-    found = {
+    biases = {
         id(buffer): _joined(root, each)
         for root in roots
         if id(model.get_submodule(root)) not in inside
         for each, buffer in own_buffers(model.get_submodule(root)).items()
         if buffer is not None and buffer.shape == (experts.count,) and buffer.is_floating_point()
     }
-    named = [each for each in found.values() if each.rpartition(".")[2] == BIAS]
-    several = named or list(found.values())
+    named = [each for each in biases.values() if each.rpartition(".")[2] == BIAS]
+    several = named or list(biases.values())
     if len(several) != 1:
         raise RecipeError(
             f"Balance.bias_rate: {len(several)} buffers around the router {router!r} have the"
@@ -186,8 +186,8 @@ class RoutingRecorder:
     def take(self) -> list[Choices]:
         """Return the choices of each layer since `start`, and stop recording: other forwards, such
         as the recomputation of a block, do not count."""
-        taken, self._choices = self._choices, None
-        return [Choices() for _ in self.layers] if taken is None else taken
+        choices, self._choices = self._choices, None
+        return [Choices() for _ in self.layers] if choices is None else choices
 
     def close(self) -> None:
         for hook in self._hooks:

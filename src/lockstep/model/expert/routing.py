@@ -25,9 +25,11 @@ class Routing:
     def of(cls, index: Tensor, experts: int) -> Routing:
         """Return the routing of the chosen experts, `index` (S, k). No value is read by the
         host."""
-        chosen, order = index.reshape(-1).sort(stable=True)
-        bounds = torch.arange(experts + 1, dtype=chosen.dtype, device=chosen.device)
-        counts = torch.searchsorted(chosen, bounds).diff()
+        experts_in_order, order = index.reshape(-1).sort(stable=True)
+        bounds = torch.arange(
+            experts + 1, dtype=experts_in_order.dtype, device=experts_in_order.device
+        )
+        counts = torch.searchsorted(experts_in_order, bounds).diff()
         return cls(order, counts, len(order) - counts.sum())
 
     @classmethod

@@ -105,22 +105,22 @@ class OperationLog:
         """Run again the operations on which `views` depend. Return the values of the views at the
         end of the log."""
         views = list(views)
-        wanted = {view.storage for view in views}
-        chosen = self._slice(wanted)
+        storages = {view.storage for view in views}
+        operations = self._slice(storages)
         last = {
             storage: index
-            for index in chosen
+            for index in operations
             for storage in self._entries[index].reads | self._entries[index].writes
         }
         values: dict[int, torch.UntypedStorage] = {}
         state, dtype = torch.default_generator.get_state(), torch.get_default_dtype()
         try:
             with torch.no_grad():
-                for index in chosen:
+                for index in operations:
                     entry = self._entries[index]
                     self._run(entry, values)
                     for storage in entry.reads | entry.writes:
-                        if last[storage] == index and storage not in wanted:
+                        if last[storage] == index and storage not in storages:
                             values.pop(storage, None)
                 return [view.of(self._value(view.storage, values)) for view in views]
         finally:
@@ -129,7 +129,7 @@ class OperationLog:
 
     def _slice(self, wanted: set[int]) -> list[int]:
         """Return the indices of the entries on which the storages depend, ascending."""
-        chosen: set[int] = set()
+        needed: set[int] = set()
         live: set[int] = set()  # each of these has exactly one pair in next_writes
         next_writes: list[tuple[int, int]] = []
 
@@ -144,14 +144,14 @@ class OperationLog:
         while next_writes:
             negative, storage = heappop(next_writes)
             index = -negative
-            chosen.add(index)
+            needed.add(index)
             live.remove(storage)
             entry = self._entries[index]
             if storage not in entry.fresh:
                 follow(storage, index)
             for read in entry.reads - live:
                 follow(read, index)
-        return sorted(chosen)
+        return sorted(needed)
 
     def _value(self, storage: int, values: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
         if storage in self.constants:

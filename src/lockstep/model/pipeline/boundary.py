@@ -199,10 +199,10 @@ class Boundary(NamedTuple):
 
     def check(self, value: Any, part: str) -> None:
         """Raise `RecipeError` if a microbatch's output differs from this boundary."""
-        found = Boundary.of(value, part)
-        if found != self:
+        boundary = Boundary.of(value, part)
+        if boundary != self:
             raise RecipeError(
-                f"the part {part!r} of the model returns {found.describe()}, and returned "
+                f"the part {part!r} of the model returns {boundary.describe()}, and returned "
                 f"{self.describe()} for another microbatch with inputs of the same shapes; the "
                 "shapes of the inputs must determine a stage's output; return one shape, or put "
                 "the part and the next one into one module"

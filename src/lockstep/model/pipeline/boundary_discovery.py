@@ -60,8 +60,8 @@ class PipelineFailure:
         """Raise the error of this rank, or the first error of another rank. Every rank calls it
         once all know that there is an error."""
         mine, self.error = self.error, None
-        told = None if mine is None else [type(mine).__name__, str(mine)]
-        everyone = self._world.gather_values(told)
+        error = None if mine is None else [type(mine).__name__, str(mine)]
+        everyone = self._world.gather_values(error)
         if mine is not None:
             raise mine
         rank = next(rank for rank, theirs in enumerate(everyone) if theirs is not None)
@@ -204,10 +204,10 @@ class BoundaryDiscovery:
                 self._failure.error = error
                 numbers.fill_(FAILED)
         self.world.broadcast(numbers, 0)
-        found: list[int] = numbers.tolist()
-        if FAILED in found:
+        values: list[int] = numbers.tolist()
+        if FAILED in values:
             self._failure.raise_known()
-        return found
+        return values
 
     def _signature(self, microbatch: PipelineMicrobatch) -> int:
         self._forwards.streams.start(microbatch.position)

@@ -245,12 +245,12 @@ class Pipeline:
         """The leaves of autograd in each of this rank's stages. They are the stage's parameters;
         for a parameter that an earlier part has, the leaf that replaces it."""
         seen: set[nn.Parameter] = set()
-        found = []
+        leaves = []
         for stage, module in enumerate(self.modules):
             own = [each for each in module.parameters() if each not in seen]
             seen.update(own)
-            found.append([*own, *self._leaves_of(stage)])
-        return found
+            leaves.append([*own, *self._leaves_of(stage)])
+        return leaves
 
     def _leaves_of(self, stage: int) -> list[nn.Parameter]:
         parts = set(self.modules[stage].children())

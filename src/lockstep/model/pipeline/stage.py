@@ -145,8 +145,8 @@ class VariableShapeStage(PipelineStage):
 
     def _note_exchange(self, chunk: int, position: Sequence[int], tensors: Sequence[Any]) -> None:
         if self.has_backward and self.on_exchange is not None:
-            found = [each for each in tensors if isinstance(each, Tensor)]
-            self.on_exchange(self.first + chunk, position, found)
+            exchanged = [each for each in tensors if isinstance(each, Tensor)]
+            self.on_exchange(self.first + chunk, position, exchanged)
 
     def release(self) -> None:
         """Free the tensors that the last call received and computed."""

@@ -186,15 +186,15 @@ def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
-    found = outermost(matching_names(list(modules), pattern, "the recipe's stages have"))
-    for name in found:
+    matching = outermost(matching_names(list(modules), pattern, "the recipe's stages have"))
+    for name in matching:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
             raise RecipeError(
                 f"the recipe's stages have {pattern!r}, and {name!r} is a"
                 f" {type(modules[name]).__name__}, which cannot be called; name its members:"
                 f" {name + '.*'!r}"
             )
-    return found
+    return matching
 
 
 def _check_complete(model: nn.Module, parts: Sequence[str]) -> None:

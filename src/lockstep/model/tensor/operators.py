@@ -133,10 +133,10 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among the arguments of a call, including those in lists and tuples."""
-    found = []
+    tensors = []
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, list | tuple):
-            found += [member for member in item if isinstance(member, Tensor)]
-    return found
+            tensors += [member for member in item if isinstance(member, Tensor)]
+    return tensors

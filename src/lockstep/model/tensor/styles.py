@@ -423,11 +423,11 @@ def without_adapters(model: Any) -> tuple[str, Any]:
 def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[str, str]:
     """Return the styles, where the style of each wrapper is replaced by styles of its layer and
     adapters."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for name, style in chosen.items():
         module: Any = model.get_submodule(name)
         if not all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B")):
-            found[name] = style
+            styles[name] = style
             continue
         if style not in _ADAPTER_STYLES:
             raise RecipeError(
@@ -435,10 +435,10 @@ def styles_with_adapters(model: nn.Module, chosen: Mapping[str, str]) -> dict[st
                 f" with {', '.join(_ADAPTER_STYLES)}; leave the layer out of the plan, by a map in"
                 " Recipe.tensor, or out of LoraConfig.target_modules"
             )
-        found[f"{name}.base_layer"] = style
+        styles[f"{name}.base_layer"] = style
         for part, adapter_style in zip(("lora_A", "lora_B"), _ADAPTER_STYLES[style], strict=True):
             if adapter_style:
-                found |= {
+                styles |= {
                     f"{name}.{part}.{adapter}": adapter_style for adapter in getattr(module, part)
                 }
-    return found
+    return styles

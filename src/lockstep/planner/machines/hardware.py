@@ -248,18 +248,18 @@ def devices_here(text: str) -> tuple[int, str] | None:
     with importing_torch():
         from lockstep.base import accelerator
 
-    if not (found := accelerator.count()):
+    if not (devices := accelerator.count()):
         unseen = accelerator.unseen(os.environ)
         raise PlanError(
             f"--on {text!r} means this machine's accelerators, but torch sees none"
             f'{f" ({unseen})" if unseen else ""}; name the devices to plan for: --on "1 x H100";'
             f" known: {', '.join(known_devices())}"
         )
-    wanted, name = int(match[1] or found), accelerator.product_name()
-    if not 1 <= wanted <= found:
+    wanted, name = int(match[1] or devices), accelerator.product_name()
+    if not 1 <= wanted <= devices:
         raise PlanError(
-            f"--on {text!r}, but this machine has {found} ({name}); give --on '{found} x this', or"
-            " the name of a device, such as --on '64 x H100'"
+            f"--on {text!r}, but this machine has {devices} ({name}); give"
+            f" --on '{devices} x this', or the name of a device, such as --on '64 x H100'"
         )
     return wanted, name
 

@@ -139,9 +139,9 @@ def _best_rate(calls: Iterable[tuple[int, Call]], seconds: Timer) -> float:
     """Return the best rate of `calls`, which are (work, call) pairs, up to the first long call."""
     best = 0.0
     for work, call in calls:
-        taken = seconds(call)
-        best = max(best, work / taken)
-        if taken >= LONG_SECONDS:
+        elapsed = seconds(call)
+        best = max(best, work / elapsed)
+        if elapsed >= LONG_SECONDS:
             break
     return best
 
@@ -158,12 +158,12 @@ def _float32_in_tensor_cores() -> Iterator[None]:
 
 def _attention_rates(dtype: torch.dtype, device: torch.device, seconds: Timer) -> dict[str, float]:
     """Return the rate of causal attention by kernel, or the rate of torch's alternative."""
-    found = {}
+    rates = {}
     for kernel, backend in KERNELS.items():
         # torch raises it if it does not have the kernel
         with sdpa_kernel(backend), suppress(RuntimeError):
-            found[kernel] = _attention_rate(dtype, device, seconds)
-    return found or {"flash": _attention_rate(dtype, device, seconds)}
+            rates[kernel] = _attention_rate(dtype, device, seconds)
+    return rates or {"flash": _attention_rate(dtype, device, seconds)}
 
 
 def _attention_rate(dtype: torch.dtype, device: torch.device, seconds: Timer) -> float:

@@ -99,7 +99,7 @@ class StageSplit:
 def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit:
     """Split the whole model as the pipeline does, and find the tensors that stages pass on. Raises
     `RecipeError`."""
-    found: dict[str, list[Boundary | Chunks]] = {}
+    boundaries: dict[str, list[Boundary | Chunks]] = {}
     splits: list[Stages] = []
     ranks = int(plan.pipeline or 1)
 
@@ -108,7 +108,9 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
         split = Stages.split(model, recipe.stages, ranks=ranks, per_rank=per_rank)
         splits.append(split)
         for part in map(split.last_part, range(len(split.ranges) - 1)):
-            model.get_submodule(part).register_forward_hook(partial(_note_boundary, found, part))
+            model.get_submodule(part).register_forward_hook(
+                partial(_note_boundary, boundaries, part)
+            )
 
     microbatch = recipe.microbatch if isinstance(recipe.microbatch, int) else recipe.global_batch
     one_microbatch = replace(recipe, global_batch=microbatch)
@@ -118,7 +120,7 @@ def stage_split(recipe: Recipe, plan: Plan, options: TraceOptions) -> StageSplit
     trace_step(one_microbatch, whole, replace(options, rank=0, world_size=context), watch)
     (split,) = splits
     passed_on = (
-        [Boundary.joined(each, part) for each in found[part]]
+        [Boundary.joined(each, part) for each in boundaries[part]]
         for part in map(split.last_part, range(len(split.ranges) - 1))
     )
     return StageSplit(
@@ -253,9 +255,9 @@ class LoneSession(RecipeSession):
         context = request.context(
             world=world, mesh=mesh, plan=plan, recorder=recorder, overrides=overrides
         )
-        taken = read_fallbacks(world, recorder.path, resumes=False)
+        fallbacks = read_fallbacks(world, recorder.path, resumes=False)
         self._enter_modes(stack)
-        return Opened(context, Environment.read({}), (self.hook,), request, plan, taken)
+        return Opened(context, Environment.read({}), (self.hook,), request, plan, fallbacks)
 
     def _enter_modes(self, stack: ExitStack) -> None:
         """Compute without values from now on, except in torch's meshes, which need them."""

@@ -146,8 +146,8 @@ class StepAgreement:
     def unchecked(self) -> StepCounts | None:
         """Return the counts of a step if they differed between ranks, and forget them. On an
         accelerator, this is the step before."""
-        found, self._unchecked = self._unchecked, None
-        return found
+        counts, self._unchecked = self._unchecked, None
+        return counts
 
     def compare_now(self) -> None:
         """Raise `RecipeError` if the ranks differ. Every rank of `summed` calls it, outside of

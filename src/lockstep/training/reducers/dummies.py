@@ -26,15 +26,15 @@ def dummy_backward(
 def _leaves_of(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters, and then the other leaves of the graph of `total`."""
     known = set(map(id, parameters))
-    found = list(parameters)
+    leaves = list(parameters)
     waiting: list[Any] = [] if total.grad_fn is None else [total.grad_fn]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if node.name().endswith("AccumulateGrad") and id(leaf := node.variable) not in known:
             known.add(id(leaf))
-            found.append(leaf)
+            leaves.append(leaf)
         following = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= following
         waiting += following
-    return found
+    return leaves

@@ -192,10 +192,10 @@ class GradientHooks:
             )
 
     def _hooks_now(self) -> dict[str, list[Any]]:
-        found = {
+        by_name = {
             name: _of_user(gradient_hooks(parameter)) for name, parameter in self._named.items()
         }
-        return {name: hooks for name, hooks in found.items() if hooks}
+        return {name: hooks for name, hooks in by_name.items() if hooks}
 
     def _compare(self, world: World) -> None:
         """Raise `RecipeError` if ranks that have the same parameter have different hooks on it.

@@ -181,13 +181,13 @@ class RoundsReducer:
             parameter = self._parameters[place]
             kind = self._mesh.is_expert(parameter), parameter.dtype
             kinds.setdefault(kind, []).append(place)
-        found = []
+        sums = []
         for several in kinds.values():
             first = self._parameters[several[0]]
             world, shards = self._mesh.summed(first), self._mesh.shards(first)
             replicas = world if shards.size == 1 else self._mesh.replicas
-            found.append((RoundSum(world, replicas), several))
-        return found
+            sums.append((RoundSum(world, replicas), several))
+        return sums
 
     def _clear(self) -> None:
         for each in self._leaves:
