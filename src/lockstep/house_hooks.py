@@ -134,8 +134,7 @@ class HouseHooks:
         ]
 
     def end_with(self, run: Run, error: BaseException) -> None:
-        """Record the error that ends the run, call the hooks, and add to the error what the user
-        can do."""
+        """Record the error that ends the run, call the hooks, and add a remedy to the error."""
         if isinstance(error, Preempted):
             run.event("preempted", reason=error.reason)
             if not self._is_reported:

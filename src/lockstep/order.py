@@ -101,7 +101,7 @@ class Order:
     def _round(
         self, number: int, half: NDArray[np.uint64], keys: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
-        """Return what a round adds to the other half of the values."""
+        """Return the numbers that a round adds to the other half of the values."""
         mask = self._low_mask if number % 2 else self._high_mask
         return _mix(keys + np.uint64(number * GOLDEN % 2**64) + half) & mask
 

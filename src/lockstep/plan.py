@@ -81,8 +81,8 @@ taken for a typing error."""
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A mesh axis: what its ranks divide among them, and what they exchange. Each field of `Plan`
-    that has an axis as its metadata adds that axis to the mesh."""
+    """A mesh axis: the things that its ranks divide among them, and their exchanges. Each field of
+    `Plan` that has an axis as its metadata adds that axis to the mesh."""
 
     name: str
     divides: tuple[Divided, ...]
@@ -140,8 +140,8 @@ class Plan:
     context: Size | None = field(
         default=None, metadata=axis("tokens", same_state=True, in_forward=True, sums="all")
     )
-    """Number of processes that share out the tokens of each sequence, for the same microbatch
-    (context parallelism)."""
+    """Number of processes that divide the tokens of each sequence of a microbatch (context
+    parallelism)."""
     tensor: Size | None = field(
         default=None, metadata=axis("features", same_state=False, in_forward=True, sums="partial")
     )
@@ -185,9 +185,9 @@ class Plan:
     more communication; `zero-bubble`: gradients of weights are computed when a process would
     otherwise wait."""
     exchange: Exchange = "auto"
-    """Under `context`, what attention exchanges. `keys`: each rank gathers all keys and values, for
-    its own tokens; `heads`: each rank gets all tokens of some of the heads; `auto`: what sends
-    fewer bytes."""
+    """Attention's exchange under `context`. `keys`: each rank gathers all keys and values, for its
+    own tokens; `heads`: each rank gets all tokens of some of the heads; `auto`: the exchange that
+    sends fewer bytes."""
     compile: bool = False
     """Compile each block's forward with torch.compile, once for each shape."""
     split: Split = 1

@@ -146,8 +146,8 @@ class RecipeSession(Session):
         return context
 
     def build(self) -> None:
-        """Build the model, including a loss that is a module, and register what is saved with the
-        run."""
+        """Build the model, including a loss that is a module, and register the state that is saved
+        with the run."""
         recipe = with_loss_in_model(self.recipe)
         if recipe is not self.recipe and self.plan.pipeline != 1:
             raise RecipeError(

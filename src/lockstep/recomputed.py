@@ -72,7 +72,7 @@ def ranks_at_fault(
 
 
 class Computed(NamedTuple):
-    """Checksums of what a rank computed of one microbatch."""
+    """Checksums of a rank's results for one microbatch."""
 
     exchanged: Sequence[tuple[Position, int]]
     """One for each tensor that is exchanged with other ranks of the replica, by position."""
@@ -89,8 +89,8 @@ class Computed(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """A rank, or several ranks that exchange inside of layers, and what they computed in a step in
-    which ranks compare."""
+    """The results of a rank, or of several ranks that exchange inside of layers, in a step in which
+    ranks compare."""
 
     ranks: Sequence[int]
     computed: Sequence[Computed]

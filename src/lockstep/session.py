@@ -262,12 +262,11 @@ class Session:
         weights: Weights | str | os.PathLike[str] | None = None,
         balance: Balance | None = None,
     ) -> tuple[Any, Any]:
-        """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns
-        what the two functions returned; the model is on this rank's device. Its initial values
-        depend on the session's seed only, not on the plan; `weights` replaces them. `blocks`,
-        `tensor`, `stages`, `sequence`, `head`, `experts`, `weights` and `balance`: as in `Recipe`.
-        May be called again, for another model, unless the plan has a pipeline. Raises
-        `RecipeError`."""
+        """Build a model and its optimizer (or list of optimizers). Every rank calls it. Returns the
+        results of the two functions; the model is on this rank's device. Its initial values depend
+        on the session's seed only, not on the plan; `weights` replaces them. `blocks`, `tensor`,
+        `stages`, `sequence`, `head`, `experts`, `weights` and `balance`: as in `Recipe`. May be
+        called again, for another model, unless the plan has a pipeline. Raises `RecipeError`."""
         how = ModelOptions(
             blocks=blocks,
             tensor=tensor,

@@ -120,8 +120,8 @@ def read_records(folder: Path) -> Records:
 
 
 def number_loaders(ranks: Sequence[Rank]) -> None:
-    """Renumber the loaders so that those made by the same line, in their order, have the same
-    numbers on all ranks: a rank that evaluates alone has made more of them."""
+    """Renumber the loaders: loaders made by the same line, in their order, get the same numbers on
+    all ranks. (A rank that evaluates alone has made more loaders.)"""
     numbers: dict[tuple[str, int], int] = {}
     for rank in ranks:
         made: Counter[str] = Counter()

@@ -39,8 +39,8 @@ class _TooManyError(Exception):
 
 
 class Reader:
-    """Reads one object: containers, tensors, arrays, functions with the values that they use, and
-    for other objects what `pickle` would ask for. Equal objects have equal parts in the same
+    """Reads one object: containers, tensors, arrays, functions with the values that they use. Other
+    objects are read as `pickle` would read them. Equal objects have equal parts in the same
     order."""
 
     def __init__(self, most_bytes: int | None = None) -> None:

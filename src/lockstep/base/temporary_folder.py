@@ -78,7 +78,7 @@ def hold_folder(folder: Path) -> int | None:
 
 
 def remove_left_folders(parent: Path) -> None:
-    """Remove what this user's killed processes have left."""
+    """Remove the folders that this user's killed processes have left."""
     with suppress(OSError), os.scandir(parent) as entries:
         for name in [entry.name for entry in entries if _NAME.fullmatch(entry.name)]:
             _remove_if_left(parent / name)

@@ -788,7 +788,7 @@ def saved_factors(node: Any) -> list[Tensor]:
 
 
 def run_first(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Register a hook of a tensor's gradient that runs before those that were registered before."""
+    """Register a hook of a tensor's gradient that runs before the existing hooks."""
     handle: Any = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks: Any = tensor._backward_hooks
     for key in [key for key in hooks if key != handle.id]:

@@ -58,9 +58,9 @@ class ImageWriter:
         return [self._memory.descriptor, *self._buddies.descriptors]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Decide which rank copies what, and allocate memory, unless the layout is unchanged. Every
-        rank calls it, or none, and then the first `write` does it. If one rank lacks memory, all
-        raise `CheckpointError`."""
+        """Assign shards to the ranks that copy them, and allocate memory, unless the layout is
+        unchanged. Every rank calls it, or none, and then the first `write` does it. If one rank
+        lacks memory, all raise `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -203,7 +203,7 @@ class Buddies:
             memory.allocate(everyone[rank])
 
     def exchange(self, own: Slot, text: bytes, header: Header, common: int) -> float:
-        """Send this rank's complete image to its buddy, and receive those of other ranks. Images of
+        """Send this rank's complete image to its buddy, and receive other ranks' images. Images of
         step `common` are not overwritten. Returns the seconds spent waiting for data."""
         if self._mine is None:
             return 0.0

@@ -60,7 +60,7 @@ class UnreadableError(LockstepError):
 
 
 class DamagedError(UnreadableError):
-    """A checkpoint whose bytes differ from those that were written. The text says which bytes."""
+    """A checkpoint with other bytes than were written. The text says which bytes."""
 
 
 class UnknownFormatError(UnreadableError):

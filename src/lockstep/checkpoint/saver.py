@@ -78,8 +78,8 @@ class Saver:
         """The job for the writer, to be sent once the copies are complete."""
 
     def prepare(self, state: Mapping[str, Tensor]) -> str:
-        """Decide which rank writes what, allocate memory and start the writer, unless the layout is
-        unchanged.
+        """Assign shards to the ranks that write them, allocate memory and start the writer, unless
+        the layout is unchanged.
 
         Every rank calls it between saves, or none, and then the first `save` does it. Returns an
         identifier that distinguishes the next save's notes from earlier ones.

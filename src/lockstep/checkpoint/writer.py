@@ -160,10 +160,10 @@ def checkpoints_to_delete(
 ) -> list[CheckpointName]:
     """Return the complete checkpoints to delete, in order, after `newest` is committed.
 
-    Keeps the `last` newest checkpoints (at least 1), those at multiples of `every` steps, those of
-    `sparse_steps` if `sparse`, the newest one of at most `agreed` steps, and the earliest one with
-    the best of `scores` (NaN counts as no score). Checkpoints later than `newest`
-    were found damaged when the run was resumed, and are not deleted.
+    Keeps these checkpoints: the `last` newest (at least 1); multiples of `every` steps;
+    `sparse_steps`, if `sparse`; the newest with at most `agreed` steps; the earliest with the best
+    of `scores` (NaN counts as no score). Checkpoints later than `newest` were found damaged when
+    the run was resumed, and are not deleted.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])

@@ -256,7 +256,7 @@ def _check_alike(first: _AveragedRun, other: _AveragedRun) -> None:
 
 def _launch_options(runs: Sequence[_AveragedRun], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the launch options of evaluations. Hyper-parameters have the values that all runs
-    share, or those that `--set` gives."""
+    share, or the values given by `--set`."""
     first = runs[0].parameters
     shared = [
         name for name in first if all(run.parameters.get(name) == first[name] for run in runs)

@@ -324,7 +324,7 @@ def _microbatch(values: dict[str, Any]) -> ReplayedMicrobatch:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs between two runs' recipes, code, versions and devices, as text."""
+    """Yield the differences between two runs' recipes, code, versions and devices, as text."""
     old, new = (each.get("recipe") or {} for each in (before, now))
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:

@@ -57,7 +57,7 @@ class Mesh:
     stages: World = field(init=False)
     """The ranks that together hold the model's layers."""
     tokens: World = field(init=False)
-    """The ranks that share out the tokens of each microbatch."""
+    """The ranks that divide the tokens of each microbatch."""
     loss_parts: World = field(init=False)
     """The ranks that each have a part of a microbatch's loss. A single rank has the whole loss."""
     parts: World = field(init=False)
@@ -165,8 +165,8 @@ class Mesh:
         return self._together(_copies_of_dense(self.larger))
 
     def is_first(self, tensor: Tensor) -> bool:
-        """True if this rank is the first of those that hold the same part of a parameter or its
-        gradient. Stages of a pipeline hold other parameters."""
+        """True if this rank is the first one that holds its part of a parameter or gradient. Stages
+        of a pipeline hold other parameters."""
         divided = divided_over(tensor)
         return all(
             axis.name in divided or _stacks(axis) or self.axis(axis.name).rank == 0

@@ -245,8 +245,8 @@ class Segment:
                 self.words[_line(self.rank) + _STATE] = kind
 
     def close(self) -> None:
-        """Release the memory. Other ranks can still read what this rank has sent. May be called
-        again."""
+        """Release the memory. Other ranks can still read the data that this rank has sent. May be
+        called again."""
         if self._closed:
             return
         if self.words[_line(self.rank) + _STATE] == _LIVE:

@@ -143,7 +143,7 @@ class SharedMemoryGroup(Closing):
     def label(self, text: str) -> int:
         """Return the number of a label for collectives, which is compared like their sizes: ranks
         that exchange different things of one size raise `CallsDiffer`. Every rank gives the same
-        texts in the same order. `text`: what a rank does, such as "gathers block 'a'"."""
+        texts in the same order. `text`: the purpose of the call, such as "gathers block 'a'"."""
         labels = self._rounds.labels
         if text not in labels:
             labels.append(text)

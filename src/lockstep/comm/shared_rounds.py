@@ -155,7 +155,7 @@ class Rounds:
         return self.labels[number] if number < len(self.labels) else ""
 
     def _done(self, signature: int) -> str:
-        """Return what a rank does in a call."""
+        """Return the purpose of a rank's call, as text."""
         return self.label_in(signature) or f"calls {called(signature)[0]}"
 
     def _make_views(self, dtype: torch.dtype) -> BufferViews:

@@ -121,8 +121,8 @@ class Trace:
 
     @property
     def backward_order(self) -> list[str]:
-        """All parameters in the order from the loss to the input: those that the backward reached,
-        then the others."""
+        """All parameters in the order from the loss to the input. Parameters that the backward did
+        not reach come last."""
         reached = self.rank_0.gradient_order
         names = list(self.rank_0.initial.get("parameters", {}))
         return reached + [name for name in reversed(names) if name not in set(reached)]

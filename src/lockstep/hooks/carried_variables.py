@@ -87,7 +87,7 @@ class CarriedVariables(ControlHook):
 
 
 def _value_of(variables: Mapping[str, Any], path: str, run: Run) -> Any:
-    """Return a number, tensor or container; None for anything else, and for what is saved."""
+    """Return a number, tensor or container; None for any other object, and for a saved one."""
     name, *attributes = path.split(".")
     value = variables.get(name)
     saved = [id(each) for each in run.training.stateful.values()]

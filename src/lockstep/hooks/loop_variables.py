@@ -42,7 +42,7 @@ class LoopVariables:
         }
 
     def changed(self) -> list[str]:
-        """Return the names of those that have been changed in place."""
+        """Return the names of variables that were changed in place."""
         found = []
         for name, marks in self._before.items():
             now = [(tensor(), writes) for tensor, writes in marks]

@@ -120,7 +120,7 @@ class RecomputationAudit(ControlHook):
 
 
 def _together(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
-    """Join what several ranks have computed, in each role, as if a single rank had."""
+    """Join the results of several ranks, in each role, as if a single rank had computed them."""
     return [
         Computed(
             sorted(chain(*(exchanged for exchanged, _ in several))),
@@ -239,7 +239,7 @@ class Disagreement:
         )
 
     def _finding(self, places: Sequence[str]) -> tuple[str, str]:
-        """Return what was found, and what to do."""
+        """Return text with the finding and the remedy."""
         what = f"gradient of {self.first}" if self.first else "output of its part of the model"
         if self.tensors > 1:
             what += f" and {self.tensors - 1} more tensor{'s' * (self.tensors > 2)}"

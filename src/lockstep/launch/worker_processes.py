@@ -139,7 +139,7 @@ class Spare:
     def __init__(
         self, start: Start, environment: Mapping[str, str], imports: Sequence[str]
     ) -> None:
-        """`environment`: the variables that all workers have, without those of a rank. `imports`:
+        """`environment`: the variables of all workers, without the variables of a rank. `imports`:
         modules to import."""
         ends = open_channel()
         assert ends is not None, "recovery in place is for Linux"
@@ -381,7 +381,7 @@ class WorkerProcesses:
         self.stop(signal.SIGTERM, STOP_SECONDS)
 
     def ask(self, number: signal.Signals, grace_seconds: float) -> None:
-        """Make all workers save and end. Ends those that do not do so in time."""
+        """Make all workers save and end. Ends workers that do not end in time."""
         self._files_of(0).signal_forwarded.touch()
         for rank in self.running:
             self._workers[rank].is_asked = True

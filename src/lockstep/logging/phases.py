@@ -16,7 +16,7 @@ from lockstep.comm.torch_collectives import waits
 T = TypeVar("T")
 WAITING_FOR_DEVICE = "waiting for the device"
 _MAX_EVENTS = 256
-"""Largest number of events; then those that the GPU has passed are reused."""
+"""Largest number of events. At this number, events that the GPU has passed are reused."""
 FADES = 0.95
 """Factor by which the recorded longest duration decreases each time that a phase ends."""
 

@@ -1,5 +1,5 @@
-"""Random numbers for sharded tensors: those of the full tensor, of which each rank keeps its
-part."""
+"""Random numbers for sharded tensors: every rank draws the numbers of the full tensor, and keeps
+its part."""
 
 from __future__ import annotations
 

@@ -113,6 +113,6 @@ def all_in_use(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_copies(model: nn.Module) -> None:
-    """Free gathered parameters, and those cast by autocast."""
+    """Free gathered parameters, and autocast's casts of parameters."""
     reshard(model)
     torch.clear_autocast_cache()

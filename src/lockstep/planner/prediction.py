@@ -58,7 +58,7 @@ class Ended:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skewed:
     """A step in which one rank's experts get `SKEW` times the mean number of rows. Other figures
-    take it that the router chooses all experts equally often."""
+    assume that the router chooses all experts equally often."""
 
     seconds: float
     peak_bytes: int

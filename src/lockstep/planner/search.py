@@ -165,8 +165,8 @@ def layouts(space: Space) -> Iterator[Plan]:
 
 
 def shorter(space: Space) -> Iterator[Plan]:
-    """Yield layouts in which more ranks than a microbatch needs share out its sequences: each has a
-    part of the activations."""
+    """Yield layouts in which more ranks than necessary divide the sequences of a microbatch: each
+    then holds fewer activations."""
     for context in space.contexts(space.devices)[1:]:
         yield from _sharded(space, context=context)
 

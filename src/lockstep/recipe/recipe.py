@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A loss term that is a sum over one microbatch. Its denominator is what `Recipe.weight`
-    returns.
+    """A loss term that is a sum over one microbatch. `Recipe.weight` returns its denominator.
 
     If the loss is a dict of terms, `weight` returns a dict too, with the denominator of each `Sum`
     by its name.
@@ -274,9 +273,9 @@ class Recipe:
     generators are seeded with (epoch, seed) before it is called. None: each sample once per epoch,
     in a shuffled order that follows from the seed. See `ls.samplers`."""
     batch_sampler: Callable[[int, int], Any] | None = None
-    """(epoch, seed) -> the global batches of an epoch: each a list of microbatches, each of those a
-    list of indices. Like `sampler`, but it replaces `global_batch` and `microbatch`. All epochs
-    must have the same number of batches."""
+    """(epoch, seed) -> the global batches of an epoch. A global batch is a list of microbatches,
+    and a microbatch a list of indices. Like `sampler`, but it replaces `global_batch` and
+    `microbatch`. All epochs must have the same number of batches."""
     inputs: Callable[[Any], Any] | None = None
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None

@@ -18,7 +18,7 @@ class ReplayRequest(ScriptRequest):
     calls: str = "install"
 
     folder: Path
-    """The existing folder for what the processes write."""
+    """The existing folder for the processes' files."""
     step: int
     """The step to end after: its number in metrics.jsonl."""
     checkpoints: str = ""

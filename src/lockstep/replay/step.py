@@ -134,10 +134,10 @@ class Replay:
     before: Sequence[Mapping[str, float]] = ()
     """`squares` of the steps on the way, without this one."""
     on_the_way: Sequence[StepComparison] = ()
-    """The logged steps from the checkpoint to this step, without those that leave out samples."""
+    """The logged steps from the checkpoint to this step, except steps that leave out samples."""
     without: Sequence[int] = ()
     environment: Sequence[str] = field(default_factory=list)
-    """Differences between the recipe, code, machine and versions of the run, and those now."""
+    """Differences of the recipe, code, machine and versions between the run and this replay."""
     ended_the_run: bool = False
     """True if the run ended in this step, because its loss or gradient was not finite."""
 

@@ -205,8 +205,8 @@ def _first(events: Sequence[RunEvent], *kinds: str) -> RunEvent | None:
 
 
 def loss_list(run: RunHistory) -> Html | None:
-    """Return the list of losses; None if there were none. If there are more than `MAX_LOSSES`,
-    those in the middle are only counted."""
+    """Return the list of losses; None if there were none. If there are more than `MAX_LOSSES`, the
+    losses in the middle are only counted."""
     found = losses_of(run)
     if not found:
         return None

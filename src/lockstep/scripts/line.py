@@ -90,7 +90,7 @@ def _check_module(name: str) -> None:
 def misplaced(
     options: Iterable[str], arguments: Sequence[str], script: str, *, imports: str | None = None
 ) -> list[str]:
-    """Return those `options` of a command that are among a script's arguments (before any `--`) and
+    """Return the `options` of a command that are among a script's arguments (before any `--`) and
     that the code of the file `script` does not mention. `imports`: a package; a script that does
     not import it may pass its arguments on, so nothing is returned."""
     own = takewhile(lambda argument: argument != "--", arguments)

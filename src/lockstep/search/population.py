@@ -81,7 +81,7 @@ class Population:
         return None if generation == self.generations - 1 else self.segment * (generation + 1)
 
     def ready(self, results: SearchResults) -> int:
-        """Return the number of trials that may have begun: those whose parents have ended."""
+        """Return the number of trials that may have begun, because their parents have ended."""
         ended = {
             trial.number for trial in results.trials if trial.state not in ("waiting", "running")
         }

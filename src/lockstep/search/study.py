@@ -151,7 +151,7 @@ class TrialStorage:
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
         """Store the script's parameters, unless another search has stored them. Raises
-        `RecipeError` if those are different."""
+        `RecipeError` if the stored search is a different one."""
         with alone(self.url, self._request.name):
             self._check_search()
             if "parameters" not in self.study.user_attrs:

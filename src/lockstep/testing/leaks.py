@@ -346,7 +346,7 @@ def _shared_memory() -> Found:
 
 
 def _mapped_by_others(paths: Collection[str]) -> set[str]:
-    """Return those of `paths` that are mapped by a process other than this one and its descendants.
+    """Return the `paths` that are mapped by a process other than this one and its descendants.
 
     Files are identified by inode, because the process that made a semaphore maps it under another
     name, which was removed since.

@@ -44,8 +44,7 @@ BALANCE_TERMS = BALANCE, ROUTER_Z = "balance", "router_z"
 
 @dataclass(slots=True)
 class Routed:
-    """The choices of all routers for one microbatch, on this rank; of those in one stage of a
-    pipeline."""
+    """The choices that this rank's routers (in a pipeline, one stage's) made for one microbatch."""
 
     microbatch: int
     choices: list[Choices]

@@ -193,7 +193,7 @@ class SerialExecutor:
         return compute()
 
     def _check(self, inputs: Inputs, loss: Loss, batch: Any) -> None:
-        """Check what needs a batch. Called before each microbatch."""
+        """Run the checks that need a batch. Called before each microbatch."""
 
     def _computed(self, inputs: Inputs, loss: Loss, batch: Any) -> tuple[Any, Any]:
         """Return the model's output and its loss."""

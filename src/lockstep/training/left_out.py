@@ -95,7 +95,7 @@ def complete_state_dict(
 ) -> dict[str, Any]:
     """Return the model's state dict, plus tensors that it leaves out but that an optimizer holds or
     that have changed. Buffers with persistent=False are never added. Every rank calls it.
-    `changed`: what `LeftOut.changed` returns."""
+    `changed`: the result of `LeftOut.changed`."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}

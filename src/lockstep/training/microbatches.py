@@ -248,8 +248,8 @@ class Batching:
         ]
 
     def mine_in_step(self, step: int) -> list[Span]:
-        """This rank's microbatches in a step, as positions in the order of samples. First come
-        those that it recomputes."""
+        """This rank's microbatches in a step, as positions in the order of samples. The
+        microbatches that it recomputes come first."""
         start, stop = self.span(step)
         spans = self.spans_of(step, start, stop)
         again = [

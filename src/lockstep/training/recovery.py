@@ -129,7 +129,7 @@ class HeldState:
     step: int
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    """JSON values, such as those in a checkpoint's manifest."""
+    """JSON values, as in a checkpoint's manifest."""
 
     @classmethod
     def of(cls, training: Training) -> HeldState:

@@ -1,5 +1,5 @@
-"""The `Run` that hooks get: what they can read of a run, and the calls with which they can
-influence it."""
+"""The `Run` that hooks get: the facts of a run that they can read, and the calls with which they
+can influence it."""
 
 from __future__ import annotations
 

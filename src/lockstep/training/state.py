@@ -249,7 +249,7 @@ def restore(
 
 @contextmanager
 def damage_in(what: str) -> Iterator[None]:
-    """Convert what Python raises for values of a wrong type into a `DamagedError`."""
+    """Convert Python's exceptions for values of a wrong type into a `DamagedError`."""
     try:
         yield
     except (

@@ -331,7 +331,7 @@ class Training:
         return devices
 
     def agree(self) -> None:
-        """Do what the ranks agree on after a step. Every rank calls it."""
+        """Carry out the decision of all ranks after a step. Every rank calls it."""
         agreed = self.consensus.agree(
             list(self.results.values()), may_stop=self.run.is_logging_step
         )

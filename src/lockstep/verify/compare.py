@@ -4,8 +4,8 @@ Before the first step, the initial weights are compared. In each step, in this o
 every microbatch, and what its batch holds; if ranks hold full parameters, each microbatch's own
 gradient, bit for bit (to rounding, if ranks share out its tokens: then their gradients are added
 first), and the sum of all of them in float64; the reduced gradient and its norm; the learning rate;
-the optimizer states, parameters and buffers; the loss and its weight. If all that is the same, the
-numbers that the script has logged and gathered.
+the optimizer states, parameters and buffers; the loss and its weight. If all these are equal, it
+also compares the numbers that the script has logged and gathered.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class TraceRequest(ScriptRequest):
     """True if the model trains in eval mode: no dropout, and BatchNorm with its running
     statistics."""
     tokens: bool = False
-    """True if the first step's trace has sketches of each token's output. They tell where plans
-    that share out sequences go wrong."""
+    """True if the first step's trace has sketches of each token's output. They show where plans
+    that divide sequences go wrong."""
     experts: bool = False
     """True if the first step's trace has sketches of each token before and after each layer of
     experts. They tell where plans that divide experts go wrong."""

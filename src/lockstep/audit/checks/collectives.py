@@ -165,7 +165,7 @@ def _mismatch(
     members: Sequence[Rank], calls: Sequence[Sequence[Row]], number: int
 ) -> tuple[str, str]:
     """The evidence and the line of collectives that differ. If the preceding collectives came from
-    different lines (say, one rank alone calls a model), those are the cause."""
+    different lines (one rank calls a model, say), these lines are the cause."""
     rows = [each[number] for each in calls]
     text = f"collective {number + 1}: {_texts(members, rows)}"
     kinds = Counter(map(_kind, rows))

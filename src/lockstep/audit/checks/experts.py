@@ -172,8 +172,8 @@ def check_experts(records: Divided) -> AreaResult:
 
 
 def _even(rows: Sequence[Row], rank: int) -> float | None:
-    """Return the factor with which a rank's applied gradient contains every rank's gradient, for
-    parameters that are not experts."""
+    """Return the common factor of all ranks' gradients in the gradient that a rank applies to its
+    other parameters."""
     found = factors(rows, rank, names_on_all_ranks(rows))
     return found.even
 

@@ -180,8 +180,8 @@ def whole_projection(
 def factors(
     rows: Sequence[Row], rank: int, names: Sequence[str], parts: Sequence[slice] = (slice(None),)
 ) -> Factors:
-    """Fit the gradient that a rank applies to these parameters with what the ranks' backwards
-    added. `parts`: fit these parts of each rank's backwards apart."""
+    """Fit the gradient that a rank applies to these parameters by the gradients that the ranks'
+    backwards added. `parts`: fit these parts of each rank's backwards apart."""
     reduced = {name: each for name in names if (each := reduced_of(rows, rank, name)) is not None}
     if not reduced:
         return Factors()

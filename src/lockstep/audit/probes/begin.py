@@ -19,7 +19,7 @@ AFTER = (
     "transformers.masking_utils",
     "transformers.modeling_utils",
 )
-"""Modules. After each one's import, probes are installed."""
+"""Modules. Probes are installed after each of these imports."""
 
 
 def begin_watching() -> None:

@@ -29,7 +29,7 @@ class Watched:
     """A parameter of an optimizer."""
 
     added: list[tuple[int, Sketch]] = field(default_factory=list)
-    """(backward, what it added to the gradient), since the optimizer's last step."""
+    """(backward, the gradient that it added), since the optimizer's last step."""
     is_stale: bool = False
     """True while the gradient still contains sums from before the optimizer's last step."""
     was_stepped: bool = False
@@ -65,7 +65,7 @@ class Gradients:
                 torch_private.run_first(parameter, partial(self._recorder.safely, see))
 
     def take(self, parameter: Tensor) -> Watched:
-        """Return what was recorded of a parameter since the last call. Called at each step of the
+        """Return the records of a parameter since the last call. Called at each step of the
         optimizer."""
         watched = self._watched.setdefault(id(parameter), Watched())
         taken = Watched(watched.added, watched.is_stale, reduced=watched.reduced)

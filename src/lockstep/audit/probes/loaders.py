@@ -332,7 +332,7 @@ def _is_data(value: Any) -> bool:
 
 
 def held_items(dataset: Any, depth: int = 0) -> int:
-    """The length of the largest sequence in a stream, or in what the stream wraps; 0 if there is
+    """The length of the largest sequence in a stream, or in the object that it wraps; 0 if there is
     none."""
     sizes = [0]
     for each in getattr(dataset, "__dict__", {}).values():

@@ -1,4 +1,4 @@
-"""Watches what depends on train or eval mode: dropout, and BatchNorm with its running
+"""Watches modules that depend on train or eval mode: dropout, and BatchNorm with its running
 statistics."""
 
 from __future__ import annotations

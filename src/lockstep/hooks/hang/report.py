@@ -168,7 +168,7 @@ def _call(snapshot: StackSnapshot) -> str:
 
 
 def _reason(late: StackSnapshot) -> str:
-    """Return text that says what the rank does, and where."""
+    """Return text about the rank's activity and its place in the code."""
     lines = {process: innermost_line(frames) for process, frames in late.children.items()}
     workers = [
         f"process {process} is at {line}"

@@ -167,7 +167,7 @@ def take_snapshot(
 def activity(
     stack: Sequence[Frame], *, calls: Sequence[CollectiveCall], moves: bool, cpu_use: float
 ) -> Activity:
-    """Classify what a thread does. `moves`: True if its Python code advanced between samples.
+    """Classify a thread's activity. `moves`: True if its Python code advanced between samples.
     `cpu_use`: share of the time that it used the processor.
 
     [Note: waits for the device] A host that waits for its device may be anywhere in native code,

@@ -66,8 +66,8 @@ STUCK_SECONDS = 1.0
 # after a diagnosis that no rank is late, this rank waits this long before it asks again
 AGAIN_SECONDS = 2.0
 EXCHANGE_SECONDS = 5.0
-"""After this time in one exchange of a sharded model, a rank compares the exchange with those of
-other ranks."""
+"""After this time in one exchange of a sharded model, a rank compares it with the other ranks'
+exchanges."""
 ABORT_SECONDS = 10.0
 """Time limit of two waits: for a rank to raise its error once its exchanges were ended, and for the
 watchdogs to find out why Gloo ends the process."""
@@ -342,8 +342,8 @@ class Watchdog:
 
 
 def _why_silent(who: Mapping[str, Any] | None) -> tuple[str, bool]:
-    """Return the reason why a process does not answer, and True if it is certain. `who`: what the
-    process wrote about itself at its start."""
+    """Return the reason why a process does not answer, and True if it is certain. `who`: the
+    identity that the process wrote at its start."""
     if who is None:
         return "it has not started its watchdog yet", False
     process = who["process"]

@@ -3,8 +3,8 @@ on one clock. Needs no torch.
 
 A trace is the JSON of `export_chrome_trace`: `ts` and `dur` in microseconds after
 `baseTimeNanoseconds`. A memory event has an address and a size (negative when memory is freed), but
-no cause. Notes about known tensors say what an address holds at a moment, which gives the cause of
-that allocation.
+no cause. A note about a known tensor says which tensor an address holds at a moment; this gives the
+cause of the allocation.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ _OF_PATH = {
     "ChunkedTotal": "chunked logits",
     "ChunkedLosses": "chunked logits",
 }
-"""Beginning of an operator's name -> cause of what it allocates. Functions of autograd have the
-names of their classes."""
+"""Beginning of an operator's name -> cause of its allocations. Functions of autograd have the names
+of their classes."""
 _MAKES_MEMORY = ("aten::empty", "aten::new_empty", "aten::resize_")
 """Operators that allocate memory for their caller."""
 

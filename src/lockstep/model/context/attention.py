@@ -44,8 +44,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return the attention of this rank's tokens to all tokens of their documents. Every rank calls
-    it. The arguments are those of torch's function, for this rank's tokens. Raises `RecipeError`
-    and `PlanError`."""
+    it. Takes the arguments of torch's function, for this rank's tokens. Raises `RecipeError` and
+    `PlanError`."""
     layout, documents = sequence.layout, sequence.documents
     ranks = layout.world.size
     attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)

@@ -26,7 +26,7 @@ class ChunkAxis:
     size: int
     """Number of chunks."""
     processes: World
-    """The processes that share out the chunks: contiguous shares."""
+    """The processes. Each has a contiguous share of the chunks."""
     threads: ChunkThreads
 
     @property

@@ -1,8 +1,8 @@
 """Sums the losses of a sequence's chunks, and their gradients of parameters, in one order on any
 number of processes.
 
-Leaves are added in the tree over the paired order of chunks (`lockstep.tree`): first those of a
-process, in the nodes that it has completely, then those of all processes."""
+Leaves are added in the tree over the paired order of chunks (`lockstep.tree`). A process first adds
+its own leaves, in nodes that it has completely; then the nodes of all processes are added."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class ChunkInputs:
     leaves: Sequence[Sequence[Tensor]] = ()
     """The leaves that replace them in each chunk's graph."""
     in_two: bool = False
-    """True if autograd is asked for the gradients of the received tensors first, and then for those
-    of the parameters. The first backward computes both."""
+    """True if autograd computes the gradients of the received tensors first, and of the parameters
+    afterwards. The first backward computes both."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:

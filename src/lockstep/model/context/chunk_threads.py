@@ -64,9 +64,9 @@ class ChunkThreads:
         collect: Callable[[], Any] = list,
     ) -> Any:
         """Wait until every function has given a value. Then `answer` is called once with all
-        values, and each function gets its part of the result. `what`: the same for all. `collect`:
-        makes the container to which values are appended as they arrive, in order. Raises
-        `RecipeError` if the functions meet for different purposes."""
+        values, and each function gets its part of the result. `what`: the purpose, the same for all
+        functions. `collect`: makes the container to which values are appended as they arrive, in
+        order. Raises `RecipeError` if the functions meet for different purposes."""
         assert self._turns is not None, "inside of run"
         return self._turns.meet(what, value, answer, collect)
 

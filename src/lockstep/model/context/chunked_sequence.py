@@ -51,8 +51,8 @@ class ChunkedSequenceCut(SequenceCut):
         *,
         in_two: bool,
     ) -> None:
-        """`leaves`: see `ParameterLeaves`. `forwards`, `beside`: as in `SequenceCut`.
-        `in_two`: True if its schedule computes the gradients of weights after those of inputs."""
+        """`leaves`: see `ParameterLeaves`. `forwards`, `beside`: as in `SequenceCut`. `in_two`:
+        True if its schedule computes the gradients of weights after the gradients of inputs."""
         super().__init__(model, processes, sequence, "keys", forwards, beside)
         self._in_two = in_two
         self._leaves = {
@@ -89,7 +89,7 @@ class ChunkedSequenceCut(SequenceCut):
         around_loss: Callable[[], AbstractContextManager[Any]],
     ) -> Run:
         """Return the function that computes a microbatch in a stage, each chunk in its thread. The
-        last stage computes the loss too, and returns what `output_and_loss` returns."""
+        last stage also computes the loss, and returns the result of `output_and_loss`."""
 
         number = self.reads.begin()
 

@@ -1,10 +1,10 @@
 """The counts that a forward reads on the host, by the tokens that it has.
 
 Counts of chosen tokens differ between ranks: how many tokens an expert has, or if any is masked. A
-model may use them to leave out what computes nothing. If it uses them otherwise (`x * count`, or
-`if rare.any(): x = 2 * x`), it is another model. The two read the same, so they are told apart by
-value: when ranks first read different counts at a line, some of their tokens are computed whole and
-cut, and the outputs compared.
+model may use counts to skip code that would compute nothing. If it uses them otherwise (`x *
+count`, or `if rare.any(): x = 2 * x`), it is another model. The two read the same, so they are told
+apart by value: when ranks first read different counts at a line, some of their tokens are computed
+whole and cut, and the outputs compared.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class DifferentCounts(NamedTuple):
 
 
 class CountReads:
-    """The counts that the ranks of `world`, which share out the tokens of each microbatch, read in
-    a step."""
+    """The counts that the ranks of `world` read in a step. They divide the tokens of each
+    microbatch."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
         """`is_summed`: True if the numbers of a step are summed over `world`."""
@@ -209,7 +209,7 @@ def noted_to_json(noted: Noted) -> list[Any]:
 
 
 def noted_from_json(rows: Iterable[Any]) -> Noted:
-    """Return what was noted. `rows`: results of `noted_to_json`, one behind another."""
+    """Return the recorded counts. `rows`: results of `noted_to_json`, one behind another."""
     return {
         Place(*place): {line: Counts(*each) for line, each in counts.items()}
         for *place, counts in rows

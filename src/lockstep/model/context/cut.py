@@ -191,7 +191,7 @@ class SequenceCut:
 
     @contextmanager
     def _noting_mode(self, cut: MicrobatchCut, stage: int, *, chosen: Chosen) -> Iterator[None]:
-        """The context of `_mode`, in which `reads` notes what the forward reads."""
+        """The context of `_mode`, in which `reads` records the forward's reads."""
         with (
             self._noted_forward(cut.layout, self.reads.begin()) as part,
             self._mode(cut, stage, chosen=chosen, part=part),
@@ -538,8 +538,8 @@ class SequenceCut:
         return documents
 
     def _check_documents(self, arguments: Any, loss: LossFunction, batch: Any) -> None:
-        """Try the model with two documents in a row, and the loss with those of the batch, if the
-        recipe has any. Every rank calls it. Raises `RecipeError` and `LossError`."""
+        """Try the model with two documents in a row, and the loss with the batch's documents, if
+        the recipe has documents. Every rank calls it. Raises `RecipeError` and `LossError`."""
         cut = self.cut_of(arguments, batch)
         if (documents := cut.documents) is None:
             return

@@ -253,7 +253,7 @@ class _AllToAll(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     """Sends each rank the output of this rank's heads for its tokens. The backward sends the
-    gradient back, and what the stand-in needs."""
+    gradient back, with the numbers that the stand-in needs."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:

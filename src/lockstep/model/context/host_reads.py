@@ -142,8 +142,8 @@ def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[An
 
 
 class HostReads:
-    """The reads of a step's forwards of parts of sequences, which the ranks of `world` share out.
-    Every part of a forward must read the same."""
+    """The reads of a step's forwards. The ranks of `world` divide the sequences among them. Every
+    part of a forward must read the same."""
 
     def __init__(self, world: World, *, is_summed: bool = True) -> None:
         """`is_summed`: True if the numbers of a step are summed over `world`."""

@@ -208,8 +208,8 @@ def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
 
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
-    """Raise `LossError` if each rank would add a term of what the output has once, not for each
-    token. `output`: the detached output for all tokens."""
+    """Raise `LossError` if the loss uses a tensor of the output that is not per token: each rank
+    would add its term. `output`: the detached output for all tokens."""
     layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 

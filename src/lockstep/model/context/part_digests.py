@@ -14,7 +14,8 @@ from lockstep.model.context.exchange import TokenLayout
 
 
 class PartDigests:
-    """The digests of the parts of a step's forwards, which the ranks of `world` share out."""
+    """The digests of the parts of a step's forwards. The ranks of `world` divide the parts among
+    them."""
 
     count = BITS
     """Number of values that `numbers` returns."""
@@ -33,8 +34,8 @@ class PartDigests:
         return self.ranks[0]
 
     def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
-        """Add the digest of what a part of a forward has read, if it has read anything. `layout`:
-        the layout of its tokens."""
+        """Add the digest of the values that a part of a forward has read, if there are any.
+        `layout`: the layout of its tokens."""
         digest = digest.copy()
         digest.update(repr((forward, self.axis)).encode())
         number = int.from_bytes(digest.digest()[: BITS // 8], "little")

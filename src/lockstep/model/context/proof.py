@@ -120,7 +120,7 @@ def _torch_name(module: nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Provers:
-    """The ranks that prove a model together: those that exchange in its forward."""
+    """The ranks that prove a model together: they exchange tensors in its forward."""
 
     worlds: Sequence[World]
     """The axes along which ranks exchange in the forward: each is a part of each other's trial."""

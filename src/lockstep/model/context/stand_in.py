@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 NEAR = 2.0**-8
-"""The second largest number of a gradient takes what rounding leaves of the sum, unless it is
-smaller than this part of the largest."""
+"""The second largest number of a gradient takes the rounding error of the sum, unless it is smaller
+than this part of the largest."""
 
 
 class StandIn:

@@ -129,8 +129,8 @@ def _register(own: str) -> None:
 
 
 def check_call(model: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Raise `RecipeError` if `model` is a model of transformers and is called with what cannot be
-    cut."""
+    """Raise `RecipeError` if `model` is a model of transformers and is called with arguments that
+    cannot be cut."""
     if any(not name for name, _ in pretrained_models(model)):
         bound = inspect.signature(model.forward).bind(*arguments, **given)
         _checked_call(type(model).__name__, bound)

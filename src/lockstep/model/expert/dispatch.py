@@ -215,7 +215,7 @@ class Dispatch:
         return sent, received, theirs[:, :each]
 
     def _call(self, place: int, is_left_out: bool = False) -> int:
-        """Return a number that says what this rank calls, and in how many chunks. `place`: the
+        """Return a number that encodes this rank's call and its number of chunks. `place`: the
         module's index, or the number of modules at the end of a forward."""
         sequence = None if self.leaves is None else active()
         chunks = 0 if sequence is None else sequence.layout.chunks

@@ -171,9 +171,9 @@ class Pipeline:
                 self._run_schedule(start + first, start + end, schedule, backward)
 
     def _starts(self) -> list[int]:
-        """Return the microbatches with which a schedule begins: the first one, and those whose
-        boundaries differ from the microbatch before; the same on ranks that must run the same
-        forwards."""
+        """Return the microbatches with which a schedule begins: the first one, and each one whose
+        boundaries differ from the microbatch before. Ranks that must run the same forwards get the
+        same microbatches."""
         kinds = list(map(_signatures, self._routes))
         starts = [
             0,

@@ -180,8 +180,8 @@ def _hugging_face(model: nn.Module) -> dict[str, str]:
 def _without_experts(
     model: nn.Module, plan: Mapping[str, str], experts: Collection[str]
 ) -> dict[str, str]:
-    """Return the plan without patterns that match only modules of experts, or what is inside them.
-    A plan of transformers names parameters too."""
+    """Return the plan without patterns that match only modules of experts and their submodules. A
+    plan of transformers names parameters too."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     kept = {}
     for pattern, style in plan.items():

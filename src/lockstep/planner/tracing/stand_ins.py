@@ -207,8 +207,7 @@ def _without_gradients(boundary: Boundary) -> Boundary:
 
 
 def without_masks() -> Patch:
-    """Return what a GPU's attention to the keys before a chunk's end needs instead of a mask in
-    memory."""
+    """Return the stand-in for the causal mask of a chunk: on a GPU, this mask takes no memory."""
     return attention, {"causal_lower_right": lambda *_: None}
 
 

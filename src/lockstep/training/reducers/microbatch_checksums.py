@@ -1,4 +1,4 @@
-"""The checksums of what a rank computes of one microbatch."""
+"""The checksums of a rank's results for one microbatch."""
 
 from __future__ import annotations
 

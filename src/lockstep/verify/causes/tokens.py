@@ -1,9 +1,9 @@
 """Causes of differences if several ranks compute tokens of one sequence.
 
 The trace has a sketch of each token's output, and of the loss's gradient with respect to it, by the
-token's index in the sequence. The wrong tokens show the fault: those at the ends of a rank's
-chunks, those from the index on where a rank's tokens begin, or those of later documents. If no
-token is wrong, the fault is in the backward.
+token's index in the sequence. The wrong tokens show the fault. They are at the ends of a rank's
+chunks, or after the index at which a rank's tokens begin, or in later documents. If no token is
+wrong, the fault is in the backward.
 """
 
 from __future__ import annotations
