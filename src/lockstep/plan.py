@@ -597,11 +597,11 @@ def _may_be_auto(name: str) -> bool:
 
 def _read(name: str, value: str, text: str) -> Any:
     if name == "split" and "+" in value:
-        return tuple(_whole(name, part, text) for part in value.split("+"))
+        return tuple(_whole_number(name, part, text) for part in value.split("+"))
     if name in ("compile", "offload"):
         return {"yes": True, "no": False}.get(value, value)
     is_word = name in WORDS or (value == "auto" and _may_be_auto(name))
-    return value if is_word else _whole(name, value, text)
+    return value if is_word else _whole_number(name, value, text)
 
 
 def _counts(value: Any, least: int, most: float = math.inf) -> bool:
@@ -622,7 +622,7 @@ def _default(name: str) -> Any:
     return next(field.default for field in fields(Plan) if field.name == name)
 
 
-def _whole(name: str, value: str, text: str) -> int:
+def _whole_number(name: str, value: str, text: str) -> int:
     try:
         return int(value)
     except ValueError:

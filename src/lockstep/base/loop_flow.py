@@ -120,7 +120,7 @@ class _Flow:
             self._origins = dict(before)
             self._repeat(body, {}) if repeated else self.run(body)
             after.append(self._origins)
-        self._origins = self._joined(after)
+        self._origins = self._merged_origins(after)
         self._decides = outer
 
     def _repeat(self, body: list[ast.stmt], targets: dict[ast.expr, ast.expr]) -> None:
@@ -130,10 +130,10 @@ class _Flow:
                 self._set(target, self._of(value))
             self.run(body)
             after = self._origins
-            self._origins = self._joined([before, after])
+            self._origins = self._merged_origins([before, after])
         self._origins = after
 
-    def _joined(self, several: list[Origins]) -> Origins:
+    def _merged_origins(self, several: list[Origins]) -> Origins:
         names = {name for each in several for name in each}
         return {
             name: _NONE.union(*(each.get(name, self._at_first(name)) for each in several))

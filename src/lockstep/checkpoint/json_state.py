@@ -39,7 +39,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REME
         encoded = encode(torch.from_numpy(array.copy()), name, tensors, remedy)
         return {_TAG: "numpy", "value": encoded, "scalar": isinstance(value, np.generic)}
     if isinstance(value, Tensor):
-        return _named(value, name, tensors, remedy)
+        return _reference_to(value, name, tensors, remedy)
     if isinstance(value, list | tuple):
         items = [encode(item, f"{name}/{at}", tensors, remedy) for at, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "value": items}
@@ -85,7 +85,7 @@ def tensors_in(encoded: Any) -> list[str]:
     return [name for item in encoded.values() for name in tensors_in(item)]
 
 
-def _named(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -> Any:
+def _reference_to(tensor: Tensor, name: str, tensors: dict[str, Tensor], remedy: str) -> Any:
     is_dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     if not is_dense or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         what = f"a tensor of layout {tensor.layout}, type {tensor.dtype}, on device {tensor.device}"

@@ -194,7 +194,7 @@ def _checks(checks: Sequence[CheckResult]) -> Table:
     table.add_column(ratio=1)
     for section in dict.fromkeys(check.section for check in checks):
         table.add_row(Text(section, style="bold"))
-        for check in _shown([check for check in checks if check.section == section]):
+        for check in _rows_of([check for check in checks if check.section == section]):
             text = Text(check.found)
             if several and check.machine:
                 text = Text.assemble((f"{check.machine}: ", "dim"), text)
@@ -205,7 +205,7 @@ def _checks(checks: Sequence[CheckResult]) -> Table:
     return table
 
 
-def _shown(checks: Sequence[CheckResult]) -> list[CheckResult]:
+def _rows_of(checks: Sequence[CheckResult]) -> list[CheckResult]:
     """Return the rows to show: one for each check that is ok, and one for each other
     finding, with all machines that have it."""
     shown: dict[object, CheckResult] = {}

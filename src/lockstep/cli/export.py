@@ -106,7 +106,7 @@ def load(source: str, *, best: bool = False, model: int | None = None) -> dict[s
     from lockstep.checkpoint.pretrained_files import as_tensor  # imports torch
 
     with reachable(source):
-        reader, _ = _chosen(source, module=model, best=best)
+        reader, _ = _open_model(source, module=model, best=best)
         try:
             return {name: as_tensor(reader, name) for name in reader.specs}
         except UnreadableError as error:
@@ -115,7 +115,7 @@ def load(source: str, *, best: bool = False, model: int | None = None) -> dict[s
             ) from error
 
 
-def _chosen(source: str, *, module: int | None, best: bool) -> tuple[StateDictReader, str]:
+def _open_model(source: str, *, module: int | None, best: bool) -> tuple[StateDictReader, str]:
     at = Target.find(source)
     name = _best(at) if best else None
     if name is not None:
@@ -127,7 +127,7 @@ def export(source: str, path: Path, *, module: int | None = None, best: bool = F
     """Write a model of `source` to `path`. Returns a message. Raises `CheckpointError`."""
     check_out(path)
     with reachable(source):
-        model, what = _chosen(source, module=module, best=best)
+        model, what = _open_model(source, module=module, best=best)
         tensors, size = write_model(model, path)
     return f"{path}: {tensors} tensors, {size:,} bytes, of {what}"
 

@@ -100,7 +100,7 @@ def best_of(scores: Mapping[CheckpointName, dict[str, Any] | None]) -> Checkpoin
 def _at_url(url: str) -> Target:
     parent, _, last = url.rstrip("/").rpartition("/")
     if (name := CheckpointName.parse(last)) is not None:
-        return _one(open_storage(parent), name, url)
+        return _single_checkpoint(open_storage(parent), name, url)
     storage = open_storage(url)
     if not (names := storage.names()):
         raise CheckpointError(
@@ -122,7 +122,7 @@ def _at_path(text: str) -> Target:
             f"{text} is a file; a run and a checkpoint are folders; give its folder"
         )
     if (name := CheckpointName.parse(path.name)) is not None:
-        return _one(open_storage(path.parent), name, text)
+        return _single_checkpoint(open_storage(path.parent), name, text)
     if is_there(path, RUN):
         return _of_run(path)
     if is_there(path, SEARCH):
@@ -139,7 +139,7 @@ def _at_path(text: str) -> Target:
     return Target(storage, names, None)
 
 
-def _one(storage: Storage, name: CheckpointName, text: str) -> Target:
+def _single_checkpoint(storage: Storage, name: CheckpointName, text: str) -> Target:
     if name not in storage.names():
         raise CheckpointError(
             f"{text} is not a complete checkpoint; {storage} has"

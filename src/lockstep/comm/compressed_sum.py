@@ -150,7 +150,7 @@ class CompressedAllReduce:
 
     def fold(self) -> None:
         """Sum this sender's slice and send the sum to all."""
-        exact, numbers = (_added(part) for part in self._parts())
+        exact, numbers = (_sum_of_rows(part) for part in self._parts())
         sent = self._rounding.encode(numbers)
         if self._keeps_residual:
             self.residual[self._senders.rank] += (numbers - self._rounding.decode(sent))[0]
@@ -186,7 +186,7 @@ def _in_rows(numbers: Tensor, rows: int, multiple: int) -> Tensor:
     return padded.view(rows, each)
 
 
-def _added(rows: Tensor) -> Tensor:
+def _sum_of_rows(rows: Tensor) -> Tensor:
     """Return the sum of the rows, added in their order: (1, ...)."""
     total = rows[:1].clone()
     for row in rows[1:]:

@@ -76,7 +76,7 @@ class Mesh:
             object.__setattr__(self, name, self.along(asked))
         sharded = _sharded(self.larger)
         object.__setattr__(
-            self, "parts", self._together(sharded or _names(self.larger, _divides_experts))
+            self, "parts", self._world_along(sharded or _names(self.larger, _divides_experts))
         )
         object.__setattr__(self, "loss_parts", alone if self.bitwise else self.tokens)
 
@@ -101,7 +101,7 @@ class Mesh:
             dims = [
                 _dims(larger, sharded) for sharded in (_sharded(larger), _sharded_experts(larger))
             ]
-            (torch_mesh, expert_mesh), made = _made(world, sizes, wanted, tuple(dims))
+            (torch_mesh, expert_mesh), made = _make_meshes(world, sizes, wanted, tuple(dims))
             groups = {names: _part(world, group) for names, group in made.items()}
         groups, reasons = _with_shared_memory(
             world, plan, groups, data=_names(larger, _deals), summed=_names(larger, _sums)
@@ -122,9 +122,9 @@ class Mesh:
 
     def along(self, asked: Callable[[Axis], bool]) -> World:
         """Return the processes along all axes of which `asked` is true."""
-        return self._together(_names(self.larger, asked))
+        return self._world_along(_names(self.larger, asked))
 
-    def _together(self, names: tuple[str, ...]) -> World:
+    def _world_along(self, names: tuple[str, ...]) -> World:
         return self.groups[names] if names else self.alone
 
     def summed(self, parameter: Tensor | None = None) -> World:
@@ -148,7 +148,7 @@ class Mesh:
         """Return the processes over which a parameter is sharded: this one alone if `shard` is 1.
         `parameter=None`: a parameter that is no expert's."""
         is_expert = parameter is not None and self.is_expert(parameter)
-        return self._together((_sharded_experts if is_expert else _sharded)(self.larger))
+        return self._world_along((_sharded_experts if is_expert else _sharded)(self.larger))
 
     def shard_mesh(self, parameter: Tensor | None = None) -> DeviceMesh:
         """Return torch's mesh of the processes in `shards`. `shard` has several ranks."""
@@ -162,7 +162,7 @@ class Mesh:
         """Return the ranks that hold the same part of a tensor of the state."""
         if self.is_expert(tensor):
             return self.replicas
-        return self._together(_copies_of_dense(self.larger))
+        return self._world_along(_copies_of_dense(self.larger))
 
     def is_first(self, tensor: Tensor) -> bool:
         """True if this rank is the first one that holds its part of a parameter or gradient. Stages
@@ -307,7 +307,7 @@ caches the meshes of distributed tensors and confuses equal meshes."""
 _Dims = tuple[tuple[str, ...], ...]
 
 
-def _made(
+def _make_meshes(
     world: World,
     sizes: tuple[tuple[str, int], ...],
     wanted: tuple[tuple[str, ...], ...],

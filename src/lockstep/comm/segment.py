@@ -295,7 +295,9 @@ def open_segment(
         if size == everyone_size and (
             other := next((peer for peer, host in enumerate(hosts) if host != hosts[0]), 0)
         ):
-            return Unavailable(_apart(other, hosts), tuple(hosts.index(host) for host in hosts))
+            return Unavailable(
+                _why_not_shared(other, hosts), tuple(hosts.index(host) for host in hosts)
+            )
         segment, reason = _attempt(lambda: _open([everyone[each]["offer"] for each in among], rank))
         everyone = _exchange(group, {"reason": reason})
     if (unavailable := _unavailable(everyone)) is not None:
@@ -307,7 +309,7 @@ def open_segment(
     return Segment(segment[0], rank, segment[1], timeout, names=[names[each] for each in among])
 
 
-def _apart(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
+def _why_not_shared(rank: int, hosts: Sequence[Sequence[str | int]]) -> str:
     """Return the reason why `rank` shares no memory with rank 0. `hosts`: the `process_id_space` of
     each rank."""
     other_container = next(

@@ -145,7 +145,7 @@ class Rounds:
         pair = [(self._segment.names[rank], signatures[rank]) for rank in (0, other)]
         texts = [f"rank {name} called {{}} of {{}}".format(*called(each)) for name, each in pair]
         text = f"{' and '.join(texts)}; all ranks of a group call the same, in the same order"
-        done = {name: self._done(each) for name, each in pair}
+        done = {name: self._purpose(each) for name, each in pair}
         has_labels = any(label_of(each) for _, each in pair) and len(set(done.values())) > 1
         return CallsDiffer((peer,), text, done if has_labels else None)
 
@@ -154,7 +154,7 @@ class Rounds:
         number = label_of(signature)
         return self.labels[number] if number < len(self.labels) else ""
 
-    def _done(self, signature: int) -> str:
+    def _purpose(self, signature: int) -> str:
         """Return the purpose of a rank's call, as text."""
         return self.label_in(signature) or f"calls {called(signature)[0]}"
 

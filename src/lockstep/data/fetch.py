@@ -111,7 +111,7 @@ class Fetcher:
         names = [f"sample {index}" for index in indices]
         return Digests.of(
             names,
-            lambda place: self._one(indices[place], 0, during),
+            lambda place: self._fetch_sample(indices[place], 0, during),
             collated,
             again=again,
             numbers=numbers,
@@ -171,7 +171,7 @@ class Fetcher:
             )
             raise
 
-    def _one(self, index: int, epoch: int, during: object) -> Any:
+    def _fetch_sample(self, index: int, epoch: int, during: object) -> Any:
         self._prepare(epoch, index)
         try:
             return self._data[index]
@@ -195,7 +195,9 @@ class Fetcher:
 
     def _one_by_one(self, request: SampleRequest) -> Any:
         drawn = zip(request.epochs.tolist(), request.samples.tolist(), strict=True)
-        return self._batch([self._one(index, epoch, request) for epoch, index in drawn], request)
+        return self._batch(
+            [self._fetch_sample(index, epoch, request) for epoch, index in drawn], request
+        )
 
     def _batch(self, samples: list[Any], request: SampleRequest) -> Any:
         return batch_of(

@@ -139,7 +139,7 @@ class Trace:
         found: dict[tuple[int, tuple[int, ...]], list[MicrobatchTrace]] = {}
         for m in self.microbatches_of(step):
             found.setdefault((m.index, m.together or (m.rank,)), []).append(m)
-        return [_whole(parts) for parts in found.values()]
+        return [_sum_of_parts(parts) for parts in found.values()]
 
     def tokens_of(self, index: int) -> list[TokenTrace]:
         """Return the tokens of a microbatch of the first step, of all ranks that wrote them."""
@@ -237,7 +237,7 @@ def _step(row: Mapping[str, Any], tensors: Mapping[str, Summaries]) -> StepTrace
     )
 
 
-def _whole(parts: list[MicrobatchTrace]) -> MicrobatchTrace:
+def _sum_of_parts(parts: list[MicrobatchTrace]) -> MicrobatchTrace:
     gradients = [part.gradients for part in parts if part.gradients is not None]
     if len(parts) == 1 or len(gradients) < len(parts):
         return parts[0]

@@ -65,7 +65,10 @@ class RecomputationAudit(ControlHook):
         disagreement = Disagreement.of(
             found.chosen,
             [
-                [Reported(ranks, _together([reported[rank] for rank in ranks])) for ranks in places]
+                [
+                    Reported(ranks, _join_results([reported[rank] for rank in ranks]))
+                    for ranks in places
+                ]
                 for places in replicas
             ],
             names,
@@ -119,7 +122,7 @@ class RecomputationAudit(ControlHook):
         raise error
 
 
-def _together(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
+def _join_results(reported: Sequence[Sequence[Sequence[Any]]]) -> list[Computed]:
     """Join the results of several ranks, in each role, as if a single rank had computed them."""
     return [
         Computed(

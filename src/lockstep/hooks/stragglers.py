@@ -95,7 +95,7 @@ class Stragglers(ControlHook):
         self._microbatches += source.mine
         self._steps += 1
         if run.context.plan.assignment == "measured" and self._phases.stream is None:
-            self._pace.add(self._own(*_OF_MICROBATCHES), source.mine)
+            self._pace.add(self._own_seconds(*_OF_MICROBATCHES), source.mine)
         if run.is_logging_step:
             self._remaining -= 1
             if not self._remaining:
@@ -116,7 +116,7 @@ class Stragglers(ControlHook):
         """Gather the ranks' times. Every rank calls it."""
         world, source = run.context.world, run.training.current
         if self._phases.stream is not None:
-            self._pace.add(self._own(*_OF_MICROBATCHES), self._microbatches)
+            self._pace.add(self._own_seconds(*_OF_MICROBATCHES), self._microbatches)
         seconds, steps = time.perf_counter() - self._since, max(self._steps, 1)
         mine = [seconds, *self._parts(), float(self._microbatches), float(peak_bytes(world.device))]
         mine += [self._pace.seconds(), float(source.batching.requested)]
@@ -144,9 +144,9 @@ class Stragglers(ControlHook):
             waits[name] - self._waited.get(name, 0.0) for names in phases for name in names
         )
         exchange = totals["exchange"] - self._spent.get("exchange", 0.0)
-        return [*(self._own(*names) for names in phases), exchange + waited]
+        return [*(self._own_seconds(*names) for names in phases), exchange + waited]
 
-    def _own(self, *names: str) -> float:
+    def _own_seconds(self, *names: str) -> float:
         """Return the seconds in these phases since the last exchange, without waits."""
         totals, waits = self._times()
         return sum(

@@ -242,7 +242,7 @@ class Ending:
             gone = f"{_ranks(self.finished)} ended with status 0 while others waited"
             head = f"{gone}; did the script leave its loop, or exit, there alone? {head}"
         body = (record.traceback if record is not None else first.crash).rstrip()
-        others = "; ".join(self._others(first))
+        others = "; ".join(self._later_failures(first))
         lines = (
             f"{head}:" if body else head,
             body,
@@ -253,7 +253,7 @@ class Ending:
         )
         return "\n".join(filter(None, lines))
 
-    def _others(self, first: WorkerFailure) -> Iterator[str]:
+    def _later_failures(self, first: WorkerFailure) -> Iterator[str]:
         later = sorted((f for f in self.failures if f is not first), key=lambda f: (f.time, f.rank))
         if lost := [failure.rank for failure in later if failure.lost_a_peer]:
             yield f"{_ranks(lost)} lost a peer"

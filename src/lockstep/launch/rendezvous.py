@@ -368,17 +368,17 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                     place.master_addr, place.master_port, refusal_is_one=False
                 )
                 if obstacle is None:
-                    following = self._told(store, f"listens-{(rank + 1) % size}")
+                    following = self._text_from(store, f"listens-{(rank + 1) % size}")
                     obstacle = self._obstacle(*following, refusal_is_one=True)
                 store.set(f"{_RUN_ID}.machine-{rank}", json.dumps([number, own, obstacle]))
-                everyone = [self._told(store, f"machine-{each}") for each in range(size)]
+                everyone = [self._text_from(store, f"machine-{each}") for each in range(size)]
         except _MachineLostError:
             return None
         check_machines(everyone)
         self.addresses = [address for _, address, _ in everyone]
         return RendezvousInfo(store, number, size, place)
 
-    def _told(self, store: Store, what: str) -> Any:
+    def _text_from(self, store: Store, what: str) -> Any:
         """Return the text that a machine has written under this name. Raises
         `_MachineLostError`."""
         while not store.check([f"{_RUN_ID}.{what}"]):

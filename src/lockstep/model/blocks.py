@@ -26,7 +26,7 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
         found = list(_repeated(model, "")) or list(_large(model, "", numel(model) * LARGE_FRACTION))
         shared = blocks_with_shared_parameters(model, found)
         return [name for name in found if name not in shared]
-    blocks = _named(model, patterns)
+    blocks = _blocks_matching(model, patterns)
     if shared := blocks_with_shared_parameters(model, blocks):
         raise RecipeError(
             f"the recipe's block {min(shared)!r} shares a parameter with a module outside of it; a"
@@ -36,7 +36,7 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     return blocks
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def _blocks_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     found = [
         outermost(matching_names(names, pattern, "the recipe's blocks have"))

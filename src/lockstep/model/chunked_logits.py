@@ -207,7 +207,7 @@ def chunk_logits(model: nn.Module, name: str) -> None:
         if torch.is_grad_enabled() and any(
             each is not None and each.requires_grad for each in tensors
         ):
-            hidden, weight, bias = _joined(*tensors)
+            hidden, weight, bias = _behind_one_node(*tensors)
         else:
             hidden, weight, bias = (None if each is None else each.detach() for each in tensors)
         return ChunkedLogits.of(hidden, Head(weight, bias, (dtype,)), hidden.dim() - 1)
@@ -289,7 +289,7 @@ def _index(logits: ChunkedLogits, index: Any) -> tuple[Any, ...]:
     return (*items[:-1], slice(None))
 
 
-def _joined(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+def _behind_one_node(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
     """Return the same tensors behind one node of the graph, but for frozen weights."""
     trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
     joined = _Joined.apply(hidden, *trained)  # type: ignore[no-untyped-call]

@@ -300,11 +300,11 @@ class _Cast:
         again = weight
         if views:  # FSDP2 has freed the weight's memory by now.
             freed = torch.empty_strided(weight.shape, weight.stride(), device="meta")
-            again = made._seen(freed).to(tensor.dtype)
+            again = made._through_views(freed).to(tensor.dtype)
         here = again.shape, again.stride(), weight.device
         return made if here == (cast.shape, cast.stride(), cast.device) else None
 
-    def _seen(self, source: Tensor) -> Tensor:
+    def _through_views(self, source: Tensor) -> Tensor:
         for view in self.views:
             source = view(source)
         return source
@@ -317,7 +317,7 @@ class _Cast:
             freed = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
             freed.untyped_storage().resize_(0)
             return freed
-        cast = self._seen(self.weight.detach()).to(self.dtype)
+        cast = self._through_views(self.weight.detach()).to(self.dtype)
         return cast.as_strided(self.size, self.stride, self.offset)
 
 

@@ -29,7 +29,7 @@ def document(
     """Return the document. `command`: the command named at the top. `data`: values that page.js
     shows. `made`: time of creation, in seconds since 1970. `maker`: the command that writes the
     file, if it differs from `command`."""
-    script, style = _own("page.js"), _own("page.css")
+    script, style = _read_asset("page.js"), _read_asset("page.css")
     light, dark = (
         f"--ramp:linear-gradient(90deg,{','.join(ramp)});"
         + "".join(f"--value-{place}:{colour};" for place, colour in enumerate(ramp[2:]))
@@ -73,5 +73,5 @@ def _printable(value: Any) -> Any:
 
 
 @cache
-def _own(name: str) -> str:
+def _read_asset(name: str) -> str:
     return files("lockstep.pages").joinpath(name).read_text(encoding="utf-8")

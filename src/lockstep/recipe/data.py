@@ -243,9 +243,9 @@ def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
     for name, number in checked.items():
         if not 0 < number < math.inf:
             raise RecipeError(
-                f"Stream.mix with the weight {_shown(weights[name])} of {name!r}; a weight is a"
-                " number above 0, and only the proportions count; leave out a stream that is not to"
-                " be read"
+                f"Stream.mix with the weight {_short_text(weights[name])} of {name!r}; a weight is"
+                " a number above 0, and only the proportions count; leave out a stream that is not"
+                " to be read"
             )
     if math.isinf(sum(checked.values())):
         raise RecipeError(
@@ -271,7 +271,7 @@ def _weight(value: Any) -> float:
         return math.inf
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     """Return a value as text, shortened: a whole number may have thousands of digits."""
     try:
         text = repr(value)

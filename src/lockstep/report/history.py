@@ -299,9 +299,9 @@ def memory_profile(found: Mapping[str, Any]) -> MemoryProfile:
 
 
 def _rank_memory(rank: int, found: Mapping[str, Any]) -> RankMemory:
-    moments = [_whole(1e6 * float(second)) for second in found["seconds"]]
+    moments = [_chart_number(1e6 * float(second)) for second in found["seconds"]]
     causes = {
-        str(cause): [_whole(size) for size in sizes]
+        str(cause): [_chart_number(size) for size in sizes]
         for cause, sizes in found["bytes_by_cause"].items()
     }
     if not moments or not causes or any(len(sizes) != len(moments) for sizes in causes.values()):
@@ -312,15 +312,17 @@ def _rank_memory(rank: int, found: Mapping[str, Any]) -> RankMemory:
         rank=rank,
         microseconds=moments,
         bytes_by_cause=causes,
-        peak_bytes=_whole(found["peak_bytes"]),
-        peak_seconds=_whole(1e6 * float(found["peak_seconds"])) / 1e6,
+        peak_bytes=_chart_number(found["peak_bytes"]),
+        peak_seconds=_chart_number(1e6 * float(found["peak_seconds"])) / 1e6,
         peak_phase=str(found["peak_phase"]),
-        at_peak={cause: _whole(found["at_peak"][cause]) for cause in causes},
-        largest=[(_whole(size), str(cause), str(name)) for size, cause, name in found["largest"]],
+        at_peak={cause: _chart_number(found["at_peak"][cause]) for cause in causes},
+        largest=[
+            (_chart_number(size), str(cause), str(name)) for size, cause, name in found["largest"]
+        ],
     )
 
 
-def _whole(number: float) -> int:
+def _chart_number(number: float) -> int:
     """Return the number, rounded. Raises `ValueError` or `OverflowError` unless it is a size or a
     time that charts can show."""
     if not 0 <= round(number) <= _MOST:

@@ -205,13 +205,13 @@ def _header(runs: Sequence[RunHistory]) -> Html:
     return joined(name, about, _reasons(runs), _lost(runs), _unreadable(runs), figures)
 
 
-def _named(run: RunHistory, runs: Sequence[RunHistory]) -> Html | None:
+def _run_name(run: RunHistory, runs: Sequence[RunHistory]) -> Html | None:
     return joined(element("strong", run.name), ": ") if len(runs) > 1 else None
 
 
 def _reasons(runs: Sequence[RunHistory]) -> Html:
     return joined(
-        paragraph(_named(run, runs), reason, kind=f"reason {run.state}")
+        paragraph(_run_name(run, runs), reason, kind=f"reason {run.state}")
         for run in runs
         if (reason := tables.state_reason(run))
     )
@@ -219,7 +219,7 @@ def _reasons(runs: Sequence[RunHistory]) -> Html:
 
 def _lost(runs: Sequence[RunHistory]) -> Html:
     return joined(
-        paragraph(_named(run, runs), f"{text}.", kind="reason lost")
+        paragraph(_run_name(run, runs), f"{text}.", kind="reason lost")
         for run in runs
         if (text := loss_summary(run))
     )

@@ -146,7 +146,7 @@ def check_experts(records: Divided) -> AreaResult:
     names = records.names
     if names:
         others = {
-            (rows[0]["index"], rank): _even(rows, rank)
+            (rows[0]["index"], rank): _common_factor(rows, rank)
             for rows in records.others.together()
             for rank in range(len(rows))
         }
@@ -171,7 +171,7 @@ def check_experts(records: Divided) -> AreaResult:
     return result
 
 
-def _even(rows: Sequence[Row], rank: int) -> float | None:
+def _common_factor(rows: Sequence[Row], rank: int) -> float | None:
     """Return the common factor of all ranks' gradients in the gradient that a rank applies to its
     other parameters."""
     found = factors(rows, rank, names_on_all_ranks(rows))

@@ -287,7 +287,7 @@ def describe(dataset: Any) -> dict[str, Any]:
         }
     is_iterable = isinstance(dataset, IterableDataset)
     try:
-        held = _held_by(dataset) if hasattr(dataset, "__dict__") else _held(dataset)
+        held = _held_by(dataset) if hasattr(dataset, "__dict__") else _text_of(dataset)
         digest_of_all = digest(held.encode())
     except _Unreadable:
         digest_of_all = ""
@@ -315,7 +315,7 @@ def data_of(dataset: Any, depth: int = 0) -> dict[str, str]:
             data |= {f"{name}.{inner}": each for inner, each in data_of(value, depth + 1).items()}
         elif _is_data(value):
             with suppress(_Unreadable):
-                data[name] = _held(value)
+                data[name] = _text_of(value)
     return data
 
 
@@ -352,11 +352,11 @@ def _held_by(owner: Any, depth: int = 0) -> str:
     if isinstance(fingerprint := getattr(owner, "_fingerprint", None), str):
         return fingerprint
     return ";".join(
-        f"{name}={_held(value, depth + 1)}" for name, value in sorted(vars(owner).items())
+        f"{name}={_text_of(value, depth + 1)}" for name, value in sorted(vars(owner).items())
     )
 
 
-def _held(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
+def _text_of(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
     """Text for an attribute of a dataset, or for an item in it; equal for equal values."""
     if isinstance(value, Tensor):
         return _digest([value.detach().cpu()])
@@ -371,10 +371,10 @@ def _held(value: Any, depth: int = 0, *, is_item: bool = False) -> str:
         return repr(os.fspath(value))
     if isinstance(value, list | tuple) and depth < 8:
         some = value[:: max(1, len(value) // MOST_SAMPLES)]
-        items = [_held(each, depth + 1, is_item=True) for each in some]
+        items = [_text_of(each, depth + 1, is_item=True) for each in some]
         return f"{len(value)}:{','.join(items)}"
     if isinstance(value, dict) and depth < 8:
-        pairs = ((key, _held(each, depth + 1, is_item=True)) for key, each in value.items())
+        pairs = ((key, _text_of(each, depth + 1, is_item=True)) for key, each in value.items())
         return ",".join(f"{key}:{text}" for key, text in pairs)
     if isinstance(value, Dataset) and depth < 8:
         return _held_by(value, depth)

@@ -283,7 +283,7 @@ class MemoryNotes:
         """Record all parameters, buffers, gradients and optimizer state."""
         found: dict[int, KnownTensor] = {}
         for cause, name, tensor in self._everything():
-            if (known := self._known(cause, name, tensor)) is not None:
+            if (known := self._known_tensor(cause, name, tensor)) is not None:
                 found.setdefault(known.address, known)
         self._mark(MemoryNote(list(found.values()), is_complete=True))
 
@@ -304,7 +304,7 @@ class MemoryNotes:
                         for leaf in tree_leaves(value):
                             yield "optimizer state", f"{kind} of {of}", leaf
 
-    def _known(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
+    def _known_tensor(self, cause: str, name: str, tensor: Any) -> KnownTensor | None:
         """Return a tensor's memory on the rank's device; None if it has no memory there."""
         if (
             not isinstance(tensor, Tensor)
@@ -321,7 +321,7 @@ class MemoryNotes:
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record the output of a module: a forward hook."""
         label = f"output of {name or type(module).__name__}"
-        known = (self._known("", label, leaf) for leaf in tree_leaves(output))
+        known = (self._known_tensor("", label, leaf) for leaf in tree_leaves(output))
         self._mark(MemoryNote([each for each in known if each is not None], is_complete=False))
 
     def _mark(self, note: MemoryNote) -> None:

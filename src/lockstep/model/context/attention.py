@@ -150,11 +150,11 @@ class ChunkedAttention:
         if self._dropout:
             places = seeded_chunks(layout.own_chunks, query.device)
         spans = layout.own_spans
-        return self._joined(
+        return self._joined_parts(
             [self._chunk(spans[place], parts[place], key, value) for place in places]
         )
 
-    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def _joined_parts(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the attention of consecutive tokens. It is kept as a whole, in the order in memory
         in which models use it, instead of in parts."""
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)

@@ -61,7 +61,7 @@ def call_of(
         extents = tuple(map(_extent, index))
         return Call(_site("slice", caller), extents, tuple(args[0].shape)) if any(extents) else None
     if function is F.scaled_dot_product_attention:
-        query, key = (_given(args, keywords, *each) for each in ((0, "query"), (1, "key")))
+        query, key = (_argument(args, keywords, *each) for each in ((0, "query"), (1, "key")))
         return Call(_site("attention", caller), (query.shape[-2], key.shape[-2]))
     if function is torch.arange:
         span = arange_span(args, keywords)
@@ -94,7 +94,7 @@ def outside_modes(frame: FrameType) -> FrameType:
     return frame
 
 
-def _given(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name: str) -> Any:
+def _argument(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name: str) -> Any:
     return args[place] if len(args) > place else keywords[name]
 
 

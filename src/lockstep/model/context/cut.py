@@ -204,13 +204,13 @@ class SequenceCut:
         and `counts`."""
         # in a pipeline, the ranks of a stage cannot decide on a check by themselves
         counts = PartCounts(self.counts.known) if self._forwards.last_stage == 0 else None
-        with self._noted(layout, forward, counts) as part:
+        with self._recording(layout, forward, counts) as part:
             yield part
         if counts is not None:
             self.counts.end_part(forward, layout, counts)
 
     @contextmanager
-    def _noted(
+    def _recording(
         self, layout: TokenLayout, forward: int, counts: PartCounts | None = None
     ) -> Iterator[PartReads]:
         """Yield the recorder of the reads of a part of a forward, then add it to `reads`. `counts`:
@@ -290,7 +290,7 @@ class SequenceCut:
         compared = len(rows[0])
         together = max(1, layout.local // compared)
         groups = [rows[start : start + together] for start in range(0, len(rows), together)]
-        whole = TokenLayout(compared, layout.chunks, self._alone)
+        whole = TokenLayout(compared, layout.chunks, self._world_of_one)
 
         def compute(group: int) -> TriedGroup:
             places = torch.tensor(groups[group], device=self._world.device)
@@ -339,7 +339,7 @@ class SequenceCut:
         if (shift := self._shifts.get(loss)) is None:
             shift = self._find_shift(loss, output, layout, batch, cut)
         parts = BatchCut(layout, self.dim, self._know_labels(batch, layout.tokens))
-        with self._noted(layout, forward) as part:
+        with self._recording(layout, forward) as part:
             watched_loss = noting(loss, part)
             return loss_of_part(watched_loss, output, batch, parts, layout.world.rank, shift)
 
@@ -389,7 +389,7 @@ class SequenceCut:
         sample = self._first_tokens(arguments, compared, rows=COMPARED_SAMPLES)
         layout = self._layout_of(compared)
         check_modules(self._model, layout)
-        whole = TokenLayout(compared, layout.chunks, self._alone)
+        whole = TokenLayout(compared, layout.chunks, self._world_of_one)
         # a table that the model keeps for as many tokens must not serve the cut forward
         with unchanged(self._model, self._world.device):
             self._call_first(arguments, layout.local)
@@ -404,7 +404,7 @@ class SequenceCut:
             self._provers.raise_on_all_ranks(find_shift)
 
     @property
-    def _alone(self) -> World:
+    def _world_of_one(self) -> World:
         return replace(self._world, rank=0, size=1, group=None, owns_group=False)
 
     def _proved(self, sample: Any, whole: TokenLayout) -> Any:
@@ -545,7 +545,7 @@ class SequenceCut:
             return
 
         def call(arguments: Any, documents: Documents) -> Any:
-            layout = TokenLayout(documents.tokens, self._sequence.chunks, self._alone)
+            layout = TokenLayout(documents.tokens, self._sequence.chunks, self._world_of_one)
             return self._tried(arguments, MicrobatchCut(len(documents.ids), layout, documents))
 
         def check() -> None:

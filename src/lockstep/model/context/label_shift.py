@@ -119,7 +119,7 @@ def loss_of_part(
     """Return the loss of a rank's tokens, in the form in which `loss` returns it."""
     first, *others = [loss(*part) for part in parts_of(output, batch, cut, rank, shift)]
     for other in others:
-        first = _added(first, other)
+        first = _sum_of_losses(first, other)
     outputs = (hidden_states(each) for each in tensors_in(output))
     learned = next((each for each in outputs if each.requires_grad), None)
     if learned is None or not torch.is_grad_enabled():
@@ -171,7 +171,7 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
         whole = _numbers(value)
         for shift in (0, 1):
             try:
-                sums.append(_summed(loss, output, batch, cut, shift))
+                sums.append(_totals_by_part(loss, output, batch, cut, shift))
             except (RuntimeError, ValueError, IndexError) as error:
                 said = said or str(error)
                 sums.append([math.nan] * len(whole))
@@ -267,7 +267,9 @@ def _part(output: Any, layout: TokenLayout, rank: int, dim: int) -> Any:
     return map_tokens(output, dim, layout.tokens, partial(_selected, dim, places))
 
 
-def _summed(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> list[float]:
+def _totals_by_part(
+    loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int
+) -> list[float]:
     total: list[float] = []
     for rank in range(cut.layout.world.size):
         part = _part(output, cut.layout, rank, cut.dim)
@@ -290,10 +292,10 @@ def _are_close(found: list[float], whole: list[float]) -> bool:
     )
 
 
-def _added(one: Any, other: Any) -> Any:
+def _sum_of_losses(one: Any, other: Any) -> Any:
     """Return the sum of two results of a loss."""
     if isinstance(one, dict):
-        return {name: _added(term, other[name]) for name, term in one.items()}
+        return {name: _sum_of_losses(term, other[name]) for name, term in one.items()}
     if isinstance(one, Sum):
         return Sum(one.total + other.total)
     if isinstance(one, Loss):

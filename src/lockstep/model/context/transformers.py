@@ -226,14 +226,16 @@ class SequenceMask:
     def of_rank(self, dtype: torch.dtype) -> Tensor:
         """Return the mask of this rank's queries, for all keys: (samples, 1, queries, keys)."""
         places = self.sequence.layout.places.to(self._device)
-        return self._kept("rank", lambda: self._allowed(slice(None), places, self._every), dtype)
+        return self._cached_mask(
+            "rank", lambda: self._allowed(slice(None), places, self._every), dtype
+        )
 
     def of_all(self, dtype: torch.dtype) -> Tensor | None:
         """Return the mask of all queries, for all keys. None if sdpa needs none."""
         if self._needs_none and self.sequence.documents is None:
             return None
         every = self._every
-        return self._kept("all", lambda: self._allowed(slice(None), every, every), dtype)
+        return self._cached_mask("all", lambda: self._allowed(slice(None), every, every), dtype)
 
     def of_document(self, row: int, first: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
         """Return the mask within the document of these tokens, (1, 1, tokens, tokens). None if
@@ -241,7 +243,7 @@ class SequenceMask:
         if self._needs_none:
             return None
         rows, own = slice(row, row + 1), self._every[first : first + tokens]
-        return self._kept((row, first), lambda: self._allowed(rows, own, own), dtype)
+        return self._cached_mask((row, first), lambda: self._allowed(rows, own, own), dtype)
 
     def lengths(self) -> list[list[int]]:
         """Return the number of tokens of each document, for each row."""
@@ -286,7 +288,7 @@ class SequenceMask:
     def _every(self) -> Tensor:
         return torch.arange(self.sequence.layout.tokens, device=self._device)
 
-    def _kept(self, name: Any, allowed: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    def _cached_mask(self, name: Any, allowed: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
         """Return the mask for this dtype, made once per forward."""
         if (name, dtype) not in self._made:
             zero = torch.zeros((), dtype=dtype, device=self._device)

@@ -70,7 +70,7 @@ def find_routers(
     if routers is None:
         names = [router_beside(model, name, each) for name, each in layers.items()]
     else:
-        names = _named(model, routers)
+        names = _routers_matching(model, routers)
         if len(names) != len(layers):
             raise RecipeError(
                 f"Balance.routers names {len(names)} modules ({first_few(names)}), but the model"
@@ -84,7 +84,7 @@ def find_routers(
     ]
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def _routers_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     modules = [name for name, _ in model.named_modules() if name]
     matches = {
         name
@@ -107,7 +107,7 @@ def router_beside(model: nn.Module, name: str, experts: Experts) -> str:
     ]
     # a module beside the experts comes before one that is deeper
     nearest = min((each.count(".") for each, _ in others), default=0)
-    candidates = [_joined(around, each) for each, _ in others if each.count(".") == nearest]
+    candidates = [_joined_name(around, each) for each, _ in others if each.count(".") == nearest]
     if len(candidates) != 1:
         seen = first_few(candidates) if candidates else "no module"
         raise RecipeError(
@@ -129,10 +129,10 @@ def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
     inside = {id(each) for each in experts.module.modules()}
     roots = [
         router,
-        *(_joined(around, each) for each, _ in model.get_submodule(around).named_modules()),
+        *(_joined_name(around, each) for each, _ in model.get_submodule(around).named_modules()),
     ]
     biases = {
-        id(buffer): _joined(root, each)
+        id(buffer): _joined_name(root, each)
         for root in roots
         if id(model.get_submodule(root)) not in inside
         for each, buffer in own_buffers(model.get_submodule(root)).items()
@@ -156,7 +156,7 @@ def bias_of(model: nn.Module, name: str, experts: Experts, router: str) -> str:
     return several[0]
 
 
-def _joined(name: str, inside: str) -> str:
+def _joined_name(name: str, inside: str) -> str:
     return f"{name}.{inside}" if name and inside else name or inside
 
 

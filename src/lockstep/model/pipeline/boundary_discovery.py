@@ -113,7 +113,7 @@ class SequentialCheck:
                     f"returns something other than the output of {self._parts[-1]!r}"
                 )
         except Exception as error:
-            raise RecipeError(self._said(error, len(handed))) from error
+            raise RecipeError(self._text_of(error, len(handed))) from error
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
 
@@ -123,7 +123,7 @@ class SequentialCheck:
         after = f"after {self._parts[place - 1]!r}" if place else "first"
         return f"calls another part instead of {self._parts[place]!r}, which comes {after}"
 
-    def _said(self, error: Exception, place: int) -> str:
+    def _text_of(self, error: Exception, place: int) -> str:
         after = f"after {self._parts[place - 1]!r}" if place else f"before {self._parts[0]!r}"
         own = f"runs other code {after} ({type(error).__name__}: {error})"
         return (

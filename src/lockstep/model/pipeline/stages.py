@@ -103,7 +103,7 @@ def sequential_parts(model: nn.Module, patterns: Sequence[str] | None) -> list[s
         return list(own_modules(model))
     modules = dict(model.named_modules(remove_duplicate=False))
     modules.pop("", None)
-    parts = [name for pattern in patterns for name in _matched(pattern, modules)]
+    parts = [name for pattern in patterns for name in _parts_matching(pattern, modules)]
     for place, name in enumerate(parts):
         if name in parts[:place]:
             raise RecipeError(
@@ -185,7 +185,7 @@ def keep_only_parts(model: nn.Module, names: Sequence[str]) -> None:
                     tensors[name] = None
 
 
-def _matched(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
+def _parts_matching(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
     matching = outermost(matching_names(list(modules), pattern, "the recipe's stages have"))
     for name in matching:
         if isinstance(modules[name], nn.ModuleList | nn.ModuleDict):

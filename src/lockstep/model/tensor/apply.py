@@ -311,16 +311,16 @@ class _SlicedLayer(OtherForward):
             if self._name in self._unsharded_now or kind_of(module) == "embedding":
                 return forward(*arguments, **keywords)
             given = arguments[0]
-            weight, bias = (_held(getattr(module, each)) for each in ("weight", "bias"))
+            weight, bias = (_local_part(getattr(module, each)) for each in ("weight", "bias"))
             weight = weight.t() if is_transposed(module) else weight
-            out = linear(_held(given), weight, bias, self._slices, over=self._over)
+            out = linear(_local_part(given), weight, bias, self._slices, over=self._over)
             if not isinstance(given, DTensor):
                 return out
             placement = Shard(out.dim() - 1) if self._over == "outputs" else Replicate()
             return DTensor.from_local(out, given.device_mesh, (placement,), run_check=False)
 
 
-def _held(tensor: Any) -> Any:
+def _local_part(tensor: Any) -> Any:
     """Return this rank's part of a tensor, with a gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -124,7 +124,7 @@ class FirstForwardCheck:
                         return
                     given = tree_map(gather_full, given)
                     others = [name for name in self._on_sequence if name.startswith(prefix)]
-                    with self._whole([*inside, *others]), _unchanged(module):
+                    with self._with_full_weights([*inside, *others]), _unchanged(module):
                         whole = _tensors(forward(*given[0], **given[1]))
                 self._check(name or type(module).__name__, inside, sharded, whole)
             finally:
@@ -139,7 +139,7 @@ class FirstForwardCheck:
         )
 
     @contextmanager
-    def _whole(self, names: list[str]) -> Iterator[None]:
+    def _with_full_weights(self, names: list[str]) -> Iterator[None]:
         """While the context is entered, these layers have their full weights and ignore other
         ranks."""
         modules = {name: (self._modules | self._on_sequence)[name] for name in names}

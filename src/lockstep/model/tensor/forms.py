@@ -158,7 +158,7 @@ def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[Shard]]:
     grows = any(each.requires_grad for each in tensors_of(args, kwargs)) and (
         expanded if func in EXPANDS else repeated if func in REPEATS else None
     )
-    first = _tried(grows or as_it_is, func, args, kwargs)
+    first = _operators_of(grows or as_it_is, func, args, kwargs)
     if first is None:
         func(*args, **kwargs)  # raises the error of a call that is wrong anyway
         raise _refused(name, "which lockstep cannot try on copies of its tensors")
@@ -175,14 +175,14 @@ def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Form, list[Shard]]:
 
     if first.kinds() <= EXACT:
         return known(as_it_is)
-    rows = None if first.writes else _tried(grows or by_rows, func, args, kwargs)
+    rows = None if first.writes else _operators_of(grows or by_rows, func, args, kwargs)
     if rows is not None and rows.kinds() <= EXACT | {"by rows"}:
         return known(grows or by_rows)
     shapes = [each.shape for each in tensors_of(args, kwargs)]
     of_each = first.kinds(backward=False) <= {"keeps", "exact", "by place"}
     if of_each and [each.shape for each in first.outs] == [_broadcast(shapes)]:
         padded = partial(elementwise, in_place=first.writes)
-        seen = _tried(padded, func, args, kwargs)
+        seen = _operators_of(padded, func, args, kwargs)
         if seen is not None and seen.kinds() <= EXACT | {"by place", "by rows"}:
             return known(padded)
     raise _why_refused(name, rows or first)
@@ -195,7 +195,7 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
         return None
 
 
-def _tried(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
+def _operators_of(form: Form, func: Any, args: Any, kwargs: Any) -> Seen | None:
     """Call the function in a form on copies of its tensors. Return its operators; None if it
     fails."""
     seen = Seen()

@@ -100,7 +100,7 @@ def tensor_styles(
     layer that shares its weight (tied embeddings) gets the matching style. `slices`: as in `Plan`.
     `experts`: modules of experts, which stay whole."""
     source, patterns = _source(model, given, experts)
-    matched = _matched(model, source, patterns)
+    matched = _styles_of(model, source, patterns)
     if not source:
         matched = {name: style for name, style in matched.items() if not _expert_of(name, experts)}
     chosen = styles_with_adapters(model, matched)
@@ -207,7 +207,7 @@ def _check_not_expert(name: str, style: str, experts: Collection[str]) -> None:
         )
 
 
-def _matched(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict[str, str]:
+def _styles_of(model: nn.Module, source: str, patterns: Mapping[str, str]) -> dict[str, str]:
     names = [name for name, _ in model.named_modules() if name]
     chosen: dict[str, str] = {}
     for pattern, style in patterns.items():

@@ -158,7 +158,7 @@ def load_link(name: str) -> Link:
 
 def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
     if not name.endswith(".toml"):
-        if (sheet := _known(folder, name)) is not None:
+        if (sheet := _sheet_of(folder, name)) is not None:
             return sheet
         raise PlanError(
             f"{kind} {name!r} is not known; known: {', '.join(_names(folder))}; or give the path of"
@@ -176,10 +176,10 @@ def _sheet(folder: str, kind: str, name: str) -> dict[str, Any]:
 def is_known_device(name: str) -> bool:
     """True if a data sheet has this name (with or without its vendor), or if the name is the path
     of a file."""
-    return name.endswith(".toml") or _known("devices", name) is not None
+    return name.endswith(".toml") or _sheet_of("devices", name) is not None
 
 
-def _known(folder: str, name: str) -> dict[str, Any] | None:
+def _sheet_of(folder: str, name: str) -> dict[str, Any] | None:
     """Return the sheet of this name or alias."""
 
     def plain(name: str) -> str:
