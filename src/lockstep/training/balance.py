@@ -454,8 +454,8 @@ def check_balance(
 def routed_layers(
     model: nn.Module, balance: Balance, experts: Sequence[str] | None
 ) -> list[RoutedLayer]:
-    """Return the layers of experts that a balance is of. Call it before the model is parallelized.
-    `experts`: as in `Recipe`. Raises `RecipeError`."""
+    """Return the layers of experts whose loads are balanced. Call it before the model is
+    parallelized. `experts`: as in `Recipe`. Raises `RecipeError`."""
     refuse_own_balance(model)
     layers = find_routers(model, experts, balance.routers, with_bias=balance.bias_rate > 0)
     counts = {layer.experts.count for layer in layers}

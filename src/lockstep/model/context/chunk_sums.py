@@ -47,7 +47,7 @@ class ChunkInputs:
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
     """Return the loss of all chunks, in the form of each of `values`, the losses of this process's
-    chunks. Every process calls it, also the backward. A value that is not a loss is returned
+    chunks. Every process calls it, and runs its backward. A value that is not a loss is returned
     unchanged."""
     rows = [list(_scalars_of(value)) for value in values]
     if not all(_is_number(each) for row in rows for each in row):

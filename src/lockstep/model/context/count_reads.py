@@ -1,10 +1,10 @@
 """The counts that a forward reads on the host, by the tokens that it has.
 
 Counts of chosen tokens differ between ranks: how many tokens an expert has, or if any is masked. A
-model may use counts to skip code that would compute nothing. If it uses them otherwise (`x *
-count`, or `if rare.any(): x = 2 * x`), it is another model. The two read the same, so they are told
-apart by value: when ranks first read different counts at a line, some of their tokens are computed
-whole and cut, and the outputs compared.
+model may use counts to skip code that would compute nothing. If it uses them in another way (`x *
+count`, or `if rare.any(): x = 2 * x`), each rank computes another model. The two read the same, so
+they are told apart by value: when ranks first read different counts at a line, some of their tokens
+are computed whole and cut, and the outputs compared.
 """
 
 from __future__ import annotations

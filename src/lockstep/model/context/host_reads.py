@@ -30,7 +30,7 @@ from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.host_values import ARRAYS, READS, functions_named
 
 MOST_NAMED = 1000
-"""Number of reads of a forward that are kept to be named."""
+"""Number of a forward's reads that are kept, so that an error can name them."""
 _COUNT = "_lockstep_count"
 """Attribute of a tensor that is a count."""
 _COUNTING = functions_named(
@@ -38,7 +38,7 @@ _COUNTING = functions_named(
     *("unique_consecutive", "searchsorted"),
 )
 _GIVE_COUNTS = ARRAYS | {Tensor.__contains__}
-"""Functions that give values to Python which may differ as counts do."""
+"""Functions that return values to Python that may differ between ranks, as counts do."""
 _SHAPED = functions_named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
 """Functions whose result has a shape that is a count."""
 _SUMS = functions_named("sum", "cumsum")

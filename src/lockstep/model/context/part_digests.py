@@ -1,5 +1,4 @@
-"""Numbers by which the ranks that compute the parts of a forward see if their parts have read the
-same."""
+"""Numbers that show ranks if their parts of a forward have read the same values."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Provers:
     """The ranks that prove a model together: they exchange tensors in its forward."""
 
     worlds: Sequence[World]
-    """The axes along which ranks exchange in the forward: each is a part of each other's trial."""
+    """The axes along which ranks exchange in the forward. All their ranks take part in a trial."""
 
     def any(self, flag: bool) -> bool:
         """Return True on all ranks if `flag` is true on any."""

@@ -53,8 +53,8 @@ class Experts:
 
 def find_experts(model: nn.Module, names: Sequence[str] | None) -> dict[str, Experts]:
     """Return the modules of experts by name, in the order of the model's modules. `names`:
-    `Recipe.experts`; None: the modules that look like it. Raises `RecipeError` for names of other
-    modules, and for experts in a list of modules."""
+    `Recipe.experts`; None: modules with the form of such modules. Raises `RecipeError` for names of
+    other modules, and for experts in a list of modules."""
     experts = stacked_experts(model, names)
     if names is None and not experts and (lists := _lists_of_experts(model)):
         raise RecipeError(_refused_list(*next(iter(lists.items()))))

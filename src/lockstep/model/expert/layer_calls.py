@@ -3,7 +3,8 @@
 Each call of a layer has collectives, which all ranks of the axis `expert` must make. If a rank's
 forward leaves out a layer, the rank tells the others when the layer's turn comes. A forward that
 leaves out a layer on some ranks only is refused on all ranks; otherwise its rows would go to
-another layer. The end of a forward is told too: another rank may still call a layer.
+another layer. A rank also announces the end of a forward, because another rank may still call a
+layer.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_range(index: Tensor, experts: int) -> Tensor:
-    """Return the index, on a CPU with choices of the experts that exist instead of others. Their
+    """Return the index. On a CPU, choices out of range are replaced by experts that exist. Their
     number is in the loads, so that all ranks raise one error after the step's forwards; the module
     of experts would raise another on this rank alone."""
     if index.is_cpu and index.numel() and (int(index.min()) < 0 or int(index.max()) >= experts):

@@ -81,7 +81,7 @@ class Pipeline:
         self.leaves: Sequence[PartLeaf] = ()
         """See `SeparateParts`."""
         self.expert_leaves: Sequence[Leaves] = ()
-        """Those of each module of experts on several ranks."""
+        """The leaves of each module of experts on several ranks."""
         self._schedules: dict[Any, tuple[Any, list[VariableShapeStage]]] = {}
         self._microbatches: Sequence[PipelineMicrobatch] = ()
         self._routes: list[list[Boundary]] = []

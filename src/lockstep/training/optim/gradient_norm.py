@@ -209,8 +209,8 @@ class GradientNorm:
             squares[at] = torch.cat(pieces[place :: len(places)])
 
     def _over_tensor(self, squares: list[Tensor], sharded_dims: Sequence[int | None]) -> None:
-        """Replace the squares of rows by the squares of all ranks of the tensor axis. The ranks
-        have other rows, or other slices of the same rows."""
+        """Replace the squares of rows by the squares of all ranks of the tensor axis. Ranks have
+        different rows, or different slices of the same rows."""
         sharded = [place for place, dim in enumerate(sharded_dims) if dim is not None]
         if not sharded:
             return

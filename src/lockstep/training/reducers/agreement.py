@@ -55,10 +55,10 @@ class StepAgreement:
         self._counts = counts
         self._orders: dict[int, ExchangeOrder] = {}
         self.doing = Doing()
-        """Set by the reducer, to be told with an exchange."""
+        """Set by the reducer, and reported with each exchange."""
         self._late: tuple[Tensor, torch.Event, StepCounts | None] | None = None
-        """If the ranks, and their counts, differed in the previous step, while it is copied to the
-        host; and this rank's counts."""
+        """Two flags of the previous step, while they are copied to the host: ranks differed, and
+        their counts differed. And this rank's counts."""
         self._unchecked: StepCounts | None = None
         """The counts of a step in which they differed."""
 

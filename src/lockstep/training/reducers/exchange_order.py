@@ -25,7 +25,7 @@ from lockstep.model.shard import error_of_order
 END = 0
 """The label of the end of a step, an evaluation or a trial."""
 MOST_TOLD = 50
-"""Number of latest exchanges that a rank tells while it waits."""
+"""Number of latest exchanges that a rank reports while it waits."""
 
 
 class Doing:

@@ -53,7 +53,7 @@ class RoundSum:
         return self._leaves is None
 
     def end_round(self) -> None:
-        """Push the leaves of the round. Those of dummies come last, and are left out."""
+        """Push the leaves of the round. The gradients of dummies come last, and are left out."""
         assert self._leaves is not None, "add comes first"
         for leaf in self._leaves[: max(0, self._remaining)]:
             self._counter.push(leaf)
