@@ -224,11 +224,11 @@ def library_versions() -> dict[str, str]:
         "ROCm": torch.version.hip,
         "XPU": getattr(torch.version, "xpu", None),
     }
-    found = {library: str(version) for library, version in versions.items() if version is not None}
-    if ("CUDA" in found or "ROCm" in found) and is_nccl_available():
+    known = {library: str(version) for library, version in versions.items() if version is not None}
+    if ("CUDA" in known or "ROCm" in known) and is_nccl_available():
         communication = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found["NCCL" if "CUDA" in found else "RCCL"] = ".".join(map(str, communication))
-    return found
+        known["NCCL" if "CUDA" in known else "RCCL"] = ".".join(map(str, communication))
+    return known
 
 
 def traits(device: torch.device) -> dict[str, str]:
@@ -254,16 +254,16 @@ def _cuda_library_versions() -> dict[str, str]:
     """Return versions of NVIDIA's driver, cuDNN and cuBLAS, where known."""
     if torch.version.cuda is None:
         return {}
-    found = {"cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+    libraries = {"cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
     with suppress(OSError):
         if number := re.search(
             r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
         ):
-            found["driver"] = number[0]
+            libraries["driver"] = number[0]
     for package in (f"nvidia-cublas-cu{torch.version.cuda.partition('.')[0]}", "nvidia-cublas"):
         with suppress(metadata.PackageNotFoundError):
-            found["cuBLAS"] = metadata.version(package)
-    return found
+            libraries["cuBLAS"] = metadata.version(package)
+    return libraries
 
 
 # Numbers

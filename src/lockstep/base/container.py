@@ -42,17 +42,17 @@ def scheduled_cpus() -> int:
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Return the quota in CPUs, which may be a fraction; None if there is none."""
-    found = []
+    quotas = []
     for file in _files(root, "", "cpu.max"):
         with suppress(OSError, ValueError):
             quota, period = file.read_text().split()
             if quota != "max":
-                found.append(int(quota) / int(period))
+                quotas.append(int(quota) / int(period))
     for file in _files(root, "cpu", "cpu.cfs_quota_us"):
         allowed, per = number_in(file), number_in(file.with_name("cpu.cfs_period_us"))
         if allowed is not None and per and allowed > 0:
-            found.append(allowed / per)
-    return min(found, default=None)
+            quotas.append(allowed / per)
+    return min(quotas, default=None)
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
@@ -122,8 +122,8 @@ def _files(root: Path, controller: str, name: str) -> list[Path]:
 def _meminfo(root: Path, name: str) -> int | None:
     with suppress(OSError):
         known = (root / "proc/meminfo").read_text()
-        found = re.search(rf"^{name}:\s+(\d+) kB", known, flags=re.MULTILINE)
-        return int(found[1]) * 1024 if found else None
+        match = re.search(rf"^{name}:\s+(\d+) kB", known, flags=re.MULTILINE)
+        return int(match[1]) * 1024 if match else None
     return None
 
 

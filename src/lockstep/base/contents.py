@@ -340,7 +340,7 @@ def is_plain(value: Any) -> bool:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return an object's attributes, including those in slots."""
-    found = dict(getattr(value, "__dict__", {}))
+    by_name = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -350,8 +350,8 @@ def attributes(value: Any) -> dict[str, Any]:
                 else name
             )
             if hasattr(value, mangled) and name not in ("__dict__", "__weakref__"):
-                found[name] = getattr(value, mangled)
-    return found
+                by_name[name] = getattr(value, mangled)
+    return by_name
 
 
 @functools.cache
@@ -408,10 +408,10 @@ def _functions_of(part: Any, *, is_data: bool) -> list[Any]:
 def variables_of(function: FunctionType) -> dict[str, Any]:
     """Return the variables that a function uses: of its closure, then of its module."""
     used = {name for code in inner_code(function.__code__) for name in code.co_names}
-    found = dict(_closed_over(function))
-    for name in sorted(used & function.__globals__.keys() - found.keys()):
-        found[name] = function.__globals__[name]
-    return found
+    variables = dict(_closed_over(function))
+    for name in sorted(used & function.__globals__.keys() - variables.keys()):
+        variables[name] = function.__globals__[name]
+    return variables
 
 
 def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -78,8 +78,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     '; did you mean tensor?'
     """
     names = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(given.lower(), names, n=1)
-    return f"; did you mean {names[found[0]]}?" if found else ""
+    closest = difflib.get_close_matches(given.lower(), names, n=1)
+    return f"; did you mean {names[closest[0]]}?" if closest else ""
 
 
 def cannot_write(path: object, error: OSError) -> RunDirectoryError:

@@ -35,11 +35,11 @@ def _read(cls: type) -> dict[str, str]:
     except (OSError, TypeError, ValueError):
         return {}
     assert isinstance(tree, ast.ClassDef), "the source of a class"
-    found = {}
+    docs = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                 value=ast.Constant(value=str(text))
             ):
-                found[name] = inspect.cleandoc(text)
-    return found
+                docs[name] = inspect.cleandoc(text)
+    return docs

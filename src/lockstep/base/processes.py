@@ -29,7 +29,7 @@ def parents() -> dict[int, int]:
         ).stdout
         rows = [line.split() for line in listed.splitlines()]
         return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
-    found = {}
+    by_process = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with suppress(OSError):
@@ -37,17 +37,17 @@ def parents() -> dict[int, int]:
                     Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
                 )
                 if state != b"Z":
-                    found[int(entry)] = int(parent)
-    return found
+                    by_process[int(entry)] = int(parent)
+    return by_process
 
 
 def descendants(roots: Collection[int]) -> set[int]:
     """Return the running descendants of processes, without this one."""
     by_id = parents()
-    found = set(roots)
-    while more := {pid for pid, parent in by_id.items() if parent in found} - found:
-        found |= more
-    return (found & by_id.keys()) - set(roots) - {os.getpid()}
+    processes = set(roots)
+    while more := {pid for pid, parent in by_id.items() if parent in processes} - processes:
+        processes |= more
+    return (processes & by_id.keys()) - set(roots) - {os.getpid()}
 
 
 def with_marker(*markers: str) -> set[int]:

@@ -86,10 +86,10 @@ def remove_left_folders(parent: Path) -> None:
 
 def _remove_if_left(folder: Path) -> None:
     with suppress(OSError):  # another user's folder, or another process was faster
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or not _is_own(status):
             return
-        if time.time() - found.st_mtime > _EMPTY_SECONDS:
+        if time.time() - status.st_mtime > _EMPTY_SECONDS:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
         descriptor = _open_own(folder / _ALIVE)
@@ -115,8 +115,8 @@ def _empty(folder: Path) -> None:
 def _open_own(path: Path) -> int:
     """Open this user's regular file. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | _REGULAR_ONLY)
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and _is_own(found):
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and _is_own(status):
         return descriptor
     os.close(descriptor)
     raise PermissionError(f"{path} is not a file of this user")

@@ -557,12 +557,12 @@ def _accelerator_groups() -> list[tuple[Any, Any]]:
     import torch.distributed as dist
 
     names = dict(dist.distributed_c10d._world.pg_names)
-    found = []
+    groups = []
     for group in sorted(names, key=lambda group: names[group], reverse=True):
         device = next((device for device in group._device_types if device.type != "cpu"), None)
         if device is not None and (backend := group._get_backend(device)).name() != "gloo":
-            found.append((group, backend))
-    return found
+            groups.append((group, backend))
+    return groups
 
 
 def _accelerator_backends() -> list[Any]:

@@ -17,18 +17,18 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\
 def seconds(text: str, name: str, raises: type[UserError]) -> float:
     """Parse "90s", "55m" or "1h30m". Raises an error of type `raises`, which refers to it as
     `name`."""
-    if not (found := parse_duration(text)):
+    if not (duration := parse_duration(text)):
         raise raises(
             f"{name}={text!r}; it must be a time with its unit, more than none: 90s, 55m, 1h30m"
         )
-    return found
+    return duration
 
 
 def parse_duration(text: str) -> float:
     """Parse "1h30m"; 0 if the text is not a duration."""
-    if not (found := _DURATION.fullmatch(text)):
+    if not (match := _DURATION.fullmatch(text)):
         return 0.0
-    parts = zip(found.groups(), _UNITS.values(), strict=True)
+    parts = zip(match.groups(), _UNITS.values(), strict=True)
     return sum(float(part) * unit for part, unit in parts if part)
 
 

@@ -179,18 +179,18 @@ def _checked(context: click.Context, sources: Sequence[str], path: Path) -> list
 
 def _numbers(text: str, runs: int) -> list[float]:
     try:
-        found = [float(word) for word in text.split(",")]
+        numbers = [float(word) for word in text.split(",")]
     except ValueError as error:
         raise LaunchError(
             f"--weights {text!r}: {error}; it takes numbers with commas between them, such as "
             "0.5,0.3,0.2"
         ) from error
-    if len(found) != runs:
+    if len(numbers) != runs:
         raise LaunchError(
-            f"--weights {text} has {len(found)} numbers for {runs} runs; it needs one for each"
+            f"--weights {text} has {len(numbers)} numbers for {runs} runs; it needs one for each"
             f" run, in the order of the runs; give {runs}"
         )
-    return found
+    return numbers
 
 
 def _opened(source: str, module: int | None, part: float) -> _AveragedRun:
@@ -360,20 +360,20 @@ def _average(runs: Sequence[_AveragedRun]) -> tuple[WeightAverage, list[_Average
 
 
 def _warnings(average: WeightAverage, first: str) -> list[str]:
-    found = []
+    warnings = []
     if statistics := average.statistics:
-        found.append(
+        warnings.append(
             f"{len(statistics)} running statistics of BatchNorm ({statistics[0]}, ...) are "
             "averaged like weights, which is wrong for the averaged model; measure them on "
             "training data before you use it: torch.optim.swa_utils.update_bn(loader, model)"
         )
     for name, other in average.differing.items():
         if not (statistics and name.endswith(COUNTER)):
-            found.append(
+            warnings.append(
                 f"{name!r} differs between {first} and {other}; it is not floating-point and has "
                 f"no mean, so {first}'s is used"
             )
-    return found
+    return warnings
 
 
 def _row(run: _AveragedRun) -> dict[str, Any]:

@@ -116,36 +116,38 @@ def command(as_json: bool, target: str) -> int:
 def inspect_all(storage: Storage, names: list[CheckpointName]) -> list[InspectedCheckpoint]:
     """Inspect all checkpoints, except those that a live run has deleted meanwhile. Raises
     `OSError`."""
-    found = {name: _inspect(storage, name) for name in names}
-    if any(each.state != "intact" for each in found.values()):
+    inspected = {name: _inspect(storage, name) for name in names}
+    if any(each.state != "intact" for each in inspected.values()):
         left = storage.names()
-        found = {name: each for name, each in found.items() if name in left}
-    scores = {name: each.score for name, each in found.items() if each.state == "intact"}
+        inspected = {name: each for name, each in inspected.items() if name in left}
+    scores = {name: each.score for name, each in inspected.items() if each.state == "intact"}
     if (best := best_of(scores)) is not None:
-        found[best].is_best = True
-    return list(found.values())
+        inspected[best].is_best = True
+    return list(inspected.values())
 
 
 def _inspect(storage: Storage, name: CheckpointName) -> InspectedCheckpoint:
-    found = InspectedCheckpoint(str(name), name.step)
+    inspected = InspectedCheckpoint(str(name), name.step)
     try:
         stored = StoredCheckpoint(storage, name)
         metadata, files = stored.manifest.metadata, stored.manifest.files.values()
-        found.saved, found.plan = metadata.get("saved"), metadata.get("plan")
-        found.processes, found.score = metadata.get("world_size"), metadata.get("score")
-        found.other_state = stored.other_state
-        found.size_bytes = sum(file.hashes.size_bytes for file in files)
-        found.size_bytes += storage.size(name, MANIFEST)
+        inspected.saved, inspected.plan = metadata.get("saved"), metadata.get("plan")
+        inspected.processes, inspected.score = metadata.get("world_size"), metadata.get("score")
+        inspected.other_state = stored.other_state
+        inspected.size_bytes = sum(file.hashes.size_bytes for file in files)
+        inspected.size_bytes += storage.size(name, MANIFEST)
         if reasons := check(storage, name):
-            found.state, found.reasons = "damaged", reasons
+            inspected.state, inspected.reasons = "damaged", reasons
         else:
             models = {index: stored.model(index) for index in stored.modules}
-            found.fingerprints = {str(each): fingerprint(model) for each, model in models.items()}
+            inspected.fingerprints = {
+                str(each): fingerprint(model) for each, model in models.items()
+            }
     except UnreadableError as error:
-        found.state, found.reasons = _STATES[type(error)], [str(error)]
+        inspected.state, inspected.reasons = _STATES[type(error)], [str(error)]
     except OSError as error:
-        found.state, found.reasons = "unreachable", [error.strerror or str(error)]
-    return found
+        inspected.state, inspected.reasons = "unreachable", [error.strerror or str(error)]
+    return inspected
 
 
 def _final_model(at: Target) -> InspectedCheckpoint | None:
@@ -154,21 +156,21 @@ def _final_model(at: Target) -> InspectedCheckpoint | None:
     result = at.result()
     if at.run is None or result is None or "fingerprint" not in result:
         return None
-    found = InspectedCheckpoint(
+    inspected = InspectedCheckpoint(
         MODEL, result.get("steps") or 0, plan=result.get("plan"), processes=result.get("world_size")
     )
     try:
-        found.size_bytes = (at.run / MODEL).lstat().st_size
-        found.fingerprints = {"0": fingerprint(read_final_model(at.run))}
-        if found.fingerprints["0"] != result["fingerprint"]:
-            found.reasons = [
+        inspected.size_bytes = (at.run / MODEL).lstat().st_size
+        inspected.fingerprints = {"0": fingerprint(read_final_model(at.run))}
+        if inspected.fingerprints["0"] != result["fingerprint"]:
+            inspected.reasons = [
                 f"its fingerprint differs from the one in result.json, {result['fingerprint']}"
             ]
     except (DamagedError, OSError) as error:
-        found.reasons = [str(error)]
-    if found.reasons:
-        found.state = "damaged"
-    return found
+        inspected.reasons = [str(error)]
+    if inspected.reasons:
+        inspected.state = "damaged"
+    return inspected
 
 
 def _events(run: Path) -> Iterator[dict[str, Any]]:

@@ -173,12 +173,12 @@ def replayed_run(
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """Return the valid rows of a run's metrics.jsonl that belong to steps, each step once. If the
     run repeated a step after a resume, its last row counts."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for row in read_rows(run, METRICS, _is_of_a_step, {}):
-        while found and found[-1]["step"] >= row["step"]:
-            found.pop()
-        found.append(row)
-    return found
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    return rows
 
 
 def last_step(run: Path, target: Target) -> int:

@@ -184,10 +184,10 @@ def _finite(limit: int) -> int:
 
 def _free(path: str) -> int | None:
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:

@@ -56,13 +56,13 @@ class FileSystemInfo:
 def existing(path: Path) -> Path:
     """Return the nearest folder that exists. Raises `RunDirectoryError` for a file."""
     path = path.absolute()
-    found = next(each for each in (path, *path.parents) if each.exists())
-    if not found.is_dir():
+    parent = next(each for each in (path, *path.parents) if each.exists())
+    if not parent.is_dir():
         raise RunDirectoryError(
-            f"--run-dir {path}: {found} is not a folder; a run directory is a folder; choose"
+            f"--run-dir {path}: {parent} is not a folder; a run directory is a folder; choose"
             " another path"
         )
-    return found
+    return parent
 
 
 def probe(path: Path, *, rename: Rename = os.rename) -> FileSystemInfo:
@@ -94,12 +94,12 @@ def _check_file_renames(folder: Path, rename: Rename) -> str:
 
     def read() -> str:
         try:
-            found = target.read_bytes()
+            content = target.read_bytes()
         except OSError as error:
             return f"a file could not be read while another replaced it ({error.strerror})"
-        if found in contents:
+        if content in contents:
             return ""
-        return f"a file had {len(found)} of {FILE_BYTES} bytes while another replaced it"
+        return f"a file had {len(content)} of {FILE_BYTES} bytes while another replaced it"
 
     def change(number: int) -> None:
         part = folder / "part"
@@ -212,19 +212,19 @@ def file_system_checks(info: FileSystemInfo) -> Iterator[CheckResult]:
     if info.rename_fault:
         yield _check("rename", "failed", f"is not atomic: {info.rename_fault}", other)
     else:
-        found = f"atomic: {2 * RENAMES} renames of files and folders, no intermediate state seen"
-        yield _check("rename", "ok", found)
+        text = f"atomic: {2 * RENAMES} renames of files and folders, no intermediate state seen"
+        yield _check("rename", "ok", text)
     if info.sync_seconds is None:
-        found = f"fsync failed: {info.sync_error}; a power failure may lose a checkpoint"
-        yield _check("sync", "failed", found, other)
+        text = f"fsync failed: {info.sync_error}; a power failure may lose a checkpoint"
+        yield _check("sync", "failed", text, other)
     else:
         is_slow = info.sync_seconds > SLOW_SYNC_SECONDS
-        found = format_duration(info.sync_seconds)
+        text = format_duration(info.sync_seconds)
         remedy = "every checkpoint waits for it: use a faster disk, or save less often"
         yield _check(
             "sync",
             "slow" if is_slow else "ok",
-            f"{found} for {format_bytes(FILE_BYTES)} and its folder",
+            f"{text} for {format_bytes(FILE_BYTES)} and its folder",
             remedy,
         )
     if info.lock_fault:

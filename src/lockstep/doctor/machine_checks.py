@@ -109,20 +109,20 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
         return [_check("devices", "ok", f"no GPU; {counted(info.cores, 'CPU core')}")]
     if not info.gpus:
         hidden, count = environ.get("CUDA_VISIBLE_DEVICES"), len(info.gpu_names)
-        found = f"the driver has {count} GPUs ({info.gpu_names[0]}) and torch sees none"
+        text = f"the driver has {count} GPUs ({info.gpu_names[0]}) and torch sees none"
         remedy = "install a torch build for CUDA, and a driver that is new enough for it"
         if hidden is not None:
-            found = f"{found}: CUDA_VISIBLE_DEVICES={hidden}"
+            text = f"{text}: CUDA_VISIBLE_DEVICES={hidden}"
             remedy = "unset CUDA_VISIBLE_DEVICES, unless you want CPUs"
-        return [_check("devices", "failed", found, remedy)]
+        return [_check("devices", "failed", text, remedy)]
     names = sorted(set(info.gpu_names))
-    found = f"{counted(info.gpus, 'GPU')}: {', '.join(names) or 'the driver gives no name'}"
+    text = f"{counted(info.gpus, 'GPU')}: {', '.join(names) or 'the driver gives no name'}"
     remedy = "all GPUs wait for the slowest: choose equal ones with CUDA_VISIBLE_DEVICES"
-    checks = [_check("devices", "slow" if len(names) > 1 else "ok", found, remedy)]
+    checks = [_check("devices", "slow" if len(names) > 1 else "ok", text, remedy)]
     if nproc > info.gpus and environ.get("LOCKSTEP_SHARE_DEVICES") != "1":
-        found = f"{nproc} processes for {info.gpus} GPUs"
+        text = f"{nproc} processes for {info.gpus} GPUs"
         remedy = f"--nproc {info.gpus}: one process per GPU; or --share-devices, to try a plan"
-        checks.append(_check("processes", "failed", found, remedy))
+        checks.append(_check("processes", "failed", text, remedy))
     if info.topology:
         kinds = sorted(Counter(info.topology.values()).items())
         links = ", ".join(f"{kind} × {count}" for kind, count in kinds)
@@ -136,14 +136,14 @@ def _devices(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> list[
 def _shared_memory(info: MachineInfo, nproc: int) -> CheckResult:
     free, needed = info.shared_memory_bytes, nproc * SHARED_MEMORY_BYTES
     if free is None:
-        found = "does not exist: loader workers and NCCL fail"
-        return _check("/dev/shm", "failed", found, "mount a tmpfs on /dev/shm")
-    found = f"{format_bytes(free)} free; up to {format_bytes(needed)} needed for"
+        text = "does not exist: loader workers and NCCL fail"
+        return _check("/dev/shm", "failed", text, "mount a tmpfs on /dev/shm")
+    text = f"{format_bytes(free)} free; up to {format_bytes(needed)} needed for"
     remedy = "loader workers and NCCL fail, or die of a bus error, when it is full"
     return _check(
         "/dev/shm",
         "ok" if free >= needed else "failed",
-        f"{found} {counted(nproc, 'process')}",
+        f"{text} {counted(nproc, 'process')}",
         f"{LARGER_SHARED_MEMORY}: {remedy}",
     )
 
@@ -152,31 +152,31 @@ def _threads(info: MachineInfo, environ: Mapping[str, str], nproc: int) -> Check
     usable = whole_cpus(info.cores, info.cpu_quota)
     given, best = environ.get("OMP_NUM_THREADS"), max(1, usable // nproc)
     if given is not None and not (given.isdecimal() and int(given)):
-        found = f"OMP_NUM_THREADS is {given!r}, which is not a number of threads"
-        return _check("threads", "failed", found, "unset it: lockstep chooses the number")
+        text = f"OMP_NUM_THREADS is {given!r}, which is not a number of threads"
+        return _check("threads", "failed", text, "unset it: lockstep chooses the number")
     threads = int(given) if given is not None else best
-    found = f"{counted(nproc, 'process')} × {counted(threads, 'thread')}"
-    found += f" on {counted(usable, 'core')}"
+    text = f"{counted(nproc, 'process')} × {counted(threads, 'thread')}"
+    text += f" on {counted(usable, 'core')}"
     more_cores = "or more cores"
     if info.cpu_quota is not None and info.cpu_quota < info.cores:
-        found += f" (of {info.cores}, by the control group's CPU quota of {info.cpu_quota:.3g})"
+        text += f" (of {info.cores}, by the control group's CPU quota of {info.cpu_quota:.3g})"
         more_cores += " (docker run --cpus; Kubernetes: resources.limits.cpu)"
     verdict: Verdict = "slow"
     if nproc > usable and threads == 1:
         verdict = "ok" if info.gpus else "slow"
-        found += ": processes share cores, and each waits for the slowest"
+        text += ": processes share cores, and each waits for the slowest"
         remedy = f"--nproc {usable}, {more_cores}"
     elif threads * nproc > usable:
-        found += ": the cores are oversubscribed"
+        text += ": the cores are oversubscribed"
         remedy = f"OMP_NUM_THREADS={best}"
         if given is not None:
             remedy += ", or unset it: lockstep divides the cores among the processes"
     elif not info.gpus and threads * nproc * 2 <= usable:
-        found += ": the other cores are idle"
+        text += ": the other cores are idle"
         remedy = f"OMP_NUM_THREADS={best}, or more processes"
     else:
         verdict, remedy = "ok", ""
-    return _check("threads", verdict, found, remedy)
+    return _check("threads", verdict, text, remedy)
 
 
 def _limits(
@@ -258,7 +258,7 @@ def clock_check(
     machine: str, offset_seconds: float, error_seconds: float, reference: str
 ) -> CheckResult:
     relation = "ahead of" if offset_seconds > 0 else "behind"
-    found = f"{format_duration(abs(offset_seconds))} {relation} {reference}"
+    text = f"{format_duration(abs(offset_seconds))} {relation} {reference}"
     is_skewed = abs(offset_seconds) - error_seconds > MAX_CLOCK_OFFSET_SECONDS
     remedy = (
         "synchronize the clocks by NTP (chronyc tracking, timedatectl): a machine that is two"
@@ -267,7 +267,7 @@ def clock_check(
     check = _check(
         "clock",
         "failed" if is_skewed else "ok",
-        f"{found} (± {format_duration(error_seconds)})",
+        f"{text} (± {format_duration(error_seconds)})",
         remedy,
     )
     return replace(check, machine=machine)
@@ -319,13 +319,13 @@ def parse_topology(text: str) -> dict[str, str]:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = [[cell.strip() for cell in line.split("\t")] for line in plain.splitlines()]
     header = next((row for row in rows if "GPU0" in row[1:] and row[0] != "GPU0"), [])
-    found = {}
+    links = {}
     for row in rows:
         for name, cell in zip(header, row, strict=False):
             pair = re.fullmatch(r"GPU(\d+) GPU(\d+)", f"{row[0]} {name}")
             if pair is not None and int(pair[1]) < int(pair[2]):
-                found[f"{pair[1]}-{pair[2]}"] = cell
-    return found
+                links[f"{pair[1]}-{pair[2]}"] = cell
+    return links
 
 
 _ON = ("1", "true", "yes", "on", "y", "t")

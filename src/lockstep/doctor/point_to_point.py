@@ -171,7 +171,7 @@ _KINDS = {"machines": "between machines", "local": "within a machine"}
 
 def _outlier_check(outlier: Outlier) -> CheckResult:
     shown = format_bandwidth if outlier.metric == "bandwidth" else format_duration
-    found = f"{outlier.metric} {shown(outlier.value)}; the median is {shown(outlier.normal)}"
+    text = f"{outlier.metric} {shown(outlier.value)}; the median is {shown(outlier.normal)}"
     name, is_rank = outlier.nodes[0], outlier.nodes[0].startswith("rank ")
     if len(outlier.nodes) == 1:
         links = {
@@ -179,7 +179,7 @@ def _outlier_check(outlier: Outlier) -> CheckResult:
             "from": "everything it sends",
             "to": "everything it receives",
         }
-        check, found = name, f"{links[outlier.direction]}: {found}"
+        check, text = name, f"{links[outlier.direction]}: {text}"
         remedy = (
             f"look at {name}: network card, cable, negotiated speed (ethtool), switch port, other"
             " load"
@@ -200,4 +200,4 @@ def _outlier_check(outlier: Outlier) -> CheckResult:
                 "look at the link between the two (nvidia-smi nvlink -s, nvidia-smi topo -m), and"
                 " at other load on it"
             )
-    return CheckResult("point-to-point", check, "slow", found, remedy)
+    return CheckResult("point-to-point", check, "slow", text, remedy)

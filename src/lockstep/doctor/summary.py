@@ -65,13 +65,13 @@ def summarize(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
 def _shared_directory(results: Mapping[str, Any], names: Sequence[str]) -> CheckResult:
     unseen = set(range(results["world_size"])) - set(results["shared"])
     missing = [names[number] for number in sorted({results["ranks"][rank] for rank in unseen})]
-    found = "a file that one machine writes appears on all"
+    text = "a file that one machine writes appears on all"
     if missing:
-        found = f"a file that {names[0]} writes does not appear on {', '.join(missing)}"
+        text = f"a file that {names[0]} writes does not appear on {', '.join(missing)}"
     remedy = (
         "choose a run directory on a file system that all machines share, mounted at the same path"
     )
-    return check_result("run directory", "shared", "failed" if missing else "ok", found, remedy)
+    return check_result("run directory", "shared", "failed" if missing else "ok", text, remedy)
 
 
 def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]:
@@ -90,8 +90,8 @@ def _rendezvous(results: Mapping[str, Any], ending: Ending) -> list[CheckResult]
         remedy = "start the same command on all machines, and check the network to that port"
         return [_processes("failed", ending.elsewhere.partition(";")[0], remedy)]
     if size == 1:
-        found, remedy = "not run: a single process has no peers", "--nproc 2 checks them here"
-        return [_check("all", "skipped", found, remedy)]
+        text, remedy = "not run: a single process has no peers", "--nproc 2 checks them here"
+        return [_check("all", "skipped", text, remedy)]
     return [_processes("ok", f"{size} on {results['backend']}, all finished")]
 
 
@@ -113,25 +113,25 @@ def stalled_check(statuses: Sequence[RankStatus], world_size: int) -> CheckResul
     ]
     if failed:
         first = min(failed, key=lambda status: (status.index, status.rank))
-        check, found = first.probe, f"rank {first.rank} failed: {first.error}"
+        check, text = first.probe, f"rank {first.rank} failed: {first.error}"
         remedy = (
             "fix the error above; if a connection failed, look at the interface check and at"
             " firewalls between the machines"
         )
     elif blocking:
-        check, found = last.probe, f"timed out: {'; '.join(blocking)}"
+        check, text = last.probe, f"timed out: {'; '.join(blocking)}"
         remedy = (
             "look at that process: it is stopped, swapping, or in a call that hangs; if it is on"
             " another machine, check the network to it"
         )
     else:
-        check, found = last.probe, "timed out: all ranks entered it and wait"
+        check, text = last.probe, "timed out: all ranks entered it and wait"
         remedy = (
             "the network drops messages: look for firewalls between the machines, the MTU, a link"
             " that is down"
         )
     section: Section = "collectives" if last.index > RENDEZVOUS_PROBES else "rendezvous"
-    return CheckResult(section, check, "failed", found, remedy)
+    return CheckResult(section, check, "failed", text, remedy)
 
 
 def _collectives(results: Mapping[str, Any]) -> Iterator[CheckResult]:
@@ -169,15 +169,15 @@ def _one_collective(
             " try another version of torch or NCCL; check that rank's link and its device's memory"
             " (ECC)"
         )
-        found = f"{case}{': ' if case else ''}rank {rank} {difference}{more}"
-        return _check(collective, "failed", found, remedy)
+        text = f"{case}{': ' if case else ''}rank {rank} {difference}{more}"
+        return _check(collective, "failed", text, remedy)
     if collective == "barrier":
         return _check(collective, "ok", "no rank left before all had entered")
     unsupported = _unsupported_cases(rows)
     types = {row["type"] for row in rows if (row["type"], row["operation"]) not in unsupported}
     operations = [each for each in OPERATIONS if any(row["operation"] == each for row in rows)]
-    found = f"correct in {counted(len(types), 'type')}"
-    return _check(collective, "ok", "; ".join(filter(None, (found, " ".join(operations)))))
+    text = f"correct in {counted(len(types), 'type')}"
+    return _check(collective, "ok", "; ".join(filter(None, (text, " ".join(operations)))))
 
 
 def _unsupported_cases(rows: Sequence[Mapping[str, Any]]) -> set[tuple[str, str | None]]:
@@ -210,5 +210,5 @@ def _unsupported_checks(
     remedy = "convert to another data type before the collective"
     for check, missing_in in (("types", collectives), ("operations", operations)):
         for what, names in missing_in.items():
-            found = f"{backend} does not support {what} in {', '.join(names)}"
-            yield _check(check, "skipped", found, remedy)
+            text = f"{backend} does not support {what} in {', '.join(names)}"
+            yield _check(check, "skipped", text, remedy)

@@ -39,8 +39,8 @@ def sketch(tensor: Tensor, first: int = 0, name: str = "") -> list[float]:
         with np.errstate(invalid="ignore"):  # the gradient may have overflowed
             total[:-1] += project(values, seed, first + begin)
             total[-1] += np.dot(values, values)
-    found: list[float] = total.tolist()
-    return found
+    numbers: list[float] = total.tolist()
+    return numbers
 
 
 def project(values: np.ndarray[Any, Any], seed: int, first: int) -> np.ndarray[Any, Any]:

@@ -159,8 +159,8 @@ def exact_factors(columns: Sequence[Vector], target: Vector) -> list[float] | No
     """Return the factors with which the columns add up to the target; None if no factors do."""
     if len(columns) >= len(target) or not all(map(np.any, columns)):
         return None
-    found = fit(columns, target)
-    return None if found is None or found.residual > EXACT else found.factors
+    fitted = fit(columns, target)
+    return None if fitted is None or fitted.residual > EXACT else fitted.factors
 
 
 def exact_ratio(base: Vector, value: Vector) -> float | None:

@@ -108,8 +108,8 @@ class MeasuredRounding:
         """Return the rounding of the step's `loss` or `norm`."""
 
         def value(trace: Trace, step: int) -> float | None:
-            found: float | None = getattr(trace.rank_0.steps[step], attribute)
-            return found
+            number: float | None = getattr(trace.rank_0.steps[step], attribute)
+            return number
 
         largest = self._largest_of_numbers(step, value)
         size = abs(value(self.reference, step) or 0.0)
@@ -132,8 +132,8 @@ class MeasuredRounding:
         largest = 0.0
         for group in self._groups:
             for at in range(step + 1):
-                found = [x for trace in group.traces if (x := value(trace, at)) is not None]
-                away = (group.scale * abs(a - b) for a, b in combinations(found, 2))
+                numbers = [x for trace in group.traces if (x := value(trace, at)) is not None]
+                away = (group.scale * abs(a - b) for a, b in combinations(numbers, 2))
                 largest = max([largest, *away])
         return largest
 

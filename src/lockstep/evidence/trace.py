@@ -136,10 +136,10 @@ class Trace:
     def whole_microbatches_of(self, step: int) -> list[MicrobatchTrace]:
         """Return the step's microbatches. One that ranks computed together has the sum of their
         gradients, and is the lowest rank's."""
-        found: dict[tuple[int, tuple[int, ...]], list[MicrobatchTrace]] = {}
+        by_index: dict[tuple[int, tuple[int, ...]], list[MicrobatchTrace]] = {}
         for m in self.microbatches_of(step):
-            found.setdefault((m.index, m.together or (m.rank,)), []).append(m)
-        return [_sum_of_parts(parts) for parts in found.values()]
+            by_index.setdefault((m.index, m.together or (m.rank,)), []).append(m)
+        return [_sum_of_parts(parts) for parts in by_index.values()]
 
     def tokens_of(self, index: int) -> list[TokenTrace]:
         """Return the tokens of a microbatch of the first step, of all ranks that wrote them."""
@@ -165,14 +165,14 @@ class Trace:
 
     @cached_property
     def _files(self) -> dict[tuple[int, str], dict[str, Path]]:
-        found: dict[tuple[int, str], dict[str, Path]] = {}
+        files: dict[tuple[int, str], dict[str, Path]] = {}
         if self.folder is None:
-            return found
+            return files
         for path in sorted(self.folder.glob(f"step-*-{self.module_index}-*.safetensors")):
             _, step, kind, _, _ = path.stem.split("-")
             with safe_open(path, framework="numpy") as opened:
-                found.setdefault((int(step), kind), {}).update(dict.fromkeys(opened.keys(), path))
-        return found
+                files.setdefault((int(step), kind), {}).update(dict.fromkeys(opened.keys(), path))
+        return files
 
 
 def read_traces(folder: Path) -> list[Trace]:
@@ -246,12 +246,12 @@ def _sum_of_parts(parts: list[MicrobatchTrace]) -> MicrobatchTrace:
 
 def _tokens(path: Path) -> TokenTrace:
     with safe_open(path, framework="numpy") as opened:
-        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return TokenTrace(
         rank=int(path.stem.rpartition("-")[2]),
-        places=found.pop("places"),
-        documents=found.pop("documents", None),
-        sketches={name: np.asarray(each, dtype=np.float64) for name, each in found.items()},
+        places=tensors.pop("places"),
+        documents=tensors.pop("documents", None),
+        sketches={name: np.asarray(each, dtype=np.float64) for name, each in tensors.items()},
     )
 
 
@@ -275,11 +275,11 @@ def _merged(ranks: list[RankTrace]) -> RankTrace:
     (tied weights), the lower rank's counts."""
 
     def merged(parts: Iterable[Mapping[str, Summaries]]) -> dict[str, Summaries]:
-        found: dict[str, Summaries] = {}
+        summaries_of: dict[str, Summaries] = {}
         for part in parts:
             for kind, summaries in part.items():
-                found[kind] = {**summaries, **found.get(kind, {})}
-        return found
+                summaries_of[kind] = {**summaries, **summaries_of.get(kind, {})}
+        return summaries_of
 
     steps = [
         replace(parts[0], tensors=merged(part.tensors for part in parts))

@@ -241,13 +241,13 @@ class Tracer:
     def _summaries(
         self, tensors: NamedTensors, save: Callable[[str, Tensor], None] = lambda name, tensor: None
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        summaries: dict[str, Any] = {}
         for name, tensor in tensors:
             if self._writes_summaries:
-                found[name] = None if tensor is None else summarize_tensor(name, tensor)
+                summaries[name] = None if tensor is None else summarize_tensor(name, tensor)
                 if tensor is not None:
                     save(name, tensor)
-        return found
+        return summaries
 
 
 def summarize_tensor(name: str, tensor: Tensor) -> dict[str, Any]:

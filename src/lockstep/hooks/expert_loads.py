@@ -61,11 +61,11 @@ class ExpertLoads(ControlHook):
             for expert, idle in enumerate(steps)
             if idle >= DEAD_AFTER_STEPS
         }
-        found = dead - self._dead
+        newly_dead = dead - self._dead
         self._dead = dead
-        if found:
+        if newly_dead:
             layers = {layer.name: [] for layer in balance.layers}  # type: dict[str, list[int]]
-            for name, expert in sorted(found):
+            for name, expert in sorted(newly_dead):
                 layers[name].append(expert)
             run.event(
                 "experts-dead",

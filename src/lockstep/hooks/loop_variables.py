@@ -43,12 +43,12 @@ class LoopVariables:
 
     def changed(self) -> list[str]:
         """Return the names of variables that were changed in place."""
-        found = []
+        names = []
         for name, marks in self._before.items():
             now = [(tensor(), writes) for tensor, writes in marks]
             if any(each is not None and version(each) != writes for each, writes in now):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
 
 def frame_of_script() -> FrameType:
@@ -69,12 +69,12 @@ def loop_of(frame: FrameType) -> ast.For | None:
 def local_variables(frame: FrameType) -> dict[str, Any]:
     """Return a copy of a function's or module's own variables."""
     variables = frame.f_locals
-    found = dict(variables)
+    by_name = dict(variables)
     # before Python 3.13, a function's frame would keep this dict, and so all that is in it
     is_copy = type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
     if is_copy and sys.getrefcount(variables) == _OWN_REFERENCES:  # not the script's `locals()`
         variables.clear()
-    return found
+    return by_name
 
 
 def _is_users(file: str) -> bool:

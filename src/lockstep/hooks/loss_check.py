@@ -858,7 +858,7 @@ class _Watch:
             }
 
     def _marks(self) -> Marks:
-        found: Marks = {}
+        marks: Marks = {}
         for prefix, module in self._model.named_modules():
             for name, value in vars(module).items():
                 if name not in _SAVED:
@@ -868,10 +868,10 @@ class _Watch:
                         if isinstance(leaf, Tensor) and id(leaf) not in self._held
                     ]
                     if tensors:
-                        found[f"{prefix}.{name}".lstrip(".")] = [
+                        marks[f"{prefix}.{name}".lstrip(".")] = [
                             (tensor, version(tensor)) for tensor in tensors
                         ]
-        return found
+        return marks
 
 
 def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -> bool:

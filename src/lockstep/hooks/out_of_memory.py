@@ -47,13 +47,15 @@ class TakenFallbacks:
     def parse(cls, text: str, path: Path) -> TakenFallbacks:
         """Parse the result of `write`. Raises `RunDirectoryError` for any other text."""
         try:
-            found = cls(**json.loads(text))
-            Plan(checkpointing=found.checkpointing, microbatch_splits=found.microbatch_splits)  # type: ignore[arg-type]  # Plan checks them
+            fallbacks = cls(**json.loads(text))
+            Plan(
+                checkpointing=fallbacks.checkpointing, microbatch_splits=fallbacks.microbatch_splits
+            )  # type: ignore[arg-type]  # Plan checks them
             complete = all(
-                {"step", "rank", "error", "then"} <= each.keys() for each in found.failures
+                {"step", "rank", "error", "then"} <= each.keys() for each in fallbacks.failures
             )
-            if isinstance(found.offload, bool) and found.failures and complete:
-                return found
+            if isinstance(fallbacks.offload, bool) and fallbacks.failures and complete:
+                return fallbacks
         except (ValueError, TypeError, AttributeError, PlanError):
             pass
         raise RunDirectoryError(

@@ -216,14 +216,14 @@ def reassign(run: Run, source: Microbatches, seconds: Sequence[float], *, reques
     that any rank has requested."""
     batching, first = source.batching, requested + 1
     count = batching.max_microbatches
-    found = batching.assignment.at_speeds(seconds, count)
-    if found is None or first >= batching.steps:
+    assignment = batching.assignment.at_speeds(seconds, count)
+    if assignment is None or first >= batching.steps:
         return
-    batching.reassign(found, first=first, done=source.step)
+    batching.reassign(assignment, first=first, done=source.step)
     run.event(
         "assignment-changed",
         first_step=run.training.loop.steps_before + first,
-        microbatches=[len(share) for share in found.indices_by_rank(count)],
+        microbatches=[len(share) for share in assignment.indices_by_rank(count)],
         milliseconds=[round(1e3 * each, 3) for each in seconds],
     )
 
@@ -266,18 +266,18 @@ class StragglerFinder:
         if len(lengths) < MIN_WINDOWS or sum(lengths) < MIN_SECONDS:
             return []
         mean = np.average([times for _, times in self._windows], axis=0, weights=lengths)
-        found = slow(mean, self._peers)
+        stragglers = slow(mean, self._peers)
         while len(lengths) > MIN_WINDOWS and sum(lengths[1:]) >= MIN_SECONDS:
             del lengths[0]
             self._windows.popleft()
-        new = [each for each in found if (each.rank, each.part) not in self._reported]
-        self._reported = {(each.rank, each.part) for each in found}
+        new = [each for each in stragglers if (each.rank, each.part) not in self._reported]
+        self._reported = {(each.rank, each.part) for each in stragglers}
         return new
 
 
 def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
     """Return the ranks whose own work takes longer than that of their peers, in O(n log n)."""
-    found = []
+    stragglers = []
     for peer in sorted(set(peers)):
         ranks = np.flatnonzero(np.asarray(peers) == peer)
         if len(ranks) < 2:
@@ -290,8 +290,8 @@ def slow(times: Times, peers: Sequence[int]) -> list[Straggler]:
             part = int(np.argmax(parts[:, i] - usual_parts[:, i]))
             seconds, usual_seconds = float(parts[part, i]), float(usual_parts[part, i])
             factor = float(own[i] / max(usual[i], 1e-9))
-            found.append(Straggler(int(ranks[i]), PARTS[part], seconds, usual_seconds, factor))
-    return sorted(found, key=lambda each: each.rank)
+            stragglers.append(Straggler(int(ranks[i]), PARTS[part], seconds, usual_seconds, factor))
+    return sorted(stragglers, key=lambda each: each.rank)
 
 
 def _medians_of_the_others(values: NDArray[np.float64]) -> NDArray[np.float64]:

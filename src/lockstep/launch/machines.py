@@ -50,8 +50,8 @@ class Machines:
         """Read `--nnodes` (`N` or `A:B`) and the rendezvous options; None for one machine. Raises
         `LaunchError`."""
         nnodes = options.nnodes if options.nnodes is not None else "1"
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
+        least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= least <= most:
             raise LaunchError(
                 f"--nnodes {nnodes}; it takes a number of machines, N, or the least and the most, "
@@ -85,14 +85,14 @@ class Machines:
     def resolve(self) -> str:
         """The IP address of the host. Raises `LaunchError`."""
         try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise LaunchError(
                 f"{self.option}: the address of {self.host} cannot be found ({error.strerror}); it"
                 " must be one of the machines, by a name or address that all of them know;"
                 " correct it"
             ) from None
-        return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+        return str(min(addresses, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 def rendezvous_options(options: LaunchOptions) -> dict[str, str | int]:
@@ -148,8 +148,8 @@ def interface_of(address: str) -> str | None:
 
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # this interface has no IPv4 address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
 
@@ -161,7 +161,7 @@ def address_on(interface: str) -> str:
     names = ", ".join(name for _, name in socket.if_nameindex())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             why = "has no IPv4 address" if error.errno == errno.EADDRNOTAVAIL else "is not there"
             raise LaunchError(
@@ -169,4 +169,4 @@ def address_on(interface: str) -> str:
                 f"machines reach this one; this machine has {names}; give one of them, or omit "
                 "--interface to use the one that routes to the rendezvous"
             ) from None
-    return socket.inet_ntoa(found[20:24])
+    return socket.inet_ntoa(answer[20:24])

@@ -338,9 +338,9 @@ class ElasticRendezvous(DynamicRendezvousHandler):
                 f" ({self.machines.count})"
             )
         for _ in range(TRIES):
-            if (found := self._meet()) is not None:
+            if (info := self._meet()) is not None:
                 self._timeout.last_call = timedelta(seconds=LAST_CALL_SECONDS)
-                return found
+                return info
         raise RendezvousTimeoutError
 
     def _meet(self) -> RendezvousInfo | None:
@@ -348,17 +348,17 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         self._bootstrap_store_info = self._shared_tcp_store_server = None
         with rendezvous_polls_every(RENDEZVOUS_POLL_SECONDS):
             try:
-                found = super().next_rendezvous()
+                info = super().next_rendezvous()
             except DistStoreError:
                 return None
         state = self._state_holder.state
         self._met = sorted(state.participants, key=state.participants.__getitem__)
         self._round = state.round
-        place = found.bootstrap_store_info
+        place = info.bootstrap_store_info
         assert place is not None
         own = self._this_node.addr
-        number = found.rank if self.machines.node_rank is None else self.machines.node_rank
-        store, rank, size = found.store, found.rank, found.world_size
+        number = info.rank if self.machines.node_rank is None else self.machines.node_rank
+        store, rank, size = info.store, info.rank, info.world_size
         try:
             # keep it open until all machines have tried
             with socket.create_server((own, 0), family=family(own)) as listener:
@@ -476,8 +476,8 @@ class ElasticRendezvous(DynamicRendezvousHandler):
     def _participants(self) -> Mapping[Any, int]:
         with self._heartbeat_lock:
             self._state_holder.sync()
-            found: Mapping[Any, int] = self._state_holder.state.participants
-            return found
+            participants: Mapping[Any, int] = self._state_holder.state.participants
+            return participants
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         return store_on(

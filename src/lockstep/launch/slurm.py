@@ -137,14 +137,14 @@ def limit_seconds(time: str) -> int | None:
     `LaunchError`."""
     if time in ("infinite", "UNLIMITED"):
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
         raise LaunchError(
             f"--time {time}; it must be a time as Slurm writes it: minutes, minutes:seconds,"
             " hours:minutes:seconds, days-hours, days-hours:minutes or"
             " days-hours:minutes:seconds; give one of those"
         )
-    days, *given = found.groups()
+    days, *given = match.groups()
     numbers = [int(each) for each in given if each is not None]
     if days is not None:
         numbers += [0] * (3 - len(numbers))
@@ -244,11 +244,11 @@ def _names(pattern: str) -> list[str]:
     if not bracket:
         return [pattern]
     numbers, _, after = rest.partition("]")
-    found = []
+    names = []
     for each in numbers.split(","):
         first, _, last = each.partition("-")
-        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return [f"{before}{number}{tail}" for number in found for tail in _names(after)]
+        names += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return [f"{before}{number}{tail}" for number in names for tail in _names(after)]
 
 
 def expand_counts(text: str) -> list[int]:
@@ -256,10 +256,10 @@ def expand_counts(text: str) -> list[int]:
     `ValueError`."""
     counts: list[int] = []
     for each in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
+        if match is None:
             raise ValueError(f"no numbers of tasks: {text!r}")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
@@ -381,15 +381,15 @@ def address_of(node: str) -> str:
     """The address by which other nodes reach a node: its name, or Slurm's address if the name
     resolves to loopback here, as it often does on the node. Raises `LaunchError`.
     """
-    found = _resolved(node)
-    if found is not None and not ipaddress.ip_address(found).is_loopback:
+    address = _resolved(node)
+    if address is not None and not ipaddress.ip_address(address).is_loopback:
         return node
     with suppress(LaunchError):
         output = _ask(["scontrol", "show", "node", "--oneliner", node])
         listed = re.search(r"\bNodeAddr=(\S+)", output)
         if listed is not None and _resolved(listed[1]) is not None:
             return listed[1]
-    if found is None:
+    if address is None:
         raise LaunchError(
             f"the address of {node}, the first node of the Slurm job, cannot be found, even by"
             " scontrol; the nodes connect there; give --rdzv HOST:PORT with an address that all"

@@ -56,9 +56,9 @@ class WorkerStart:
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> WorkerStart | None:
         """Read the variable, and remove it."""
-        found = cls.read(environ)
+        start = cls.read(environ)
         environ.pop(WORKER, None)
-        return found
+        return start
 
 
 def damaged_start(text: str, error: Exception) -> LaunchError:

@@ -38,11 +38,11 @@ def blocks_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
 
 def _blocks_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
-    found = [
+    by_pattern = [
         outermost(matching_names(names, pattern, "the recipe's blocks have"))
         for pattern in patterns
     ]
-    matching = [name for name in names if any(name in matches for matches in found)]
+    matching = [name for name in names if any(name in matches for matches in by_pattern)]
     check_not_nested(matching, "blocks")
     return matching
 
@@ -52,14 +52,14 @@ def matching_names(
 ) -> list[str]:
     """Return the names that match a pattern, in which `*` stands for any text. Raises
     `RecipeError`, whose text begins with `source`, if none does."""
-    found = [name for name in names if fnmatchcase(name, pattern)]
-    if not found:
+    matching = [name for name in names if fnmatchcase(name, pattern)]
+    if not matching:
         raise RecipeError(
             f"{source} {pattern!r}, which matches no module of the model; modules are"
             f" {first_few(names)}; give names or patterns"
             f" such as {example!r}"
         )
-    return found
+    return matching
 
 
 def check_not_nested(names: Sequence[str], field: str) -> None:
@@ -130,8 +130,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 def share_parameter(model: nn.Module, names: Sequence[str]) -> None:
     """Let the modules with these parameters share one object again: the DTensor if there is one,
     else the first."""
-    found = [model.get_parameter(name) for name in names]
-    one = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
+    copies = [model.get_parameter(name) for name in names]
+    one = next((parameter for parameter in copies if isinstance(parameter, DTensor)), copies[0])
     for name in names:
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner).register_parameter(attribute, one)

@@ -310,10 +310,10 @@ def error_of_sharding(error: BaseException | None, plan: object) -> UserError | 
             " give ls.ExponentialMovingAverage as a hook; for a second network, such as a teacher,"
             " make both parts of one model in the recipe's factory; or use replicate"
         )
-    if not isinstance(error, RuntimeError) or not (found := SHARDED.search(str(error))):
+    if not isinstance(error, RuntimeError) or not (match := SHARDED.search(str(error))):
         return None
     return PlanError(
-        f"{plan}: {found.group()}; parameters are sharded (DTensors) outside of their module's "
+        f"{plan}: {match.group()}; parameters are sharded (DTensors) outside of their module's "
         "forward, and the graph has gathered ones; use weights only in their module's forward, "
         "and differentiate the loss or by inputs; for gradients of weights, functional_call and "
         "weights of one module in another, use replicate"

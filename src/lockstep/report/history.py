@@ -221,28 +221,28 @@ class RunHistory:
 def metric_curves(rows: Iterable[Mapping[str, Any]]) -> Curves:
     """Join the rows of `metrics.jsonl`. If the step number decreases, the run was resumed: rows of
     later steps are discarded."""
-    found = Curves()
+    curves = Curves()
     for row in rows:
         step = row["step"]
-        if step < found.last_step:
-            for series in found.series.values():
+        if step < curves.last_step:
+            for series in curves.series.values():
                 series.truncate(step)
-        found.last_step = step
-        found.first_time = row["time"] if found.first_time is None else found.first_time
-        found.last_time = row["time"]
-        found.progress.append((row["time"], step))
+        curves.last_step = step
+        curves.first_time = row["time"] if curves.first_time is None else curves.first_time
+        curves.last_time = row["time"]
+        curves.progress.append((row["time"], step))
         not_finite = row.get("not_finite", {})
         for name, value in row.items():
             if name in _NOT_METRICS:
                 continue
-            if name not in found.series and len(found.series) == MOST_SERIES:
-                found.left_out.add(name)
+            if name not in curves.series and len(curves.series) == MOST_SERIES:
+                curves.left_out.add(name)
                 continue
             number = float(not_finite.get(name, "nan")) if value is None else float(value)
-            found.series.setdefault(name, Series()).add(step, _clamp(number))
+            curves.series.setdefault(name, Series()).add(step, _clamp(number))
     # all values may have been discarded
-    found.series = {name: series for name, series in found.series.items() if series.steps}
-    return found
+    curves.series = {name: series for name, series in curves.series.items() if series.steps}
+    return curves
 
 
 def _clamp(number: float) -> float:
@@ -254,20 +254,20 @@ def _clamp(number: float) -> float:
 
 def load_history(rows: Iterable[Mapping[str, Any]]) -> LoadHistory:
     """Join the rows of `experts.jsonl`, in the same way as `metric_curves`."""
-    found = LoadHistory()
+    history = LoadHistory()
     for row in rows:
-        _add_row(found.steps, found.layers, row["step"], row["loads"])
-    return found
+        _add_row(history.steps, history.layers, row["step"], row["loads"])
+    return history
 
 
 def rank_times(rows: Iterable[Mapping[str, Any]]) -> RankTimes:
     """Join the rows of `ranks.jsonl`, in the same way as `metric_curves`."""
-    found = RankTimes()
+    times = RankTimes()
     for row in rows:
         values = {phase: row["ranks"].get(phase, ()) for phase in PHASES}
-        _add_row(found.steps, found.phases, row["step"], values)
-        found.hosts = list(map(str, row.get("hosts", found.hosts)))
-    return found
+        _add_row(times.steps, times.phases, row["step"], values)
+        times.hosts = list(map(str, row.get("hosts", times.hosts)))
+    return times
 
 
 def _add_row(

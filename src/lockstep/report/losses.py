@@ -84,28 +84,30 @@ def losses_of(run: RunHistory) -> list[WorkerLoss]:
     starts = [run.events[begin:end] for begin, end in pairwise([*begins, len(run.events)])]
     steps = ((event.time, event.step) for event in run.events if event.step)
     progress = sorted([*run.curves.progress, *steps])
-    found = []
+    losses = []
     for before, after, following in zip(starts, starts[1:], [*starts[2:], []], strict=False):
         own = _between(progress, before[0].time, following[0].time if following else math.inf)
         loss = _loss(before, after, _between(own, -math.inf, after[0].time))
         if loss is not None:
             seconds = _repetition(loss, own, goes_on=not following)
-            found.append(replace(loss, repeated_seconds=seconds))
-    return found
+            losses.append(replace(loss, repeated_seconds=seconds))
+    return losses
 
 
 def loss_summary(run: RunHistory) -> str:
     """Return the run's losses in one line; empty if there were none."""
-    found = losses_of(run)
-    if not found:
+    losses = losses_of(run)
+    if not losses:
         return ""
-    in_place, others = ([each for each in found if each.in_place is kind] for kind in (True, False))
+    in_place, others = (
+        [each for each in losses if each.in_place is kind] for kind in (True, False)
+    )
     parts = [f"{len(in_place)} recovered in place in {_durations(in_place)}"] if in_place else []
     parts += [f"{counted(len(others), 'restart')} ({_durations(others)})"] if others else []
-    again = sum(each.repeated_steps or 0 for each in found)
-    more = "" if all(each.repeated_steps is not None for each in found) else " or more"
+    again = sum(each.repeated_steps or 0 for each in losses)
+    more = "" if all(each.repeated_steps is not None for each in losses) else " or more"
     steps = f"{counted(again, 'step')}{more}" if again or more else "no step"
-    return f"{counted(len(found), 'loss')}: {', '.join(parts)}, {steps} computed again"
+    return f"{counted(len(losses), 'loss')}: {', '.join(parts)}, {steps} computed again"
 
 
 def _durations(found: Sequence[WorkerLoss]) -> str:
@@ -207,11 +209,11 @@ def _first(events: Sequence[RunEvent], *kinds: str) -> RunEvent | None:
 def loss_list(run: RunHistory) -> Html | None:
     """Return the list of losses; None if there were none. If there are more than `MAX_LOSSES`, the
     losses in the middle are only counted."""
-    found = losses_of(run)
-    if not found:
+    losses = losses_of(run)
+    if not losses:
         return None
-    longest = max(each.seconds for each in found) or 1.0
-    items = [_item(number, each, run, longest) for number, each in enumerate(found, 1)]
+    longest = max(each.seconds for each in losses) or 1.0
+    items = [_item(number, each, run, longest) for number, each in enumerate(losses, 1)]
     left_out = len(items) - MAX_LOSSES
     if left_out > 0:
         more = element("li", f"… {left_out:,} more, in events.jsonl …", kind="note")

@@ -180,9 +180,9 @@ def _step_times(runs: Sequence[RunHistory]) -> list[Chart]:
         return []
     marks: Sequence[EventMark] = ()
     if len(runs) == 1:
-        found = [(phase, mean_over_ranks(runs[0].ranks, phase)) for phase in PHASES]
+        by_phase = [(phase, mean_over_ranks(runs[0].ranks, phase)) for phase in PHASES]
         lines = [
-            Curve(phase, n, series) for n, (phase, series) in enumerate(found) if series.values
+            Curve(phase, n, series) for n, (phase, series) in enumerate(by_phase) if series.values
         ]
         marks = curve_marks(runs[0].events)
     else:
@@ -291,7 +291,7 @@ def _memory(runs: Sequence[RunHistory], figures: Sequence[RenderedFigure]) -> Ht
 
 def memory_charts(runs: Sequence[RunHistory]) -> list[Chart]:
     """Return a chart for each rank: its memory by cause, and in total."""
-    found = []
+    charts = []
     for run in runs:
         if run.memory is None:
             continue
@@ -302,10 +302,10 @@ def memory_charts(runs: Sequence[RunHistory]) -> list[Chart]:
             curves = {"all": total, **rank.bytes_by_cause}.items()
             lines = [_curve(name, n, rank, sizes) for n, (name, sizes) in enumerate(curves)]
             title = f"{f'{run.name}: ' if len(runs) > 1 else ''}memory of rank {rank.rank}"
-            found.append(
+            charts.append(
                 Chart(title=title, lines=lines, unit="bytes", from_zero=True, microseconds=last)
             )
-    return found
+    return charts
 
 
 def _curve(name: str, colour: int, rank: RankMemory, values: Sequence[int]) -> Curve:

@@ -94,15 +94,15 @@ class Axes:
 def _rows_by_column(steps: Sequence[int], last_step: int, columns: int) -> list[list[int]]:
     """Return, for each column, the indices in `steps` of its rows. A row covers the steps since the
     previous row."""
-    found: list[list[int]] = [[] for _ in range(columns)]
+    columns_of_rows: list[list[int]] = [[] for _ in range(columns)]
     before = 0
     for index, step in enumerate(steps):
         first = math.ceil(before * columns / last_step - 0.5)
         end = math.ceil(step * columns / last_step - 0.5)
         for column in range(first, end) if end > first else [(step - 1) * columns // last_step]:
-            found[min(column, columns - 1)].append(index)
+            columns_of_rows[min(column, columns - 1)].append(index)
         before = step
-    return found
+    return columns_of_rows
 
 
 def _by_rank(rows: Sequence[array[float]]) -> list[list[float]]:
@@ -168,22 +168,22 @@ def rank_heatmaps(times: RankTimes, *, index: int, last_step: int, title: str) -
 
 def mean_times(times: RankTimes) -> list[dict[str, float]]:
     """Return each rank's mean seconds per step by phase, over all rows."""
-    found: list[dict[str, float]] = []
+    means: list[dict[str, float]] = []
     for phase in PHASES:
         for rank, values in enumerate(_by_rank(times.phases[phase])):
-            found += [{} for _ in range(rank + 1 - len(found))]
+            means += [{} for _ in range(rank + 1 - len(means))]
             if values:
-                found[rank][phase] = mean_of(values)
-    return found
+                means[rank][phase] = mean_of(values)
+    return means
 
 
 def mean_over_ranks(times: RankTimes, phase: str) -> Series:
-    found = Series()
+    series = Series()
     for step, row in zip(times.steps, times.phases[phase], strict=True):
         values = [value for value in row if value == value]
         if values:
-            found.add(step, mean_of(values))
-    return found
+            series.add(step, mean_of(values))
+    return series
 
 
 def rank_bars(times: RankTimes) -> Html | None:

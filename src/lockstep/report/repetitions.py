@@ -50,13 +50,13 @@ class Group:
 def repeated_runs(runs: Sequence[RunHistory]) -> list[Group]:
     """Return the groups of two or more ended runs that repeat the same recipe. Runs with the same
     final model count once."""
-    found: dict[Any, dict[Any, RunHistory]] = {}
+    groups: dict[Any, dict[Any, RunHistory]] = {}
     for run in runs:
         if run.state == "ended" and isinstance(recipe := run.metadata.get("recipe"), Mapping):
             identity = repr((_without(recipe), run.plan, _highest_rate(run)))
             model = (run.result or {}).get("fingerprint") or id(run)
-            found.setdefault(identity, {}).setdefault(model, run)
-    return [_group(list(several.values())) for several in found.values() if len(several) > 1]
+            groups.setdefault(identity, {}).setdefault(model, run)
+    return [_group(list(several.values())) for several in groups.values() if len(several) > 1]
 
 
 def _group(runs: list[RunHistory]) -> Group:

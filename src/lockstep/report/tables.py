@@ -68,8 +68,8 @@ def planned_steps(run: RunHistory) -> int | None:
     """Return the number of steps of the recipe. None if it counts epochs, or if there is no
     recipe."""
     recipe = run.metadata.get("recipe")
-    found = recipe.get("steps") if isinstance(recipe, Mapping) else None
-    return found if isinstance(found, int) else None
+    steps = recipe.get("steps") if isinstance(recipe, Mapping) else None
+    return steps if isinstance(steps, int) else None
 
 
 def key_figures(run: RunHistory) -> list[tuple[str, Content]]:
@@ -77,32 +77,32 @@ def key_figures(run: RunHistory) -> list[tuple[str, Content]]:
     series = run.curves.series
     total = planned_steps(run)
     goal = element("small", f" of {format_count(total)}") if total and total > run.steps else None
-    found: list[tuple[str, Content]] = [("steps", [format_count(run.steps), goal])]
+    figures: list[tuple[str, Content]] = [("steps", [format_count(run.steps), goal])]
     if "loss" in series:
-        found.append(("loss", format_number(series["loss"].values[-1])))
+        figures.append(("loss", format_number(series["loss"].values[-1])))
     for name in series:
         if name.startswith("evaluation/"):
-            found.append((name.replace("/", " "), format_number(series[name].values[-1])))
+            figures.append((name.replace("/", " "), format_number(series[name].values[-1])))
     best = (run.result or {}).get("best") or {}
     if (value := best.get("value")) is not None:
         step = best.get("step")
         after = None if step is None else element("small", f" after step {format_count(step)}")
-        found.append((f"best {best.get('metric')}", [format_number(value), after]))
+        figures.append((f"best {best.get('metric')}", [format_number(value), after]))
     for name, label in (
         ("samples_per_second", "samples/s"),
         ("weight_per_second", "weight/s"),
         ("mfu", "MFU"),
     ):
         if name in series and (values := series[name].finite()):
-            found.append((f"{label}, median", format_number(median(values), UNITS.get(name, ""))))
+            figures.append((f"{label}, median", format_number(median(values), UNITS.get(name, ""))))
     if "memory_bytes" in series and (values := series["memory_bytes"].finite()):
-        found.append(("memory, peak", format_number(max(values), "bytes")))
-    found.append(("running", format_duration(running_seconds(run))))
+        figures.append(("memory, peak", format_number(max(values), "bytes")))
+    figures.append(("running", format_duration(running_seconds(run))))
     if len(run.attempts) > 1:
-        found.append(("attempts", format_count(len(run.attempts))))
+        figures.append(("attempts", format_count(len(run.attempts))))
     if isinstance(world_size := run.metadata.get("world_size"), int):
-        found.append(("processes", format_count(world_size)))
-    return found
+        figures.append(("processes", format_count(world_size)))
+    return figures
 
 
 def overview(runs: Sequence[RunHistory]) -> Html:
@@ -114,12 +114,12 @@ def overview(runs: Sequence[RunHistory]) -> Html:
         cells = [run_key(run, index), state_word(run), *(each.get(name, "–") for name in names)]
         rows.append(Row([*cells, plan, _digits(run) or "–"], data_run=index))
     heads: list[Column | str] = ["run", "", *map(Column, names), "plan", "fingerprint"]
-    found: dict[str, list[str]] = {}
+    rows_by_name: dict[str, list[str]] = {}
     for run in runs:
-        found.setdefault(_fingerprint(run), []).append(run.name)
+        rows_by_name.setdefault(_fingerprint(run), []).append(run.name)
     notes = [
         remark(f"The same model, bit for bit: {', '.join(names)}.")
-        for fingerprint, names in found.items()
+        for fingerprint, names in rows_by_name.items()
         if fingerprint and len(names) > 1
     ]
     return joined(table(heads, rows, row_heads=True), notes)
@@ -143,10 +143,10 @@ def _digits(run: RunHistory, after: str = "") -> Html | None:
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
     """Flatten JSON by dotted path. Null and empty values are left out."""
     if isinstance(value, Mapping):
-        found = {}
+        flat = {}
         for name, item in value.items():
-            found.update(flatten(item, f"{path}.{name}" if path else str(name)))
-        return found
+            flat.update(flatten(item, f"{path}.{name}" if path else str(name)))
+        return flat
     if value is None or value == []:
         return {}
     return {path: value}
@@ -180,14 +180,14 @@ def run_differences(runs: Sequence[RunHistory]) -> list[tuple[str, str, list[Any
     """Return the fields that differ between runs: section, field, and the value in each run or
     None."""
     described = [described_fields(run) for run in runs]
-    found: list[tuple[str, str, list[Any]]] = []
+    differences: list[tuple[str, str, list[Any]]] = []
     for about in ("Recipe", "Plan", "Environment"):
         names = dict.fromkeys(name for each in described for name in each[about])
         for name in names:
             values = [each[about].get(name) for each in described]
             if len(set(map(as_text, values))) > 1 and name != "started":
-                found.append((about, name, values))
-    return found
+                differences.append((about, name, values))
+    return differences
 
 
 def _code(value: Any) -> Content:
@@ -278,7 +278,7 @@ def breakable(text: str) -> Html:
 
 def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return the report as JSON. NaN and infinity become null."""
-    found = {
+    page = {
         "runs": [
             {
                 "name": run.name,
@@ -313,7 +313,7 @@ def report_json(runs: Sequence[RunHistory]) -> dict[str, Any]:
             for about, name, values in run_differences(runs)
         ],
     }
-    report: dict[str, Any] = finite(found)
+    report: dict[str, Any] = finite(page)
     return report
 
 
@@ -324,7 +324,7 @@ def _hosts(run: RunHistory) -> list[str | None]:
 
 def report_lines(runs: Sequence[RunHistory]) -> list[str]:
     """Return a line of plain text for each run and each group of repeated runs, for a terminal."""
-    found = []
+    lines = []
     for run in runs:
         text = f"{run.name}: {_WORDS.get(run.state, run.state)}, step {run.steps}"
         loss = run.curves.series.get("loss")
@@ -334,8 +334,8 @@ def report_lines(runs: Sequence[RunHistory]) -> list[str]:
             text += f" ({reason})"
         if lost := loss_summary(run):
             text += f"; {lost}"
-        found.append(text)
-    return [*found, *group_lines(repeated_runs(runs))]
+        lines.append(text)
+    return [*lines, *group_lines(repeated_runs(runs))]
 
 
 def subtitle(run: RunHistory) -> Html:

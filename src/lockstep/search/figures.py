@@ -249,12 +249,12 @@ def in_front(results: SearchResults) -> list[TrialResult]:
 def _line_legend(results: SearchResults, *states: State) -> list[Html]:
     """Return the legend for the colours of lines: for values, and for each of `states` that
     occurs."""
-    found = []
+    entries = []
     if len(results.ranked) > 1:
         ramp = element("span", "worse", element("b", kind="ramp"), "better", kind="key")
-        found += [ramp, legend_key("best", "line", "line-1")]
+        entries += [ramp, legend_key("best", "line", "line-1")]
     shown = [state for state in states if results.count(state)]
-    return [*found, *(legend_key(state, "line", _STATE_COLOURS[state]) for state in shown)]
+    return [*entries, *(legend_key(state, "line", _STATE_COLOURS[state]) for state in shown)]
 
 
 def trial_tip(trial: TrialResult, metric: str, names: Sequence[str]) -> str:
@@ -425,11 +425,11 @@ def beyond(scale: Scale, values: Sequence[float]) -> int:
 def parameter_axes(results: SearchResults) -> list[ParameterAxis]:
     """Return an axis for each parameter that differs, or could differ, between trials."""
     declared = {parameter.name: parameter for parameter in results.parameters}
-    found = []
+    axes = []
     for name in results.varied:
         values = [trial.parameters[name] for trial in results.trials if name in trial.parameters]
-        found.append(_axis(name, declared.get(name), values))
-    return found
+        axes.append(_axis(name, declared.get(name), values))
+    return axes
 
 
 def _axis(name: str, parameter: Parameter | None, values: Sequence[Value]) -> ParameterAxis:

@@ -125,18 +125,18 @@ def sweep_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
             "a sweep without --set; it trains with each combination of values; give --set"
             " lr=1e-3,3e-3"
         )
-    found: dict[str, list[str]] = {}
+    values_by_name: dict[str, list[str]] = {}
     for text in texts:
         name, values = split_assignment(text)
-        if name in found:
+        if name in values_by_name:
             raise LaunchError(
                 f"--set {name} is given twice; all its values are one list: --set"
-                f" {name}={','.join(found[name])},{values}"
+                f" {name}={','.join(values_by_name[name])},{values}"
             )
-        found[name] = values.split(",")
-        if len(set(found[name])) < len(found[name]):
+        values_by_name[name] = values.split(",")
+        if len(set(values_by_name[name])) < len(values_by_name[name]):
             raise LaunchError(
                 f"--set {text} has a value twice; each combination is one trial; give each value"
                 " once"
             )
-    return list(found.items())
+    return list(values_by_name.items())

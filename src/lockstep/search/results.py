@@ -104,16 +104,18 @@ class SearchResults:
 
     def best_over_time(self) -> list[tuple[float, float, int]]:
         """Return each improvement of the best value: end, value and number of the trial."""
-        found: list[tuple[float, float, int]] = []
+        improvements: list[tuple[float, float, int]] = []
         done = [
             (trial.ended, trial.number, trial.value)
             for trial in self.ranked
             if trial.ended is not None
         ]
         for ended, number, value in sorted(done):
-            if value is not None and (not found or self.sign * value < self.sign * found[-1][1]):
-                found.append((ended, value, number))
-        return found
+            if value is not None and (
+                not improvements or self.sign * value < self.sign * improvements[-1][1]
+            ):
+                improvements.append((ended, value, number))
+        return improvements
 
     def check_kinds(self) -> None:
         """Raise `TypeError` if a value has a type that no search writes."""

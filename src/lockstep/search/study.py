@@ -110,16 +110,16 @@ class TrialStorage:
         """Return the folder's `search.json`; empty if it is new. Raises `LaunchError` for another
         search."""
         try:
-            found = read_object(self.folder, SEARCH)
+            stored = read_object(self.folder, SEARCH)
         except (OSError, ValueError):
             return {}
-        if {key: found[key] for key in self._told} != self._told:
+        if {key: stored[key] for key in self._told} != self._told:
             raise LaunchError(
-                f"--run-dir {self.folder} holds the search {found['name']!r} in"
-                f" {shown(found['storage'])}; a folder holds one search; give its --name and"
+                f"--run-dir {self.folder} holds the search {stored['name']!r} in"
+                f" {shown(stored['storage'])}; a folder holds one search; give its --name and"
                 " --storage, or another folder"
             )
-        return found
+        return stored
 
     def _check_search(self) -> None:
         """Raise `RecipeError` if the study belongs to another search. Until a trial has reported
@@ -132,10 +132,10 @@ class TrialStorage:
             return
         changed = [key for key in identity if before[key] != identity[key]]
         if changed:
-            found = "; ".join(f"{key}: {before[key]!r}, now {identity[key]!r}" for key in changed)
+            changes = "; ".join(f"{key}: {before[key]!r}, now {identity[key]!r}" for key in changed)
             raise RecipeError(
                 f"the search {self.study.study_name!r} in {shown(self.url)} is a different search:"
-                f" {found}; the trials of a search are compared with each other; give the values"
+                f" {changes}; the trials of a search are compared with each other; give the values"
                 " with which it was begun, or begin another (--run-dir, or --name)"
             )
 
@@ -143,10 +143,10 @@ class TrialStorage:
     def parameters(self) -> list[Parameter] | None:
         """The script's parameters; None before a trial has reported them. Raises `RecipeError` if
         they belong to another search."""
-        found = self.study.user_attrs.get("parameters") if self._parameters is None else None
-        if found is not None:
+        stored = self.study.user_attrs.get("parameters") if self._parameters is None else None
+        if stored is not None:
             self._check_search()  # another search that began at the same time may have stored them
-            self._parameters = [Parameter.of(each) for each in found]
+            self._parameters = [Parameter.of(each) for each in stored]
         return self._parameters
 
     def note_parameters(self, described: Sequence[Mapping[str, Any]]) -> None:
@@ -303,17 +303,17 @@ def check_parameters(searched: Sequence[Parameter], now: Sequence[Parameter]) ->
     """Raise `RecipeError` unless the script has the parameters of the search that is continued."""
     before = {each.name: each.describe() for each in searched}
     after = {each.name: each.describe() for each in now}
-    found = [f"{name} is new" for name in after if name not in before]
+    changes = [f"{name} is new" for name in after if name not in before]
     for name, old in before.items():
         new = after.get(name)
         if new is None:
-            found.append(f"{name} is gone")
+            changes.append(f"{name} is gone")
             continue
         changed = [key for key in old if old[key] != new[key]]
-        found += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in changed]
-    if found:
+        changes += [f"{name} has {key}={new[key]!r}, and had {old[key]!r}" for key in changed]
+    if changes:
         raise RecipeError(
-            f"the parameters of the script differ from those of the search: {'; '.join(found)};"
+            f"the parameters of the script differ from those of the search: {'; '.join(changes)};"
             " all trials of a search have the same parameters; undo the change, or begin another"
             " search (--run-dir, or --name)"
         )

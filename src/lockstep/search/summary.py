@@ -103,12 +103,12 @@ def train_command(results: SearchResults, trial: TrialResult) -> str:
 def failures(results: SearchResults) -> list[tuple[str, list[int]]]:
     """Return the reasons for failures, most frequent first, each with the numbers of its trials.
     Reasons that differ only in numbers count as one."""
-    found: dict[str, tuple[str, list[int]]] = {}
+    by_reason: dict[str, tuple[str, list[int]]] = {}
     for trial in results.trials:
         if trial.state == "failed":
             reason = next(iter((trial.reason or "").strip().splitlines()), "no reason is known")
-            found.setdefault(_NUMBER.sub("#", reason), (reason, []))[1].append(trial.number)
-    return sorted(found.values(), key=lambda pair: -len(pair[1]))
+            by_reason.setdefault(_NUMBER.sub("#", reason), (reason, []))[1].append(trial.number)
+    return sorted(by_reason.values(), key=lambda pair: -len(pair[1]))
 
 
 def numbers(trials: Sequence[int]) -> str:
@@ -145,12 +145,16 @@ def _cells(trial: TrialResult, names: Iterable[str]) -> list[str]:
 
 
 def _failed(results: SearchResults) -> list[str]:
-    found = failures(results)
+    by_reason = failures(results)
     lines = [
         f"  {numbers(trials)}: {reason[:_LONGEST_LINE]}"
-        for reason, trials in found[:_MOST_FAILURES]
+        for reason, trials in by_reason[:_MOST_FAILURES]
     ]
-    more = [f"  {len(found) - _MOST_FAILURES} more reasons"] if len(found) > _MOST_FAILURES else []
+    more = (
+        [f"  {len(by_reason) - _MOST_FAILURES} more reasons"]
+        if len(by_reason) > _MOST_FAILURES
+        else []
+    )
     return ["", "failed:", *lines, *more] if lines else []
 
 

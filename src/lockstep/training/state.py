@@ -117,11 +117,13 @@ def state_of(
     the modules' tensors, which takes longer than copying a small model. The tensors are then the
     modules' own, with their gradients: read them at once."""
     state = State()
-    found = [(known or KnownTensors()).of(module, number) for number, module in enumerate(modules)]
+    tensors = [
+        (known or KnownTensors()).of(module, number) for number, module in enumerate(modules)
+    ]
     host = [module.host_values() for module in modules] if host is None else host
     state.values["modules"] = {
         str(number): _module_state(module, number, each, state.tensors, its)
-        for number, (module, each, its) in enumerate(zip(modules, found, host, strict=True))
+        for number, (module, each, its) in enumerate(zip(modules, tensors, host, strict=True))
     }
     state.values["state"] = {
         name: encode(other.state_dict(), f"state/{name}", state.tensors)
@@ -303,7 +305,7 @@ def _model_targets(
         **dict(module.model.named_parameters()),
         **dict(module.model.named_buffers()),
     }
-    found = {
+    targets = {
         f"{number}/model/{name}": tensor for name, tensor in tensors_of(module.model, module.held)
     }
     for name, tensor in named.items():
@@ -313,10 +315,10 @@ def _model_targets(
                     tensor.data = torch.empty(
                         there[key][1], dtype=tensor.dtype, device=tensor.device
                     )
-                found[key] = tensor.detach()
+                targets[key] = tensor.detach()
         if f"{number}/train-mode/{name}" in there:
-            found[f"{number}/train-mode/{name}"] = found.pop(f"{number}/model/{name}")
-    return found
+            targets[f"{number}/train-mode/{name}"] = targets.pop(f"{number}/model/{name}")
+    return targets
 
 
 def _module_state(
@@ -451,8 +453,8 @@ def aliases(model: nn.Module, also: Collection[str] = ()) -> dict[str, str]:
 
 def _aliases(saved: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     firsts: dict[int, str] = {}
-    found = {name: firsts.setdefault(id(tensor), name) for name, tensor in saved}
-    return {name: first for name, first in found.items() if name != first}
+    first_names = {name: firsts.setdefault(id(tensor), name) for name, tensor in saved}
+    return {name: first for name, first in first_names.items() if name != first}
 
 
 def _empty_like(template: Tensor | None, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -520,7 +522,7 @@ def _check_tensors(
     }
     there = {name: [dtype, list(shape)] for name, (dtype, shape) in saved.items()}
     other = sorted(name for name in there.keys() & everyone.keys() if there[name] != everyone[name])
-    found = {
+    differences = {
         "not in the checkpoint": [
             _describe(name, everyone[name]) for name in sorted(everyone.keys() - there.keys())
         ],
@@ -532,8 +534,8 @@ def _check_tensors(
             for name in other
         ],
     }
-    if any(found.values()):
-        raise CheckpointError(f"the checkpoint is of another model: {listed(found)}")
+    if any(differences.values()):
+        raise CheckpointError(f"the checkpoint is of another model: {listed(differences)}")
 
 
 def _describe(name: str, kind: Sequence[Any]) -> str:

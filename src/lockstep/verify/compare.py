@@ -105,12 +105,12 @@ def compare_traces(
     """Compare `plan` with `reference`: bit by bit if `bitwise`, else within `TOLERANCE`, in
     multiples of rounding."""
     comparator = _Comparator(reference, plan, rounding, bitwise)
-    found = comparator.run(*comparator.all_checks())
-    if found.passed:
+    comparison = comparator.run(*comparator.all_checks())
+    if comparison.passed:
         comparator.compare_logged()
-    if plan.steps != reference.steps and found.passed:
-        found.differences = [Difference(step=found.steps, check="samples")]
-    return found
+    if plan.steps != reference.steps and comparison.passed:
+        comparison.differences = [Difference(step=comparison.steps, check="samples")]
+    return comparison
 
 
 def compare_compressed(exact: Trace, compressed: Trace) -> Comparison:
@@ -134,15 +134,15 @@ def first_other_data(reference: Trace, other: Trace) -> Difference | None:
 def divergence(reference: Trace, other: Trace, steps: int) -> dict[str, list[float]]:
     """Return the relative distance at each step of the loss, and of all gradients and all
     parameters together."""
-    found: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
+    distances: dict[str, list[float]] = {"gradients": [], "parameters": [], "loss": []}
     for step in range(steps):
         ours, theirs = reference.rank_0.steps[step], other.rank_0.steps[step]
         for kind in ("gradients", "parameters"):
             summaries = ours.tensors[kind]
             away = [tensor_distance(reference, other, step, kind, name) for name in summaries]
-            found[kind].append(pooled(away, summaries))
-        found["loss"].append(abs(theirs.loss - ours.loss) / (abs(ours.loss) or 1.0))
-    return found
+            distances[kind].append(pooled(away, summaries))
+        distances["loss"].append(abs(theirs.loss - ours.loss) / (abs(ours.loss) or 1.0))
+    return distances
 
 
 class _Comparator:
@@ -216,7 +216,7 @@ class _Comparator:
         reference, plan = self._reference.logged, self._plan.logged
         not_compared: dict[str, None] = {}
         for step in sorted(reference.keys() & plan.keys()):
-            found: list[Difference] = []
+            differences: list[Difference] = []
             for name in {**reference[step], **plan[step]}:
                 ours, theirs = reference[step].get(name, math.nan), plan[step].get(name, math.nan)
                 if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
@@ -224,15 +224,17 @@ class _Comparator:
                 difference = Difference(step=step, check="logged", name=name)
                 away = abs(theirs - ours)
                 if math.isnan(away):
-                    found.append(difference)
+                    differences.append(difference)
                     continue
                 rounding = self._rounding.of_logged(step, name)
                 if math.isinf(rounding) or not (self._rounding.is_measured or ", call " in name):
                     not_compared[name] = None
                     continue
-                found += self._judge(difference, distance=away, rounding=rounding, norm=abs(ours))
-            if found:
-                self.comparison.differences = found
+                differences += self._judge(
+                    difference, distance=away, rounding=rounding, norm=abs(ours)
+                )
+            if differences:
+                self.comparison.differences = differences
                 break
         if not_compared:
             self.comparison.notes.append(
@@ -293,12 +295,12 @@ class _Comparator:
         ours = {m.index: m.gradients for m in self._reference.microbatches_of(step)}
         differ = 0
         for m in self._plan.whole_microbatches_of(step):
-            expected, found = ours.get(m.index), m.gradients
-            if expected is None or found is None:
+            expected, actual = ours.get(m.index), m.gradients
+            if expected is None or actual is None:
                 continue
             rounding: dict[str, float] = {}
             for name, summary in expected.items():
-                away = distance(summary, found.get(name))
+                away = distance(summary, actual.get(name))
                 if away == 0.0:
                     continue
                 differ += not m.together  # a sum of parts is rounded otherwise
@@ -374,11 +376,11 @@ class _Comparator:
             for rank, entry in self._plan.ranks.items():
                 theirs = entry.steps[step].tensors[kind]
                 for name, summary in ours[kind].items():
-                    found = theirs.get(name)
-                    if kind == "gradients" and (summary is None) != (found is None):
+                    actual = theirs.get(name)
+                    if kind == "gradients" and (summary is None) != (actual is None):
                         continue  # `missing` reports this
                     if rank:
-                        away = distance(summary, found)
+                        away = distance(summary, actual)
                     else:
                         away = tensor_distance(self._reference, self._plan, step, kind, name)
                     yield from self._judge(

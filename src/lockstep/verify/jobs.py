@@ -81,7 +81,7 @@ class Job(TraceRequest):
 def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]]:
     """Return the plans to verify and their world sizes. `bitwise` adds numerics=bitwise. Raises
     `PlanError`."""
-    found: list[tuple[Plan, int]] = []
+    parsed: list[tuple[Plan, int]] = []
     if not texts:
         raise PlanError(
             "no plan to verify; --plans takes at least one; give for example --plans replicate=2"
@@ -108,10 +108,10 @@ def parse_plans(texts: Sequence[str], *, bitwise: bool) -> list[tuple[Plan, int]
                 f"numerics=fast in plan {text!r} with --bitwise, which requires the same bits under"
                 " every plan; leave out one of the two"
             )
-        if plan in [other for other, _ in found]:
+        if plan in [other for other, _ in parsed]:
             raise PlanError(f"plan {str(plan)!r} is given twice in --plans; give it once")
-        found.append((plan, math.prod(sizes.values())))
-    return found
+        parsed.append((plan, math.prod(sizes.values())))
+    return parsed
 
 
 def reference_plan(plan: Plan) -> Plan:

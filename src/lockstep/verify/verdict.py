@@ -29,16 +29,20 @@ class Mismatch:
 
     def text(self) -> str:
         """Return a sentence with the difference, where it occurs, and its size."""
-        found = self.difference
-        when = f"step {found.step}" if found.step >= 0 else "before the first step"
-        what = DESCRIPTIONS[found.check] + (f" {found.name!r}" if found.name else "")
-        where = f" on rank {found.rank}" if found.rank else ""
+        difference = self.difference
+        when = f"step {difference.step}" if difference.step >= 0 else "before the first step"
+        what = DESCRIPTIONS[difference.check] + (f" {difference.name!r}" if difference.name else "")
+        where = f" on rank {difference.rank}" if difference.rank else ""
         microbatches = (
-            f", microbatch {', '.join(map(str, found.microbatches))}" if found.microbatches else ""
+            f", microbatch {', '.join(map(str, difference.microbatches))}"
+            if difference.microbatches
+            else ""
         )
-        relative = f"{found.relative:.2g} of its size" if math.isfinite(found.relative) else ""
-        sizes = ", ".join(filter(None, (relative, _times_rounding(found))))
-        different = "" if found.check == "missing" else ": different"
+        relative = (
+            f"{difference.relative:.2g} of its size" if math.isfinite(difference.relative) else ""
+        )
+        sizes = ", ".join(filter(None, (relative, _times_rounding(difference))))
+        different = "" if difference.check == "missing" else ": different"
         size = f": off by {sizes}" if sizes else different
         precision = " (in float64)" if self.float64 else ""
         return f"{when}: {what}{where}{microbatches}{size}{precision}"
@@ -107,21 +111,21 @@ class Verdict:
     @property
     def largest(self) -> Difference | None:
         """The largest difference in multiples of rounding. None: all bits are equal."""
-        found = [each.largest for each in self.comparisons if each.largest is not None]
-        return max(found, key=lambda difference: difference.times_rounding, default=None)
+        differences = [each.largest for each in self.comparisons if each.largest is not None]
+        return max(differences, key=lambda difference: difference.times_rounding, default=None)
 
     def row(self) -> tuple[str, ...]:
         """Return the table cells in the order of `COLUMNS`."""
         verdict = "passes" if self.passed else "fails" if self.ran else "did not run"
         allowed = "same bits" if self.bitwise else f"{TOLERANCE:g} × rounding"
-        found = self.largest if self.mismatch is None else self.mismatch.difference
+        difference = self.largest if self.mismatch is None else self.mismatch.difference
         cells = (self.plan, str(self.processes), verdict, allowed)
-        if found is None:
+        if difference is None:
             return *cells, "same bits" if self.ran else "", ""
-        where = f"{DESCRIPTIONS[found.check]} {found.name}".rstrip()
-        where += f", step {found.step}" if found.step >= 0 else ""
+        where = f"{DESCRIPTIONS[difference.check]} {difference.name}".rstrip()
+        where += f", step {difference.step}" if difference.step >= 0 else ""
         where += " (float64)" if self.mismatch is not None and self.mismatch.float64 else ""
-        return *cells, _times_rounding(found), where
+        return *cells, _times_rounding(difference), where
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -404,8 +404,8 @@ def _note_mismatch(
 def likely_cause(evidence: Evidence) -> str | None:
     """Return the likely cause as text; None if no known fault leaves this evidence."""
     for cause in _CAUSES[evidence.first.check]:
-        if found := cause(evidence):
-            return found
+        if text := cause(evidence):
+            return text
     return None
 
 

@@ -209,11 +209,13 @@ def _instruction(ident: int) -> tuple[int, int, str]:
 
 
 def stack_of(frame: FrameType | None) -> Stack:
-    found = []
+    frames = []
     while frame is not None:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname))
+        frames.append(
+            Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname)
+        )
         frame = frame.f_back
-    return tuple(reversed(found))
+    return tuple(reversed(frames))
 
 
 def error_with_line(error: BaseException) -> str:

@@ -102,8 +102,8 @@ class Mailbox:
 
     def put_if_new(self, key: str, text: str) -> bool:
         """Write the text unless the key exists. Returns True if it was written."""
-        found: bytes = self._store.compare_set(key, "", text)
-        return found.decode() == text
+        stored: bytes = self._store.compare_set(key, "", text)
+        return stored.decode() == text
 
 
 @dataclass(slots=True, eq=False)

@@ -281,11 +281,11 @@ class MemoryNotes:
 
     def note_all(self) -> None:
         """Record all parameters, buffers, gradients and optimizer state."""
-        found: dict[int, KnownTensor] = {}
+        known_tensors: dict[int, KnownTensor] = {}
         for cause, name, tensor in self._everything():
             if (known := self._known_tensor(cause, name, tensor)) is not None:
-                found.setdefault(known.address, known)
-        self._mark(MemoryNote(list(found.values()), is_complete=True))
+                known_tensors.setdefault(known.address, known)
+        self._mark(MemoryNote(list(known_tensors.values()), is_complete=True))
 
     def _everything(self) -> Iterator[tuple[str, str, Tensor]]:
         for module in self._modules:

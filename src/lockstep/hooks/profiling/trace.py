@@ -29,8 +29,8 @@ _NOT_COMPUTATION = ("c10d::", "_c10d_functional::", "nccl")
 
 def steps_of(text: str) -> range:
     """Parse `--profile`: "steps=10:13" are steps 10, 11 and 12. Raises `LaunchError`."""
-    found = _STEPS.fullmatch(text)
-    steps = range(0) if found is None else range(int(found[1]), int(found[2]))
+    match = _STEPS.fullmatch(text)
+    steps = range(0) if match is None else range(int(match[1]), int(match[2]))
     if not steps:
         raise LaunchError(
             f"--profile {text!r}; it must be the first step and the one after the last:"
@@ -80,14 +80,14 @@ def _own_spans(operators: Iterable[Mapping[str, Any]]) -> list[Span]:
     """Return the spans in which operators computed, without the operators that they call.
     Autograd's operators count only if they call none, because they run hooks, which may wait for
     ranks."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for event, called in _with_called(operators):
         name = event["name"]
         if not name.startswith(_NOT_COMPUTATION) and (
             not called or ("::" in name and not name.startswith("autograd::"))
         ):
-            found += without([span(event)], called)
-    return found
+            spans += without([span(event)], called)
+    return spans
 
 
 def _with_called(
@@ -127,17 +127,17 @@ def union(spans: Iterable[Span], window: Span) -> list[Span]:
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """Return the parts of `spans` outside of `others`; both are results of `union`."""
-    found: list[Span] = []
+    remaining: list[Span] = []
     for start, stop in spans:
         for first, last in others:
             if last <= start or first >= stop:
                 continue
             if first > start:
-                found.append((start, first))
+                remaining.append((start, first))
             start = max(start, last)
         if start < stop:
-            found.append((start, stop))
-    return found
+            remaining.append((start, stop))
+    return remaining
 
 
 def length(spans: Iterable[Span]) -> float:
@@ -322,7 +322,7 @@ def _allocations(
         *((float(event["ts"]) / 1e6, event) for event in events),
     ]
     live: dict[int, Allocation] = {}
-    found: list[Allocation] = []
+    allocations: list[Allocation] = []
 
     seen_at = -math.inf
 
@@ -330,7 +330,7 @@ def _allocations(
         if address in live:
             live[address].stop = seen_at if live[address].thread is None else allocation.start
         live[address] = allocation
-        found.append(allocation)
+        allocations.append(allocation)
 
     for at, what in sorted(moments, key=lambda moment: moment[0]):
         if isinstance(what, MemoryNote):
@@ -358,7 +358,7 @@ def _allocations(
             begin(address, Allocation(at, count, what["tid"]))
         elif address in live:
             live.pop(address).stop = at
-    return found
+    return allocations
 
 
 def _totals(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
@@ -411,13 +411,13 @@ def _attribute(
 
 def _backward_spans(timed: Iterable[Mapping[str, Any]]) -> list[Span]:
     """Return the spans of autograd's engine: sorted, none inside another."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for start, stop in sorted(
         span(event) for event in timed if event["name"].startswith(_BACKWARD)
     ):
-        if not found or start >= found[-1][1]:
-            found.append((start, stop))
-    return found
+        if not spans or start >= spans[-1][1]:
+            spans.append((start, stop))
+    return spans
 
 
 def _phase_at(
@@ -435,7 +435,7 @@ def _paths(
     allocations: Sequence[Allocation], timed: Iterable[Mapping[str, Any]]
 ) -> dict[int, list[str]]:
     """Return the operators around each allocation, outermost first, by its `id`."""
-    found: dict[int, list[str]] = {}
+    paths: dict[int, list[str]] = {}
     kinds = ("cpu_op", "user_annotation")
     events = sorted(
         (event for event in timed if event.get("cat") in kinds),
@@ -454,10 +454,10 @@ def _paths(
             stack.append((event["name"], stop))
         seen = until
         assert allocation.thread is not None
-        found[id(allocation)] = [
+        paths[id(allocation)] = [
             name for name, stop in open_.get(allocation.thread, []) if stop > allocation.start
         ]
-    return found
+    return paths
 
 
 def _operator(path: Sequence[str]) -> str:

@@ -59,18 +59,18 @@ def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[O
             " updates each tensor by itself, such as AdamW"
         )
     if plan.divides("parameters") or plan.divides("features"):
-        found = [each for each in optimizers if not is_element_wise(each)]
+        needing = [each for each in optimizers if not is_element_wise(each)]
     else:
-        found = [each for each in optimizers if not is_element_wise(each, divided_over)]
-    if found and (plan.offload or plan.divides("layers")):
+        needing = [each for each in optimizers if not is_element_wise(each, divided_over)]
+    if needing and (plan.offload or plan.divides("layers")):
         raise RecipeError(
-            f"{type(found[0]).__name__} with"
+            f"{type(needing[0]).__name__} with"
             f" {','.join([*axes, *(['offload=yes'] if plan.offload else [])])}; its update of an"
             " element depends on the other elements of the tensor, which are on other ranks; use"
             " replicate, shard and tensor, or an optimizer that updates each element by itself,"
             " such as AdamW"
         )
-    return found
+    return needing
 
 
 def is_element_wise(

@@ -284,10 +284,10 @@ def squares_of_rows(parts: Sequence[Tensor]) -> list[Tensor]:
     ]
     if all(part.is_cpu for part in parts):
         return list(map(_squares_in_cache, matrices))
-    found: list[Tensor] = []
+    squares: list[Tensor] = []
     for together in _groups(matrices):
-        found += squares_by_halves(together)
-    return found
+        squares += squares_by_halves(together)
+    return squares
 
 
 def _squares_in_cache(rows: Tensor) -> Tensor:

@@ -84,21 +84,21 @@ class OptimizerState:
     def of(cls, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> OptimizerState:
         """The state of `optimizer`, whose parameters are among `named`. Raises
         `CheckpointError`."""
-        found = cls()
+        state = cls()
         _check_inner(optimizer)
         names = {id(parameter): name for name, parameter in named.items()}
-        states, found.more = (
+        states, state.more = (
             _own_states(optimizer) if has_own_pair(optimizer) else (dict(optimizer.state), {})
         )
         for key, values in states.items():
             if not isinstance(key, Tensor):
-                found.shared[key] = values
+                state.shared[key] = values
             elif (name := names.get(id(key))) is not None:
                 for each, value in values.items():
-                    (found.tensors if isinstance(value, Tensor) else found.rest).setdefault(
+                    (state.tensors if isinstance(value, Tensor) else state.rest).setdefault(
                         name, {}
                     )[each] = value
-        return found
+        return state
 
     def load(
         self, optimizer: Optimizer, named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
@@ -168,7 +168,7 @@ def allocate(
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     )
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
     for full, (dtype, shape) in saved.items():
         name, _, key = full.removeprefix(f"{prefix}/").rpartition("/")
         parameter = named.get(name) if full.startswith(f"{prefix}/") else None
@@ -182,8 +182,8 @@ def allocate(
         else:
             device = "cpu" if key == "step" and not on_device else parameter.device
             tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
-        found.setdefault(name, {})[key] = tensor
-    return found
+        tensors.setdefault(name, {})[key] = tensor
+    return tensors
 
 
 def _check_inner(optimizer: Optimizer) -> None:

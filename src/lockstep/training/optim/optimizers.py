@@ -37,8 +37,8 @@ def check_closures(
     optimizers: Sequence[Optimizer], plan: Plan, *, precision: str, gradient_compression: str
 ) -> None:
     """Raise `RecipeError` if an optimizer needs a closure and cannot have one."""
-    found = next(filter(needs_closure, optimizers), None)
-    if found is None:
+    with_closure = next(filter(needs_closure, optimizers), None)
+    if with_closure is None:
         return
     others = plan.state_divided
     others += ["fp16"] * (precision == "fp16") + [
@@ -47,8 +47,8 @@ def check_closures(
     others += [f"{len(optimizers)} optimizers for one model"] * (len(optimizers) > 1)
     if others:
         raise RecipeError(
-            f"{type(found).__name__} with {', '.join(others)}; it computes the gradient more than"
-            " once per step, by a closure, and needs all parameters on each process, one"
+            f"{type(with_closure).__name__} with {', '.join(others)}; it computes the gradient more"
+            " than once per step, by a closure, and needs all parameters on each process, one"
             " optimizer for a model, and gradients as they are; use replicate, without these"
         )
 
@@ -174,12 +174,12 @@ def check_gradients(
                 " ranks and clipped as dense tensors; build it with sparse=False"
             )
     if bitwise and (
-        found := [name for name, parameter in parameters.items() if parameter.is_complex()]
+        complex_names := [name for name, parameter in parameters.items() if parameter.is_complex()]
     ):
         raise RecipeError(
-            f"numerics=bitwise with complex parameters ({first_few(found)}); it sums real numbers;"
-            " keep them as real tensors and use torch.view_as_complex in the forward, or choose"
-            " numerics=fast"
+            f"numerics=bitwise with complex parameters ({first_few(complex_names)}); it sums real"
+            " numbers; keep them as real tensors and use torch.view_as_complex in the forward, or"
+            " choose numerics=fast"
         )
 
 
@@ -187,7 +187,7 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
     """Make fused optimizers of parameters on a CPU use foreach, because a CPU's fused kernels round
     differently at the end of a tensor. This also applies to groups that are added later. Returns
     True if any optimizer was fused."""
-    found = False
+    was_fused = False
     for optimizer in optimizers:
         fused = [
             settings
@@ -201,8 +201,8 @@ def unfuse(optimizers: Sequence[Optimizer]) -> bool:
         ):
             for settings in fused:
                 settings.update(fused=False, foreach=True)
-            found = True
-    return found
+            was_fused = True
+    return was_fused
 
 
 def separate_meshes(optimizer: Optimizer) -> None:
@@ -235,12 +235,12 @@ def separate_meshes(optimizer: Optimizer) -> None:
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    found: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        found.setdefault(
+        groups.setdefault(
             parameter.device_mesh if isinstance(parameter, DTensor) else None, []
         ).append(parameter)
-    return list(found.values())
+    return list(groups.values())
 
 
 def allocate_state(optimizer: Optimizer) -> None:

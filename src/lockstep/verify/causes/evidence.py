@@ -91,11 +91,11 @@ def wrong_factor(factor: float, evidence: Evidence, what: str) -> str:
 def stacked(summaries: Summaries, names: list[str]) -> Vector:
     """Return the concatenated projections of these tensors; zeros for a tensor that does not
     exist."""
-    found = [summaries.get(name) for name in names]
-    if not found:
+    tensors = [summaries.get(name) for name in names]
+    if not tensors:
         return np.zeros(0)
     return np.concatenate(
-        [np.zeros(PROJECTIONS) if summary is None else summary.projection for summary in found]
+        [np.zeros(PROJECTIONS) if summary is None else summary.projection for summary in tensors]
     )
 
 

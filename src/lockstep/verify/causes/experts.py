@@ -39,14 +39,14 @@ def rows(evidence: Evidence) -> str | None:
             )
             if expected is None or any(part is None for part in parts):
                 break
-            found = _in_order(expected, [part for part in parts if part is not None])
-            if not _same_input(expected, found, evidence):
+            actual = _in_order(expected, [part for part in parts if part is not None])
+            if not _same_input(expected, actual, evidence):
                 break
-            wrong = differ(expected.output, found.output, evidence.token_tolerance)
+            wrong = differ(expected.output, actual.output, evidence.token_tolerance)
             if wrong.any():
                 layer = _Layer.of(evidence, name)
-                return _misplaced(expected, found, wrong, name, where) or _lost(
-                    layer, expected, found, wrong, where
+                return _misplaced(expected, actual, wrong, name, where) or _lost(
+                    layer, expected, actual, wrong, where
                 )
     return None
 
@@ -161,8 +161,8 @@ def router_gradient(evidence: Evidence) -> str | None:
             continue
         if wrong.intersection(layer["parameters"]):
             continue
-        found = evidence.plan.rank_0.steps[evidence.step].tensors["gradients"].get(first.name)
-        is_lost = found is None or not found.norm
+        gradient = evidence.plan.rank_0.steps[evidence.step].tensors["gradients"].get(first.name)
+        is_lost = gradient is None or not gradient.norm
         what = f"the gradient of {first.name!r} is lost"
         if not is_lost:
             what = f"the gradient of {first.name!r} is wrong"
@@ -184,12 +184,12 @@ def wrong_factor(evidence: Evidence) -> str | None:
         trace.rank_0.steps[evidence.step].tensors["gradients"]
         for trace in (evidence.reference, evidence.plan)
     )
-    expected, found = (stacked(each, names) for each in tensors)
+    expected, actual = (stacked(each, names) for each in tensors)
     of = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     where = f"of {enumerated([repr(layer) for layer in of])}"
     if len(of) > 2:
         where = f"of {len(of)} layers, {of[0]!r} the first"
-    if factor := exact_ratio(expected, found):
+    if factor := exact_ratio(expected, actual):
         return _times(evidence, factor, f"the gradients of the experts {where} are")
     return _of_some_experts(evidence, names[0])
 
@@ -218,10 +218,10 @@ def _of_some_experts(evidence: Evidence, name: str) -> str | None:
     both = _by_expert(evidence, layer, "gradients", name)
     if both is None:
         return None
-    expected, found = both
-    ratios = [exact_ratio(*pair) for pair in zip(expected, found, strict=True)]
+    expected, actual = both
+    ratios = [exact_ratio(*pair) for pair in zip(expected, actual, strict=True)]
     sizes = np.linalg.norm(expected, axis=1)
-    wrong = np.flatnonzero(np.linalg.norm(found - expected, axis=1) > EXACT * sizes)
+    wrong = np.flatnonzero(np.linalg.norm(actual - expected, axis=1) > EXACT * sizes)
     if not 0 < len(wrong) < layer.count:
         return None
     factors = [ratios[each] for each in wrong]
@@ -282,12 +282,12 @@ def _by_expert(
     evidence: Evidence, layer: _Layer, kind: str, name: str
 ) -> tuple[Vector, Vector] | None:
     """Return the reference's tensor and the plan's, with a row for each expert."""
-    expected, found = (
+    expected, actual = (
         trace.tensor(evidence.step, kind, name) for trace in (evidence.reference, evidence.plan)
     )
-    if expected is None or found is None or expected.shape != found.shape:
+    if expected is None or actual is None or expected.shape != actual.shape:
         return None
-    return expected.reshape(layer.count, -1), found.reshape(layer.count, -1)
+    return expected.reshape(layer.count, -1), actual.reshape(layer.count, -1)
 
 
 def initial_values(evidence: Evidence) -> str | None:
@@ -305,8 +305,8 @@ def initial_values(evidence: Evidence) -> str | None:
 
 def optimizer_state(evidence: Evidence) -> str | None:
     """Check for optimizer state of experts that is wrong, although everything else is right."""
-    found = [name.rpartition("/")[0] for name in evidence.names("states")]
-    if not set(found) <= _parameters(evidence):
+    names = [name.rpartition("/")[0] for name in evidence.names("states")]
+    if not set(names) <= _parameters(evidence):
         return None
     return (
         f"the optimizer's state of experts ({evidence.first.name!r}) differs while the gradient and"

@@ -164,16 +164,16 @@ def few_elements(evidence: Evidence) -> str | None:
     """Check for a few wrong elements. Needs the tensors themselves."""
     if (tensors := _tensors(evidence)) is None:
         return None
-    expected, found = tensors
-    errors = np.abs(found - expected)
+    expected, actual = tensors
+    errors = np.abs(actual - expected)
     wrong = np.flatnonzero(errors > 0.01 * errors.max())
     if len(wrong) > len(expected) / 4:
         return None
     first = int(wrong[0])
     return (
         f"{len(wrong)} of the {len(expected)} elements of {evidence.first.name!r} are wrong, the"
-        f" first at index {first} (row-major): {found[first]:.6g} instead of {expected[first]:.6g};"
-        " look at the edges of shards, padding and buckets"
+        f" first at index {first} (row-major): {actual[first]:.6g} instead of"
+        f" {expected[first]:.6g}; look at the edges of shards, padding and buckets"
     )
 
 
@@ -183,9 +183,9 @@ def short_dtype(evidence: Evidence) -> str | None:
     tensors = _tensors(evidence)
     if tensors is None or not np.any(tensors[1]):
         return None
-    expected, found = tensors
+    expected, actual = tensors
     for dtype, fits in _FITS.items():
-        if fits(found) and not fits(expected):
+        if fits(actual) and not fits(expected):
             return (
                 f"every element of the gradient of {evidence.first.name!r} is a {dtype} number, and"
                 f" the reference's are not: the gradient was summed or sent in {dtype}"
@@ -198,10 +198,10 @@ def _tensors(evidence: Evidence) -> tuple[Vector, Vector] | None:
     if first.rank or first.check not in ("gradients", "parameters"):
         return None
     expected = evidence.reference.tensor(first.step, first.check, first.name)
-    found = evidence.plan.tensor(first.step, first.check, first.name)
-    if expected is None or found is None or expected.shape != found.shape:
+    actual = evidence.plan.tensor(first.step, first.check, first.name)
+    if expected is None or actual is None or expected.shape != actual.shape:
         return None
-    return expected, found
+    return expected, actual
 
 
 def _is_bfloat16(x: Vector) -> bool:

@@ -41,8 +41,8 @@ def initial_weights(evidence: Evidence) -> str:
 def samples(evidence: Evidence) -> str:
     ours = evidence.expected_microbatches.values()
     expected = Counter(sample for m in ours for sample in m.samples)
-    found = Counter(sample for m in evidence.microbatches for sample in m.samples)
-    extra, missing = found - expected, expected - found
+    counts = Counter(sample for m in evidence.microbatches for sample in m.samples)
+    extra, missing = counts - expected, expected - counts
     parts = []
     if extra:
         what = "seen twice" if min(extra) in expected else "another step's"

@@ -198,18 +198,18 @@ def _compared(evidence: Evidence, index: int) -> _Tokens | None:
     reference, parts = evidence.reference.tokens_of(index), evidence.plan.tokens_of(index)
     if len(reference) != 1 or len(parts) < 2:
         return None
-    expected, found = _in_order(reference), _in_order(parts)
-    names = expected.keys() & found.keys()
-    if any(expected[name].shape != found[name].shape for name in names):
+    expected, actual = _in_order(reference), _in_order(parts)
+    names = expected.keys() & actual.keys()
+    if any(expected[name].shape != actual[name].shape for name in names):
         return None
     return _Tokens(
         index,
         parts,
         reference[0].documents,
         expected,
-        found,
+        actual,
         {
-            name: differ(expected[name], found[name], evidence.token_tolerance)
+            name: differ(expected[name], actual[name], evidence.token_tolerance)
             for name in sorted(names)
         },
     )

@@ -54,13 +54,13 @@ def clipping(evidence: Evidence) -> str:
 def learning_rate(evidence: Evidence) -> str:
     step, rank = evidence.step, evidence.first.rank
     expected = [entry.lr for entry in evidence.reference.rank_0.steps]
-    found = evidence.plan.ranks[rank].steps[step].lr
-    if found in expected:
+    actual = evidence.plan.ranks[rank].steps[step].lr
+    if actual in expected:
         return (
-            f"the learning rate {found:.6g} is that of step {expected.index(found)}: the schedule"
+            f"the learning rate {actual:.6g} is that of step {expected.index(actual)}: the schedule"
             " was stepped too often or too seldom"
         )
-    return f"another learning rate: {found} instead of {expected[step]}"
+    return f"another learning rate: {actual} instead of {expected[step]}"
 
 
 def parameter_update(evidence: Evidence) -> str | None:
@@ -69,13 +69,13 @@ def parameter_update(evidence: Evidence) -> str | None:
     first = evidence.first
     names = evidence.names("parameters")
     expected = update(evidence.reference.rank_0, first.step, names)
-    found = update(evidence.plan.ranks[first.rank], first.step, names)
-    if not np.any(found):
+    actual = update(evidence.plan.ranks[first.rank], first.step, names)
+    if not np.any(actual):
         return (
             f"the update was not applied on rank {first.rank}: the gradient is right, but"
             f" {first.name!r} did not change"
         )
-    factor = exact_ratio(expected, found)
+    factor = exact_ratio(expected, actual)
     if factor is not None and abs(factor - 1) > EXACT:
         return (
             f"the gradient is right, but the update is {factor:.4g} times the reference's: another"
@@ -92,11 +92,11 @@ def earlier_update(evidence: Evidence) -> str | None:
     """Check whether an update before the first difference was wrong by less than the tolerance of
     parameters."""
     for step in range(evidence.step):
-        found, expected = evidence.plan.ranks[evidence.first.rank], evidence.reference.rank_0
+        actual, expected = evidence.plan.ranks[evidence.first.rank], evidence.reference.rank_0
         names = list(expected.initial["parameters"])
-        off = _relative(update(found, step, names), update(expected, step, names))
+        off = _relative(update(actual, step, names), update(expected, step, names))
         gradients = [
-            stacked(entry.steps[step].tensors["gradients"], names) for entry in (found, expected)
+            stacked(entry.steps[step].tensors["gradients"], names) for entry in (actual, expected)
         ]
         if off > WRONG_UPDATE and off > 100 * _relative(*gradients):
             return (
