@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class PeerError:
-    """An error that another rank has told of."""
+    """An error that another rank has reported."""
 
     rank: int
     kind: str

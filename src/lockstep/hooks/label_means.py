@@ -1,5 +1,4 @@
-"""Finds the means of a loss that are over something else than samples, by its calls of torch's
-cross entropy."""
+"""Watches a loss's calls of torch's cross entropy, and finds means that are not over samples."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ SAMPLERS = {
     "DistributedSamplerWrapper",
     "UnrepeatedDistributedSamplerWrapper",
 }
-"""Types of samplers, of torch and of libraries, that give each sample once in a pass, or are known
-not to."""
+"""Samplers of torch and of libraries: it is known if they give each sample once in a pass."""
 PARTS = {"SubsetRandomSampler", "list", "tuple", "range", "ndarray", "Tensor"}
 """Types of samplers that draw from a part of the dataset, such as a fold."""
 BATCH_SAMPLERS = {"BatchSampler", "BatchSamplerShard", "NoneType"}

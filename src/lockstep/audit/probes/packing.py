@@ -1,8 +1,9 @@
 """Watches models of transformers that get several documents in a row: whether their masks keep them
 apart.
 
-transformers looks for documents in the positions, which restart at each, where a mask function gets
-positions, no attention mask and no cache. If it did not look, tokens attend to other documents."""
+transformers looks for documents in the positions, which restart at each document. It does so only
+if a mask function gets positions, but no attention mask and no cache. If it did not look, tokens
+attend to other documents."""
 
 from __future__ import annotations
 
