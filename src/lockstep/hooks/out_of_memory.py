@@ -47,15 +47,13 @@ class TakenFallbacks:
     def parse(cls, text: str, path: Path) -> TakenFallbacks:
         """Parse the result of `write`. Raises `RunDirectoryError` for any other text."""
         try:
-            fallbacks = cls(**json.loads(text))
-            Plan(
-                checkpointing=fallbacks.checkpointing, microbatch_splits=fallbacks.microbatch_splits
-            )  # type: ignore[arg-type]  # Plan checks them
+            taken = cls(**json.loads(text))
+            Plan(checkpointing=taken.checkpointing, microbatch_splits=taken.microbatch_splits)  # type: ignore[arg-type]  # Plan checks them
             complete = all(
-                {"step", "rank", "error", "then"} <= each.keys() for each in fallbacks.failures
+                {"step", "rank", "error", "then"} <= each.keys() for each in taken.failures
             )
-            if isinstance(fallbacks.offload, bool) and fallbacks.failures and complete:
-                return fallbacks
+            if isinstance(taken.offload, bool) and taken.failures and complete:
+                return taken
         except (ValueError, TypeError, AttributeError, PlanError):
             pass
         raise RunDirectoryError(
