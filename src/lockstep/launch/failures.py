@@ -305,8 +305,8 @@ def failure_record(
 
 
 def error_details(error: BaseException) -> dict[str, Any]:
-    """Fields of the event `run-failed`: `error`; after the loss of a peer also `detail`, with
-    torch's text; for a loss or gradient that is not finite also `not_finite_in`, its step."""
+    """Fields of the event `run-failed`: `error`; `detail`, torch's text, after the loss of a peer;
+    `not_finite_in`, the step, if a loss or gradient was not finite."""
     text = f"{type(error).__name__}: {_text(error)}"
     if lost_a_peer(error) and not isinstance(error, LockstepError):
         return {

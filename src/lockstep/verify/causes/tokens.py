@@ -48,8 +48,8 @@ class _Tokens:
         return [int(place) for place in np.flatnonzero(self.wrong[name].any(0))]
 
     def ends(self) -> set[int]:
-        """Return the indices whose next token is on another rank, or elsewhere on the same rank;
-        and the last index."""
+        """Return the indices at which a rank's run of adjacent tokens ends: the next token is on
+        another rank, elsewhere on the same rank, or missing."""
         return {int(run[-1]) for part in self.parts for run in _runs(part)}
 
     def begins(self) -> dict[int, int]:
