@@ -73,7 +73,7 @@ def save(folder: str, steps: list[int]) -> list[SaveResult | None]:
                 values={"step": step},
                 metadata={"processes": world.size},
             )
-            ended.append(saver.poll(30))
+            ended.append(saver.poll(100))
             if world.size > 1:
                 torch.distributed.barrier()
         assert saver.poll() is None

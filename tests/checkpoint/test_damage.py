@@ -182,7 +182,7 @@ def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
     lengths = []
     for step in range(1, 6):
         begun = start(step)
-        assert (ended := saver.poll(30)) is not None
+        assert (ended := saver.poll(100)) is not None
         assert ended.error is None
         lengths.append(time.perf_counter() - begun)
     length, killed = sorted(lengths)[2], 0
@@ -192,7 +192,7 @@ def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
         time.sleep(max(0.0, begun + length * twentieth / 20 - time.perf_counter()))
         assert saver._writer is not None
         os.kill(saver._writer._process.pid, signal.SIGKILL)
-        ended = saver.poll(30)
+        ended = saver.poll(100)
         assert ended is not None
         there = folder.names()
         assert there[-1].step == (step if ended.error is None else there[-1].step)
@@ -204,7 +204,7 @@ def test_a_save_killed_at_every_twentieth_of_its_length(tmp_path: Path) -> None:
         for name in there[:-1]:
             folder.delete(name)
     start(29)
-    ended = saver.poll(30)
+    ended = saver.poll(100)
     saver.close()
     assert ended is not None
     assert ended.error is None
@@ -219,7 +219,7 @@ def on_a_small_disk(place: str) -> None:
     first, second = state_of(8, 1), state_of(8, 2)
     saver = Saver(alone(), path / "run", ATTEMPT)
     saver.save(1, first, values={"step": 1}, metadata={})
-    assert (ended := saver.poll(30)) is not None
+    assert (ended := saver.poll(100)) is not None
     assert ended.error is None
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     for step in range(2, 22):
@@ -227,7 +227,7 @@ def on_a_small_disk(place: str) -> None:
         free = os.statvfs(path).f_bavail * 4096
         (path / "ballast").write_bytes(bytes(max(0, free - left)))
         saver.save(step, second, values={"step": step}, metadata={})
-        ended = saver.poll(30)
+        ended = saver.poll(100)
         assert ended is not None
         assert ended.error is not None
         assert ended.error.startswith("No space left on device"), ended
@@ -236,7 +236,7 @@ def on_a_small_disk(place: str) -> None:
         assert hidden(path / "run") == [], "what a failed save wrote is removed"
         (path / "ballast").unlink()
     saver.save(30, second, values={"step": 30}, metadata={})
-    saver.poll(30)
+    saver.poll(100)
     assert loaded(folder, folder.names()[-1], second) == "same"
     saver.close()
 
@@ -349,7 +349,7 @@ def test_a_writer_that_ended_between_two_saves_is_replaced_and_closed(tmp_path: 
     saver = Saver(alone(), tmp_path, ATTEMPT)
     for step in (1, 2):
         saver.save(step, state_of(4, step), values={}, metadata={})
-        assert (ended := saver.poll(30)) is not None
+        assert (ended := saver.poll(100)) is not None
         assert ended.error is None
         writer = saver._writer
         assert writer is not None

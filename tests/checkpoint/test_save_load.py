@@ -118,11 +118,11 @@ def test_after_prepare_a_save_allocates_nothing(tmp_path: Path) -> None:
         ), "memory is there, not promised"
         for step in (1, 2):
             saver.save(step, state, values={}, metadata={})
-            assert saver.poll(30) == SaveResult(step, None)
+            assert saver.poll(100) == SaveResult(step, None)
         assert (saver._memory, saver._writer) == made
         state["more"] = torch.ones(3)
         saver.save(3, state, values={}, metadata={})
-        assert saver.poll(30) == SaveResult(3, None)
+        assert saver.poll(100) == SaveResult(3, None)
         assert saver._memory is not made[0]
     finally:
         saver.close()
@@ -134,13 +134,13 @@ def test_after_a_failed_save_a_new_process_writes(tmp_path: Path) -> None:
     try:
         saver.save(1, values(1), values={}, metadata={})
         failed = saver._writer
-        assert saver.poll(30) == SaveResult(
+        assert saver.poll(100) == SaveResult(
             1, f"Not a directory: {tmp_path / 'run' / f'.step-00000001-{ATTEMPT}'}"
         )
         (tmp_path / "run").unlink()
         saver.save(2, values(2), values={}, metadata={})
         assert saver._writer is not failed
-        assert saver.poll(30) == SaveResult(2, None)
+        assert saver.poll(100) == SaveResult(2, None)
     finally:
         saver.close()
 
@@ -152,7 +152,7 @@ def halves(folder: str) -> tuple[int, list[bool]]:
     truth = torch.arange(8 * BLOCK_BYTES // 4).reshape(8, -1).float()
     saver = Saver(world, folder, ATTEMPT)
     saver.save(1, {"large": truth}, values={}, metadata={})
-    saver.poll(30)
+    saver.poll(100)
     saver.close()
     world.gather_values(None)
     mesh = Mesh.of(world, Plan.parse("shard=2,transport=torch").resolve(2)).torch_mesh
@@ -188,7 +188,7 @@ def test_a_conjugated_tensor_is_saved_and_loaded_as_its_values(tmp_path: Path) -
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
         saver.save(1, {"z": saved}, values={}, metadata={})
-        assert saver.poll(30) == SaveResult(1, None)
+        assert saver.poll(100) == SaveResult(1, None)
     finally:
         saver.close()
     target = torch.zeros(10_000, dtype=torch.complex64).conj()
@@ -209,7 +209,7 @@ def test_an_expanded_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
     saver = Saver(world, tmp_path, ATTEMPT)
     try:
         saver.save(1, saved, values={}, metadata={})
-        assert saver.poll(30) == SaveResult(1, None)
+        assert saver.poll(100) == SaveResult(1, None)
     finally:
         saver.close()
     state = {

@@ -182,7 +182,7 @@ def saved_while_training_goes_on(
         for tensor in state.values():
             tensor.add_(1.0)
         waits = standin.take_counters().host_waits
-        ended, reason = saver.poll(30), saver.not_registered
+        ended, reason = saver.poll(100), saver.not_registered
     assert ended is not None
     assert ended.error is None
     assert (ended.device_seconds >= SECONDS_BEFORE_THE_COPIES) == (not fault)
@@ -210,7 +210,7 @@ def device_seconds_unprepared(folder: str) -> float:
         patch.setattr(accelerator, "register_memory", slow)
         saver.begin()
         saver.save(1, {"weight": torch.ones(3, device=world.device)}, values={}, metadata={})
-    ended = saver.poll(30)
+    ended = saver.poll(100)
     saver.close()
     assert ended is not None
     return ended.device_seconds
@@ -277,7 +277,7 @@ def many_small_tensors(folder: str) -> tuple[list[str], int]:
         standin.take_counters()
         saver.save(1, state, values={}, metadata={})
         waits = standin.take_counters().host_waits["a copy to the host"]
-    assert saver.poll(30) is not None
+    assert saver.poll(100) is not None
     saver.close()
     found = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in state.items()}
     CheckpointReader(FolderStorage(Path(folder)), CheckpointName(1, ATTEMPT)).load_into(
