@@ -109,8 +109,9 @@ def a_working_directory() -> Iterator[str]:
 def a_shared_memory_segment() -> Iterator[str]:
     segment = shared_memory.SharedMemory(create=True, size=4096)
     resource_tracker.unregister(f"/{segment.name}", "shared_memory")
-    segment.close()
+    # mapped meanwhile: other processes of pytest, which see it too, know whose it is
     yield f"shared-memory: /dev/shm/{segment.name}"
+    segment.close()
     os.unlink(f"/dev/shm/{segment.name}")
 
 
