@@ -185,6 +185,8 @@ class SerialExecutor:
             with self.autocast:
                 output, value = self._computed(inputs, loss, batch)
             yield item, score(item, batch, output, value)
+        if self.streams is not None:
+            self.streams.stop()
 
     def whole(self, output: Any) -> Any:
         return output

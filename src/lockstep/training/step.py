@@ -597,6 +597,8 @@ class Step:
             else:
                 with self._probe.forward():
                     yield current, self._changed(current, batch)
+        for _, streams in self._training.streams:
+            streams.stop()
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
         """All of this rank's microbatches and their batches at once, for a pipeline."""
