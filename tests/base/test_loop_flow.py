@@ -104,6 +104,13 @@ NOT_CARRIED = {
         step.backward(total)
         kept: float = total
     """,
+    "of the name of a parameter": """
+        def loss_of(output, batch):
+            return loss(output, batch)
+        step.compute(lambda x: x[0], loss_of)
+        step.compute(inputs, lambda y, *rest: sum(loss(z, y) for z in rest))
+        output, batch, x, y, z, rest = look(step)
+    """,
     "never changed": """
         for x in step.microbatches():
             step.backward(loss(x, self.weights, margin))

@@ -64,6 +64,7 @@ class _Flow:
     def _statement(self, each: ast.stmt) -> None:
         if isinstance(each, _FUNCTION):
             before = dict(self._origins)
+            self._origins |= dict.fromkeys(_bound_by(each), _NONE)
             self.run(each.body)
             self._origins = {**before, each.name: self._of(each)}
         elif isinstance(each, ast.For):
@@ -207,5 +208,15 @@ def _paths(node: ast.AST) -> Iterator[str]:
     if (path := _path(node)) is not None:
         yield path
         return
+    bound = _bound_by(node)
     for each in ast.iter_child_nodes(node):
-        yield from _paths(each)
+        yield from (path for path in _paths(each) if path.partition(".")[0] not in bound)
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    """Return a function's parameters, or the variables of a comprehension: they are no variables of
+    the loop, whatever their names."""
+    if isinstance(node, _FUNCTION):
+        return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+    targets = (each.target for each in getattr(node, "generators", ()))
+    return {each.id for one in targets for each in ast.walk(one) if isinstance(each, ast.Name)}
