@@ -37,8 +37,8 @@ class RandomStream(IntEnum):
     """A call of a user's hook: (seed, HOOK, index of the hook, number of the method, steps
     done)."""
     GRADIENT_HOOK = 10
-    """The calls of the hooks on the gradients of a model: (seed, GRADIENT_HOOK, steps done, number
-    of the model)."""
+    """The calls of hooks that change the gradients of a model, in one step: (seed, GRADIENT_HOOK,
+    steps done, number of the model)."""
     MIXTURE = 11
     """The stream of a mixture from which a sample comes: (seed, MIXTURE, shard, block of
     positions); and the seed of one of its streams: (seed, MIXTURE, hash of its name)."""

@@ -1,5 +1,5 @@
 """Load and reshard a checkpoint. Each rank reads and verifies the blocks that it needs; the ranks
-share the verification of the others.
+divide the blocks that no rank needs among them, and verify those too.
 
 If file and tensor have the same layout, bytes are read directly into the tensor and hashed there.
 Small parts, other shards, other dtypes and GPU tensors go through a buffer.

@@ -181,8 +181,9 @@ def checkpoints_to_delete(
 
 
 def sparse_steps(steps: Sequence[int]) -> set[int]:
-    """Return the steps to keep of ascending, different `steps`. A step is deleted if the distance
-    between its neighbours is at most the distance from the later neighbour to the last step.
+    """Return which of `steps` (ascending, without duplicates) are kept. A step is deleted if the
+    distance between its neighbours is at most the distance from the later neighbour to the last
+    step.
 
     So distances between neighbours double with age, and about 2 log2(n) of n equidistant steps are
     kept. As the last step moves on, distances that were allowed stay allowed.

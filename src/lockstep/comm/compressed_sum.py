@@ -135,8 +135,8 @@ class CompressedAllReduce:
         sent = self._rounding.encode(rows)
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
-            """This sender's rounding errors, (senders, numbers each); after `fold` also the errors
-            of its slice's sum."""
+            """This sender's rounding errors, of shape (senders, numbers for each sender). `fold`
+            adds the errors of its slice's sum."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)

@@ -36,8 +36,9 @@ class Mesh:
     larger: Sequence[Axis]
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Torch's mesh of these axes, by name. Axes over which parameters are sharded are one dim of
-    it, such as `shard_context`. None if there is at most one axis and the state is not sharded."""
+    """Torch's mesh of these axes, by name. Several axes over which parameters are sharded make one
+    dim of the mesh, such as `shard_context`. None if there is at most one axis and the state
+    is not sharded."""
     expert_mesh: DeviceMesh | None
     """Torch's mesh for experts. `expert` divides experts, so it is not part of the dim over which
     they are sharded. Without the axes `shard` and `expert` together it is `torch_mesh`."""

@@ -8,11 +8,11 @@ join.
     store = PrefixStore("generation 2", store)
     world = join_over(store, rank=…, size=…, local_rank=…, local_size=…)
 
-Call `abort_collectives` once for each loss, and leave after it: a late abort would end the next
-group. Before `leave_groups` the main thread drops everything that refers to the old groups: the
-exception (its traceback's frames hold their variables), every `World` and `Mesh`, DDP and FSDP2
-modules, `DTensor`s, pipeline stages. Groups that are kept alive cost descriptors and threads, but
-cannot be used, and their names are not used again.
+Call `abort_collectives` once for each lost process, and `leave_groups` after it: a late abort
+would end the next group. Before `leave_groups` the main thread drops everything that refers to the
+old groups: the exception (its traceback's frames hold their variables), every `World` and `Mesh`,
+DDP and FSDP2 modules, `DTensor`s, pipeline stages. Groups that are kept alive cost descriptors and
+threads, but cannot be used, and their names are not used again.
 
 [Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo sometimes
 ends only at the group's timeout (torch 2.13 to 2.15). Ranks that waited for a lost rank were woken

@@ -1,10 +1,10 @@
 """Coordination through the store alone, which works when the collectives under test do not.
 
-[Note: the deadline] A thread watches each probe. If the probe passes its deadline or raises, the
-launcher sends SIGTERM, or another rank gives up, the thread publishes this rank's status, collects
-those of other ranks, writes the results so far and ends the process. So neither a collective that
-hangs nor a rank that fails blocks the doctor. A rank without a status is stopped, dead, or out of
-reach.
+[Note: the deadline] A thread watches each probe. It gives up if the probe passes its deadline or
+raises, if the launcher sends SIGTERM, or if another rank has given up. Then it publishes this
+rank's status, collects the statuses of other ranks, writes the results so far and ends the process.
+So neither a collective that hangs nor a rank that fails blocks the doctor. A rank without a status
+is stopped, dead, or out of reach.
 """
 
 from __future__ import annotations

@@ -314,8 +314,8 @@ class _LiveLine:
 
 
 class _NotebookLine:
-    """A line below a notebook's cell. A carriage return restarts it, and it is repeated below other
-    output."""
+    """A line below a notebook's cell. A carriage return overwrites the line. After other output,
+    the line is written again below it."""
 
     is_live = True
 

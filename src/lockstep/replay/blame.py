@@ -254,8 +254,9 @@ def _not_finite(
 
 
 def samples_not_finite(replay: Replay) -> list[int | str]:
-    """Return the samples of the first values that are not finite. Empty: not known, all samples of
-    a microbatch alike, or a part of each microbatch by its computation."""
+    """Return the samples of the first values that are not finite. Empty if they are
+    not known, or if the samples are not the cause: all of a microbatch are bad, or the computation
+    makes a part of each microbatch bad."""
     bad = replay.first_not_finite
     samples: list[int | str] = []
     for each, place in bad:

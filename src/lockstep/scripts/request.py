@@ -31,7 +31,7 @@ class ScriptRequest:
     """The function of that module: `install`, `train`, or empty if none is called."""
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write the request. Returns the variable by which processes find it."""
+        """Write the request. Returns the environment variable that gives its path to processes."""
         return write_request(folder, self.as_json())
 
     def as_json(self) -> dict[str, Any]:

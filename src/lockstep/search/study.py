@@ -271,7 +271,7 @@ class TrialStorage:
         return any(trial.user_attrs.get("folder") == self._identity for trial in running)
 
     def note(self, name: str, value: Any) -> None:
-        """Store a fact about the search, unless it is already stored, or None."""
+        """Store a fact about the search. Does nothing if `value` is None or the fact is stored."""
         if value is not None and name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
 

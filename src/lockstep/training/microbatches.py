@@ -315,8 +315,9 @@ class StepLayout:
         )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """The full microbatch that is, or contains, microbatch `place`, and its samples. For a
-        stream, the samples are described in words, and `place` must be a microbatch of this rank.
+        """Return the number of the full microbatch that contains microbatch `place`, and its
+        samples (the two are one if microbatches are not split). For a stream, the samples are
+        described in words, and `place` must be a microbatch of this rank.
         """
         if self.origins is not None:
             return place, self.origins[place].names()

@@ -23,7 +23,7 @@ Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
 """The call is the same at every length."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
-"""Modules whose slices do not belong to the model."""
+"""Prefixes of Python modules: slices of tensors in their code do not belong to the model."""
 SHARDED = "lockstep.model.tensor."
 """Modules that make the model's calls with sharded tensors."""
 OTHERWISE: Final = -2

@@ -214,7 +214,7 @@ class SequenceCut:
         self, layout: TokenLayout, forward: int, counts: PartCounts | None = None
     ) -> Iterator[PartReads]:
         """Yield the recorder of the reads of a part of a forward, then add it to `reads`. `counts`:
-        notes the counts."""
+        records the counts that it makes."""
         part = PartReads(counts)
         yield part
         self.reads.end_part(forward, layout, part)

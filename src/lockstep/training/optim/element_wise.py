@@ -140,8 +140,8 @@ def _moved(
     optimizer: Optimizer, trial: _Trial, factor: float, *, varies: bool, only: int | None = None
 ) -> list[Tensor]:
     """Return the change of each tensor by the steps. `factor`: factor of the gradients of all but
-    the first; if it is negative, they change sign at each step. `varies`: gradients are others in
-    each step. `only`: the number of the one tensor that the optimizer has."""
+    the first; if it is negative, they change sign at each step. `varies`: each step has different
+    gradients. `only`: the number of the one tensor that the optimizer has."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:

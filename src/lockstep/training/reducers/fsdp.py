@@ -655,8 +655,8 @@ class Scatter(ReduceScatter):
         self.summed = []
 
     def next_round(self, *, is_dummy: bool, last: bool) -> None:
-        """Begin the next round of backwards. `is_dummy`: True if it is of a dummy. `last`:
-        True if no round follows."""
+        """Begin the next round of backwards. `is_dummy`: the round's microbatch is a
+        dummy. `last`: no round follows."""
         self._is_discarded = is_dummy and not self._of_experts
         self._is_last = last
 
