@@ -49,8 +49,8 @@ class RandomStream(IntEnum):
     """A step of an optimizer that is not torch's, for its own random numbers: (seed, OPTIMIZER,
     steps done, number of the model)."""
     LOOP = 14
-    """What a script's own loop draws outside of its microbatches: (seed, LOOP, steps done, number
-    of passes over the step's microbatches)."""
+    """Random numbers that a script's own loop draws outside of its microbatches: (seed, LOOP, steps
+    done, number of passes over the step's microbatches)."""
 
 
 def mix(state: int) -> int:
