@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from training.subjects import each_of, recipe, samples_at
+from training.subjects import each_of, recipe
 
 import lockstep as ls
 from lockstep.hooks.loss_check import LossCheck
@@ -480,70 +480,3 @@ def test_a_model_that_fails_in_evaluation_mode_is_trained(
     for microbatch, (loss,) in losses(1).items():
         found_there = sorted(losses(processes)[microbatch])
         assert found_there == pytest.approx([loss] * len(found_there)), microbatch
-
-
-PADDING = 9
-
-
-def with_few_ignored(*full: int) -> TensorDataset:
-    """Samples of two tokens. The second one is padding, except in those samples that are at the
-    positions `full` in the order of training."""
-    generator = torch.Generator().manual_seed(3)
-    features = torch.randn(48, 2, 6, generator=generator)
-    labels = torch.randint(0, CLASSES, (48, 2), generator=generator)
-    ignored = torch.ones(48, dtype=torch.bool)
-    ignored[[samples_at(position, position + 1, of=48)[0] for position in full]] = False
-    labels[ignored, 1] = PADDING
-    return TensorDataset(features, labels)
-
-
-def without_padding(labels: Tensor) -> Tensor:
-    return labels.masked_fill(labels == PADDING, -100)
-
-
-def of_tokens(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), without_padding(batch[1]).flatten())
-
-
-def of_a_model(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    return of_tokens(model(batch[0]), batch)
-
-
-def of_each(output: Tensor, batch: Sequence[Tensor]) -> Tensor:
-    """A mean for each sample by itself."""
-    return torch.stack(
-        [F.cross_entropy(*pair) for pair in zip(output, without_padding(batch[1]), strict=True)]
-    ).mean()
-
-
-def summed(output: Tensor, batch: Sequence[Tensor]) -> ls.Sum:
-    return ls.Sum(
-        F.cross_entropy(output.flatten(0, 1), without_padding(batch[1]).flatten(), reduction="sum")
-    )
-
-
-def looked_at_again(run_dir: str, plan: str) -> list[str]:
-    late, never = with_few_ignored(33), with_few_ignored()
-    own = {"inputs": None, "loss": of_a_model}
-    tokens = {"loss": summed, "weight": lambda batch: (batch[1] != PADDING).sum()}
-    cases = [
-        {"loss": of_tokens, "data": late},
-        {"loss": of_tokens, "data": never},
-        {"loss": of_each, "data": late},
-        {"data": late, **tokens},
-        *([{"data": late, **own}] if "shard" not in plan else []),
-    ]
-    arguments = [(plan, {"steps": 3, **case}) for case in cases]
-    return [said for *_, said in each_of(trained, run_dir, arguments, may_refuse=False)]
-
-
-def test_a_mean_whose_labels_differ_first_in_a_later_step_is_named(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
-    for plan, processes in (("replicate=1", 1), ("replicate=2", 2), ("shard=2", 2)):
-        for late, never, each, tokens, *own in pool.run(
-            processes, looked_at_again, str(tmp_path / plan), plan
-        ):
-            assert late.startswith(DEPENDS), plan
-            assert never == each == tokens == "", plan
-            assert all(said.startswith(DEPENDS) for said in own), plan

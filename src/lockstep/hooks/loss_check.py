@@ -54,8 +54,6 @@ from lockstep.training.set_up import Remark
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference between the loss of a microbatch and the loss of its two halves, by
 precision."""
-LOOKS = 8
-"""Number of steps after the first whose first microbatches are looked at for means over labels."""
 SAME = 1e-6
 """Largest relative difference between two losses of the same microbatch, unless they must be equal
 bit by bit."""
@@ -129,15 +127,9 @@ class LossCheck(ControlHook):
     _is_tried: bool = False
     _item: Microbatch | None = None
     _found: Findings = NOTHING
-    _looks: int = 0
-    """Number of steps in which the means over labels are still looked at."""
 
     def before_step(self, run: Run) -> None:
-        if run.recipe is None or run.recipe.loss is None:
-            return
-        if self._is_done:
-            if self._looks and run.recipe.inputs is None and self._found.cut is None:
-                self._look_before(run, run.recipe)
+        if self._is_done or run.recipe is None or run.recipe.loss is None:
             return
         self._is_done = True
         if run.context.recovered_from is not None and run.step > 0:
@@ -148,7 +140,7 @@ class LossCheck(ControlHook):
                 found = NOTHING if item is None else _tried_alone(run, run.recipe, item)
                 is_random = run.context.world.any(found == IS_RANDOM)
                 if run.recipe.inputs is None or not is_random:
-                    self._look_again_unless(run, told=_tell(run, found))
+                    _tell(run, found)
                     return
                 if _tell(run, NOTHING if found == IS_RANDOM else found):
                     return
@@ -170,53 +162,12 @@ class LossCheck(ControlHook):
         of the output."""
         if self._is_watching and recipe.loss is not None:
             return partial(self._watch, run, recipe.loss)
-        looks = self._looks and recipe.inputs is not None and self._found.cut is None
-        if looks and recipe.loss is not None:
-            return partial(self._look_again, run, recipe.loss)
         return recipe.objective
-
-    def _look_again_unless(self, run: Run, *, told: bool) -> None:
-        """Look at the means over labels of later microbatches too, unless something was told. Each
-        sample of the first one may have equally many labels. Every rank calls it."""
-        assert run.recipe is not None, "a recipe's loss is watched"
-        in_parts = run.context.mesh.tokens.size > 1 or run.recipe.sequence is not None
-        in_parts |= run.context.plan.divides("features")
-        in_parts |= bool(run.training.current.layout.assignment.slices)
-        self._found, self._is_tried = NOTHING, False
-        self._looks = 0 if told or in_parts else LOOKS
-
-    def _look_again(
-        self, run: Run, loss: Callable[[Any, Any], Any], output: Any, batch: Any
-    ) -> Any:
-        """Look at the first microbatch of a step."""
-        rows = _common_rows(batch)
-        if self._is_tried or rows < 2 or not torch.is_grad_enabled():
-            return loss(output, batch)
-        self._is_tried = True
-        with self._trying(run):
-            item = Microbatch(run.step, 0, False, rows, [output, batch])
-            self._found = _looked_at(item, partial(_of_output, run, loss), run)
-        return loss(output, batch)
-
-    def _look_before(self, run: Run, recipe: Recipe) -> None:
-        """Look at this rank's first microbatch of a step, by a forward of its own."""
-        item = run.training.current.peek()
-        if item is not None and _common_rows(item.batch) > 1:
-            with restored([*attributes_of(run.model), *_kept_by(recipe)]):
-                self._found = _looked_at(item, partial(_computed, run, recipe), run)
 
     def _watch(self, run: Run, loss: Callable[[Any, Any], Any], output: Any, batch: Any) -> Any:
         if self._is_tried or not torch.is_grad_enabled():  # not the step's own call
             return loss(output, batch)
         self._is_tried = True
-        with self._trying(run):
-            if self._item is not None:
-                item = replace(self._item, batch=[output, batch])
-                self._found = _tried_on(item, partial(_of_output, run, loss), run)
-        return loss(output, batch)
-
-    @contextmanager
-    def _trying(self, run: Run) -> Iterator[None]:
         assert run.recipe is not None, "a recipe's loss is watched"
         with (
             torch.no_grad(),
@@ -224,30 +175,15 @@ class LossCheck(ControlHook):
             restored(_kept_by(run.recipe)),
             without_torch_function_modes(),  # these calls are not the step's
         ):
-            yield
+            if self._item is not None:
+                item = replace(self._item, batch=[output, batch])
+                self._found = _tried_on(item, partial(_of_output, run, loss), run)
+        return loss(output, batch)
 
     def after_step(self, run: Run) -> None:
         if self._is_watching:
             self._is_watching, self._item = False, None
-            told = _tell(run, self._found)
-            self._look_again_unless(run, told=told)
-        elif self._looks:
-            self._looks -= 1
-            self._is_tried = False
-            if self._looks == 0:
-                _tell(run, Findings(cut=self._found.cut))
-
-    def after_steps(self, run: Run) -> None:
-        if self._looks:
-            self._looks = 0
-            _tell(run, Findings(cut=self._found.cut))
-
-
-def _looked_at(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
-    """Try a microbatch if its samples differ in the labels that its loss is a mean over."""
-    tried = compute(_piece(item, (0, None), 0))
-    differ = not isinstance(tried, str) and any(mean.may_differ for mean in tried.means)
-    return _tried_on(item, compute, run, by_value=True) if differ else NOTHING
+            _tell(run, self._found)
 
 
 def _kept_by(recipe: Recipe) -> Iterator[dict[str, Any]]:
@@ -412,17 +348,10 @@ def counters_text(names: Sequence[str]) -> str | None:
     )
 
 
-def _tried_on(
-    item: Microbatch,
-    compute: Callable[[Microbatch], Outcome],
-    run: Run,
-    *,
-    by_value: bool = False,
-) -> Findings:
+def _tried_on(item: Microbatch, compute: Callable[[Microbatch], Outcome], run: Run) -> Findings:
     """Try a microbatch twice, then with other random numbers, then its halves, and once more after
     the first half: calls with the same samples leave proportions as they are, such as a running
-    prior of classes. `by_value`: a mean over labels counts only if the loss of the halves shows
-    it."""
+    prior of classes."""
     whole: list[Outcome] = [compute(_piece(item, (0, None), 0)) for _ in range(2)]
     if (kept := _kept(run, whole)) is not None:
         return Findings(kept=kept)
@@ -449,8 +378,6 @@ def _tried_on(
     if (kept := _kept(run, [whole[0], at_last])) is not None:
         return Findings(kept=kept)
     found = _cut_differs(*sums, tolerance=TOLERANCE[run.context.precision])
-    if by_value:
-        return found
     if found.cut is None and (over := _unseen_mean(whole[0].means, *halves[1:], found=found)):
         return Findings(cut=f"it is a mean over {over}")
     return found
