@@ -316,8 +316,7 @@ def test_ended_by_a_signal_it_leaves_no_process_and_asked_to_end_no_file(
     wait_for(
         lambda: (
             not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started)
-        ),
-        seconds=2,
+        )
     )
     assert number == signal.SIGKILL or not list(tmp_path.iterdir())
 
@@ -331,7 +330,7 @@ def test_killed_it_leaves_no_script_that_has_not_come_to_its_training(tmp_path: 
         wait_for(lambda: any(psutil.Process(process.pid).children()))
         started = psutil.Process(process.pid).children()
         process.kill()
-    wait_for(lambda: not any(each.is_running() for each in started), seconds=5)
+    wait_for(lambda: not any(each.is_running() for each in started))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from comm.test_segment import DEATH_GRACE_SECONDS, Caught, caught, forked
+from comm.test_segment import Caught, caught, forked
 from comm.test_shared import shared_group
 from lockstep.comm import shared_memory as shared
 from lockstep.comm.shared_memory import SharedMemoryGroup
@@ -194,6 +194,5 @@ def test_a_rank_killed_at_a_random_moment_is_named_on_all_others(
         folder.mkdir()
         [found] = pool.run(1, losing, str(folder), lost, seconds)
         assert found.pop(lost) == -signal.SIGKILL
-        for kind, ranks, text, waited in found:
+        for kind, ranks, text, _ in found:
             assert (kind, ranks) == ("PeerDied", (lost,)), text
-            assert waited < seconds + 1 + DEATH_GRACE_SECONDS

@@ -16,7 +16,7 @@ from tiers import tier
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm.test_segment import DEATH_GRACE_SECONDS, forked
+from comm.test_segment import forked
 from comm.test_shared import values
 from lockstep.comm import segment
 from lockstep.comm.hierarchical import HierarchicalAllReduce
@@ -112,7 +112,7 @@ def test_where_one_host_has_no_memory_no_rank_uses_any(pool: WorkerPool) -> None
     assert "rank 1: FileNotFoundError" in reasons.pop()
 
 
-def lose_a_host(folder: str, rank: int) -> tuple[str, float]:
+def lose_a_host(folder: str, rank: int) -> str:
     """Rank 2, the whole of host b, is killed: the first of host a hears of it from the network, and
     lives on; the second from the first."""
     hosts = on_hosts("aab")
@@ -126,18 +126,17 @@ def lose_a_host(folder: str, rank: int) -> tuple[str, float]:
         for _ in range(1000):
             hosts.all_reduce(tensor)
 
-    start = time.monotonic()
     with pytest.raises((RuntimeError, ExchangeError)) as raised:
         until_it_fails()
-    seconds = time.monotonic() - start
     # Rank 0 keeps its connections open until rank 1 has failed by itself, or its test has.
     reader = Path(folder, "rank-1-has-failed")
     if rank == 1:
         reader.touch()
-    while not reader.exists() and time.monotonic() < start + 2 * DEATH_GRACE_SECONDS:
+    until = time.monotonic() + 60
+    while not reader.exists() and time.monotonic() < until:
         time.sleep(0.01)
     hosts.close()
-    return type(raised.value).__name__, seconds
+    return type(raised.value).__name__
 
 
 def losing(path: str) -> list[Any]:
@@ -149,6 +148,5 @@ def test_the_loss_of_another_host_ends_the_waits_of_all_ranks(
 ) -> None:
     [found] = pool.run(1, losing, str(tmp_path))
     assert found[2] == -signal.SIGKILL
-    assert found[0][0] in ("RuntimeError", "DistBackendError"), found
-    assert found[1][0] == "PeerStopped"
-    assert found[1][1] < 1 + DEATH_GRACE_SECONDS
+    assert found[0] in ("RuntimeError", "DistBackendError"), found
+    assert found[1] == "PeerStopped"

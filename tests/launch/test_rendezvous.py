@@ -228,7 +228,7 @@ def test_who_waits_for_a_machine_that_is_lost_meets_the_others_again(
     one, other = two
     lose(other, monkeypatch)
     with pytest.raises(rendezvous._MachineLostError):
-        one._told(one._store, "what the other one never tells")
+        one._text_from(one._store, "what the other one never tells")
     met = iter([None, "a rendezvous"])
     monkeypatch.setattr(one, "_meet", lambda: next(met))
     assert one.next_rendezvous() == "a rendezvous"

@@ -1960,7 +1960,7 @@ ELSEWHERE = {
     "sum in float32: output.float()": CONTEXT,
     "leave exchange=heads out, or numerics=bitwise": CONTEXT,
     "any number of processes if the recipe has them; give Recipe(sequence=ls.Sequence())": CONTEXT,
-    "give each its own module, and share the parameters": (
+    "give each part its own module, and share the parameters": (
         "training/test_bitwise_pipeline.py::test_one_module_that_is_two_parts_is_refused"
     ),
     "choose colwise and rowwise in": "training/test_context_axis.py::test_ranks_that_share_out_tokens_train_the_model_of_one_process",
@@ -1969,6 +1969,7 @@ ELSEWHERE = {
     ),
     "functional_call and weights of one module in another, ": SHARDED,
     "leave inplace out, or use replicate": SHARDED,
+    "take from its output what you need; or use replicate": SHARDED,
     "name modules of one dtype in Recipe.blocks": SHARDED,
     "leave blocks whose calls depend on the data out of Recipe.blocks": BRANCHES,
     "an input with a gradient, input.requires_grad_(); or choose replicate": BRANCHES,
@@ -2076,7 +2077,7 @@ ELSEWHERE = {
     "leave logits=chunked out for a soft cap (torch.tanh)": CHUNKED,
     "compute each loss before the backward": CHUNKED,
     'give reduction="mean", "sum" or "none"': CHUNKED,
-    "give it the index of a class for each token": CHUNKED,
+    "give the index of a class for each token": CHUNKED,
     "call it with logits.flatten(0, -2) and target.flatten()": CHUNKED,
     "leave one of the two out; over processes, {instead}": PLANS,
     "or use replicate={self.data_parallel}, which goes with everything": PLANS,

@@ -419,7 +419,7 @@ DOCUMENTS = [
     ),
     kept(
         trains(**CLASSES, sequence=PACKED),
-        "leave Recipe.sequence out for a model that has one output a sample",
+        "leave Recipe.sequence out for a model with one output per sample",
         trains(**CLASSES),
     ),
     kept(

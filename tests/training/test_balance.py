@@ -618,7 +618,7 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (RecipeError, "matches no module", {"balance": balance(routers=["gates.*"])}),
     (
         RecipeError,
-        "each layer of experts has one router",
+        "each layer has one router",
         {"balance": balance(routers=["blocks.0.router"])},
     ),
     (

@@ -249,4 +249,4 @@ def test_one_module_that_is_two_parts_is_refused(pool: WorkerPool, tmp_path: Pat
     """What the error recommends, `sharing`, is among the models above."""
     cases = [(plan, "one module") for plan in ("pipeline=2", "replicate=2")]
     for found in pool.run(2, each_of, fingerprint, str(tmp_path), cases):
-        assert all("the parts '2' and '4' of the model are one module" in each for each in found)
+        assert all("one module for two parts of the model, '2' and '4'" in each for each in found)

@@ -209,7 +209,7 @@ MISTAKES: dict[str, tuple[Callable[[str, str], float], Callable[[str, str], floa
         right(loss=partial(tokens, size_average=True)),
         right(loss=partial(tokens, reduction="mean")),
     ),
-    "give it the index of a class for each token": (right(loss=probabilities), right(loss=classes)),
+    "give the index of a class for each token": (right(loss=probabilities), right(loss=classes)),
     "call it with logits.flatten(0, -2) and target.flatten()": (
         right(loss=F.cross_entropy),
         right(loss=classes),

@@ -317,6 +317,12 @@ def jacobian(model: Any, batch: Sequence[Tensor]) -> Tensor:
     return derivative.square().mean()
 
 
+def of_its_output(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """Calls the model alone, and takes from its output."""
+    output = model(batch[1])
+    return F.mse_loss(output, batch[2] + output.detach().mean())
+
+
 def part_first(model: Any, batch: Sequence[Tensor]) -> Tensor:
     """Calls a part of the model before the model itself, as `agent.value(x)` does."""
     with torch.no_grad():
@@ -421,6 +427,10 @@ MENDED: dict[str, dict[str, Any]] = {
     "blocks of one dtype": {"model": half_precise, "blocks": ["*.base"]},
     "complex blocks": {"model": waves, "blocks": ["*.spectral"]},
     "complex as real": {"model": real_waves},
+    "the model before its part": {
+        "model": partial(AfterALayer, in_place=False),
+        "loss": of_its_output,
+    },
     "an input that is not changed": {"model": partial(AfterALayer, in_place=False)},
     "a router outside of autocast": {"model": experts, "precision": "bf16"},
     "a layer of its own outside of autocast": {"model": partial(routed, Gate), "precision": "bf16"},
