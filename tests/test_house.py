@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.hooks.loss_check import LOOKS
 from lockstep.run import train_in
 from lockstep.testing.pool import WorkerPool
 
@@ -167,8 +166,8 @@ def mean_square(output: Tensor, _: Any) -> Tensor:
 
 
 class Traced(ls.Hook):
-    """Notes, in the first step after the loss check, the files of the package between the loop and
-    each call of the model, the loss, a backward, the reducer, and the optimizer."""
+    """Notes, in the second step, the files of the package between the loop and each call of the
+    model, the loss, a backward, the reducer, and the optimizer."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -176,7 +175,7 @@ class Traced(ls.Hook):
         self._codes = {function.__code__ for function in known}
 
     def before_step(self, run: ls.Run) -> None:
-        if run.step == LOOKS + 1:
+        if run.step == 1:
             sys.setprofile(self._watch)
 
     def after_step(self, run: ls.Run) -> None:
@@ -210,7 +209,7 @@ def files_of_a_step(plan: str, run_dir: str) -> set[str]:
         loss=mean_square,
         global_batch=8,
         microbatch=2,
-        steps=LOOKS + 3,
+        steps=3,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     )
     ls.train(recipe, plan=plan, run_dir=run_dir, hooks=[traced])

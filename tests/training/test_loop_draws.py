@@ -95,8 +95,24 @@ def drawn_by_a_hook(run_dir: str, plan: str) -> list[Any]:
     return hook.found
 
 
-@pytest.mark.parametrize("train", [drawn_after_forwards, drawn_by_a_hook])
-def test_a_forward_that_belongs_to_no_microbatch_seeds_nothing(
+def drawn_after_closures(run_dir: str, plan: str) -> list[Any]:
+    """What a loop draws after a commit with a closure."""
+    found = []
+    with ls.Session(run_dir=run_dir, plan=plan, seed=0) as session:
+        _, optimizer = session.prepare(
+            network, lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2)
+        )
+        for step in session.steps(rows(24), global_batch=12, microbatch=4, steps=2):
+            step.compute(
+                lambda batch: batch[1], lambda out, batch: (out - batch[2]).square().mean()
+            )
+            step.commit(optimizer)
+            found.append(numbers())
+    return found
+
+
+@pytest.mark.parametrize("train", [drawn_after_forwards, drawn_by_a_hook, drawn_after_closures])
+def test_they_do_not_go_on_from_a_microbatch(
     train: Callable[[str, str], list[Any]], pool: WorkerPool, tmp_path: Path
 ) -> None:
     expected = train(str(tmp_path / "alone"), "replicate=1")

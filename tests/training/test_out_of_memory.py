@@ -412,6 +412,6 @@ def test_evaluations_are_halved_too(tmp_path: Path) -> None:
         plan="microbatch_splits=1",
         run_dir=str(tmp_path / "run"),
     )
-    # the first microbatch of the run: twice in training mode, three times, and in halves
-    tried = [2, 2, 2, 2, 2, 1, 1]
+    # the first microbatch of the run: twice in training mode, three times, in halves, a half again
+    tried = [2, 2, 2, 2, 2, 1, 1, 1, 2]
     assert seen == {True: [2] * 8, False: [*tried, *[4] * 4]}

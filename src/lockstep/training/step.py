@@ -541,6 +541,7 @@ class Step:
             self._is_repeated, self._has_begun = True, False
             with torch.enable_grad():
                 repeat()
+                self._seed_loop()
                 self._begin(number)
                 self._check_complete()
                 with module.gradient_hooks:
