@@ -118,8 +118,8 @@ class Shapeless:
             recipe,
             {"microbatch": 9},
             (
-                "microbatch=9 is larger than global_batch=8; a global batch is made of whole"
-                " microbatches; give microbatch=8 or less, or a larger global_batch"
+                "microbatch=9 is larger than global_batch=8; a microbatch is a part of a"
+                " global batch; give microbatch=8 or less, or a larger global_batch"
             ),
         ),
         (

@@ -385,8 +385,8 @@ MISUSES: dict[str, tuple[Callable[[ls.Session, Any, Any], None], str]] = {
             ({"microbatch": 0}, "RecipeError: microbatch=0; it counts samples"),
             (
                 {"microbatch": 9},
-                "RecipeError: microbatch=9 is larger than global_batch=8; a global batch is made of"
-                " whole microbatches; give microbatch=8 or less",
+                "RecipeError: microbatch=9 is larger than global_batch=8; a microbatch is a part of"
+                " a global batch; give microbatch=8 or less",
             ),
             (
                 {"steps": None},

@@ -41,8 +41,8 @@ def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
     check_count(f"{of}microbatch", microbatch, "samples")
     if microbatch > global_batch:
         raise RecipeError(
-            f"microbatch={microbatch} is larger than global_batch={global_batch}; a global batch is"
-            f" made of whole microbatches; give microbatch={global_batch} or less, or a larger"
+            f"microbatch={microbatch} is larger than global_batch={global_batch}; a microbatch is"
+            f" a part of a global batch; give microbatch={global_batch} or less, or a larger"
             " global_batch"
         )
 

@@ -818,7 +818,7 @@ class Step:
         )
         raise LossError(
             f"after step {self.index}: {given}, with {len(self._modules)} models prepared; name one"
-            " that session.prepare returned"
+            " that session.prepare returned: step.backward(loss, optimizer), step.commit(optimizer)"
         )
 
 
