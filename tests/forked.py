@@ -377,6 +377,7 @@ def _run(body: Callable[[], object], own: list[str]) -> NoReturn:
     recorder._opened, rejoin._session_was_opened = [], False  # by tests that train
     for name in own:
         sys.modules.pop(name, None)
+    vars(sys).pop("ps1", None)  # IPython sets it, and this process is no prompt
     sys.excepthook = sys.__excepthook__
     install_excepthook()
     faulthandler.enable(2)  # this process's is written to a file that is closed here

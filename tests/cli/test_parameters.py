@@ -102,7 +102,7 @@ def test_resumed_with_another_value_it_is_refused(tmp_path: Path) -> None:
             ["--set", "wdith=4"],
             (
                 "lockstep: RecipeError: --set wdith=... or a search names a parameter that the script"
-                " has not declared it before its recipe; it has declared lr, width; correct the"
+                " has not declared before its recipe; it has declared lr, width; correct the"
                 " name, or call ls.param unconditionally\n"
             ),
         ),
