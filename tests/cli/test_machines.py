@@ -122,7 +122,6 @@ def test_numbered_machines_with_unequal_numbers_of_processes_and_a_script_that_w
     ]
 
 
-@pytest.mark.forks
 def test_two_machines_with_one_number_are_both_told(tmp_path: Path, port: int) -> None:
     for status, _, told in ended([numbered(1, port, 1, RANKS)] * 2, tmp_path):
         assert status == 2

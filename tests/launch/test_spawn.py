@@ -286,7 +286,6 @@ def test_a_fork_is_refused_once_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch)
     assert module._start_method(functions.double) == "spawn"
 
 
-@pytest.mark.forks
 @pytest.mark.command
 def test_a_script_that_calls_it_unguarded_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "train.py"

@@ -68,6 +68,9 @@ def test_settings_and_modes_are_those_of_the_caller() -> None:
 
 
 def alive() -> list[str]:
+    for each in threading.enumerate():
+        if each.name.startswith("chunk-"):
+            each.join(60)
     return [each.name for each in threading.enumerate() if each.name.startswith("chunk-")]
 
 
