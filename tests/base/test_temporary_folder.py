@@ -3,8 +3,10 @@ one. What others put beside it is left alone."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import signal
@@ -17,10 +19,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.base import temporary_folder as module
+from lockstep.base import system, temporary_folder as module
 from lockstep.base.errors import LaunchError
 from lockstep.base.temporary_folder import hold_folder, locked_folder
-from lockstep.scripts.process import ended_by_signals
+from lockstep.scripts.process import ended_by_signals, run_script
+from lockstep.scripts.request import ScriptRequest
 
 HOLD = """
 import time
@@ -30,6 +33,10 @@ with locked_folder("lockstep-audit-") as folder:
     print(folder, flush=True)
     time.sleep(60)
 """
+
+
+class Request(ScriptRequest):
+    answered_by = "nobody"
 
 
 def test_a_killed_processs_folder_is_removed_and_a_live_ones_stays(
@@ -89,17 +96,93 @@ def test_a_signal_while_a_folder_is_made_or_removed_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_signal_at_any_line_leaves_no_folder_when_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    traced = (__file__, contextlib.__file__, module.__file__, system.__file__)
+    before, left = sys.gettrace(), []
+    for last in itertools.count(1):
+        rest = iter([False] * (last - 1) + [True])
+
+        def trace(frame: Any, event: str, arg: object, rest: Any = rest) -> Any:
+            if frame.f_code.co_filename not in traced:
+                return None
+            if event == "line" and next(rest, False):
+                signal.raise_signal(signal.SIGTERM)
+            return trace
+
+        try:
+            with ended_by_signals():
+                sys.settrace(trace)
+                with locked_folder() as folder:
+                    os.mkdir(folder / "start-1")
+                sys.settrace(before)
+        except SystemExit:
+            sys.settrace(before)
+            left += os.listdir(tmp_path)
+            module.remove_own_folders()
+        else:
+            break
+        assert os.listdir(tmp_path) == []
+    assert last > 50
+    assert left, "without `remove_own_folders`, some would stay"
+
+
+def test_a_handler_that_raises_as_signals_are_blocked_leaves_none_blocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = signal.pthread_sigmask
+    before = real(signal.SIG_BLOCK, ())
+
+    def raises(how: int, numbers: Any) -> Any:
+        found = real(how, numbers)
+        if how == signal.SIG_BLOCK and numbers:
+            raise SystemExit  # Python calls handlers before this function returns
+        return found
+
+    monkeypatch.setattr(signal, "pthread_sigmask", raises)
+    with pytest.raises(SystemExit), system.signals_blocked():
+        pass
+    assert real(signal.SIG_BLOCK, ()) == before
+
+
 def test_an_old_empty_folder_was_left_by_a_process_that_was_killed_as_it_made_or_removed_it(
     tmp_path: Path,
 ) -> None:
-    made = {name: tmp_path / f"lockstep-{name}" for name in ("abcdefgh", "abcdefgi", "training")}
-    for folder in made.values():
+    contents = {"old_empt": None, "old_new_": "new", "recent__": None, "recent_n": "new"}
+    contents |= {"training": "mine"}
+    for name, file in contents.items():
+        folder = tmp_path / f"lockstep-{name}"
         folder.mkdir()
-    (made["training"] / "mine").touch()
-    for name in ("abcdefgh", "training"):
-        os.utime(made[name], (0.0, time.time() - 61.0))
+        if file is not None:
+            (folder / file).touch()
+        if not name.startswith("recent"):
+            os.utime(folder, (0.0, time.time() - 61.0))
     module.remove_left_folders(tmp_path)
-    assert sorted(tmp_path.iterdir()) == [made["abcdefgi"], made["training"]]
+    assert sorted(os.listdir(tmp_path)) == [
+        f"lockstep-{name}" for name in ("recent__", "recent_n", "training")
+    ]
+
+
+def test_what_a_script_is_ended_with_leaves_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    made: list[Path] = []
+
+    def has_begun() -> bool:
+        made[:] = (tmp_path / "tmp").glob("lockstep-audit-*/rank-0.record")
+        return bool(made)
+
+    ended = run_script(
+        [sys.executable, "-c", HOLD], Request(), tmp_path, environ=environ, look=has_begun
+    )
+    assert ended.status == 128 + signal.SIGTERM
+    assert made
+    assert os.listdir(tmp_path / "tmp") == []
 
 
 def test_a_process_that_starts_at_the_same_moment_leaves_the_folder_alone(

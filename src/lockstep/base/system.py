@@ -134,8 +134,10 @@ def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers or PASSED_ON)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        # raises what the handler of a signal raises that has just arrived, and has blocked them
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers or PASSED_ON)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -7,6 +7,7 @@ following links and without blocking.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -24,11 +25,37 @@ from lockstep.base.system import signals_blocked
 _NAME = re.compile(r"lockstep-([a-z]+-)?[a-z0-9_]{8}")
 _ALIVE = "alive"
 """A file that every process which needs the folder keeps locked."""
+_NEW = "new"
+"""The name of that file until it is locked."""
 _EMPTY_SECONDS = 60.0
-"""A folder that has been empty for this many seconds was left by a process that was killed while
-making or removing it."""
+"""A folder that has been empty, or has contained nothing but `_NEW`, for this many seconds was left
+by a process that was killed while making or removing it."""
 _REGULAR_ONLY: int = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags that neither follow a link nor wait for a FIFO."""
+
+
+class _OwnFolder:
+    """A folder of this process. It stays locked until it is removed."""
+
+    def __init__(self, prefix: str) -> None:
+        self._process = os.getpid()
+        self._temporary = tempfile.TemporaryDirectory(prefix=prefix)
+        self.path = Path(self._temporary.name)
+        unlocked = self.path / _NEW
+        self._descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT)
+        try_lock(self._descriptor, shared=True)
+        unlocked.rename(self.path / _ALIVE)  # locked before another process can find it
+
+    def remove(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork, which has only copied this object
+        os.close(self._descriptor)
+        with suppress(OSError):  # `cleanup` also removes from folders without write permission
+            _empty(self.path)
+        self._temporary.cleanup()
+
+
+_own: list[_OwnFolder] = []
 
 
 @contextmanager
@@ -36,17 +63,15 @@ def locked_folder(prefix: str = "lockstep-") -> Iterator[Path]:
     """Yield an empty temporary folder, and remove the folders that killed processes have left."""
     with ExitStack() as stack:
         with signals_blocked():
-            temporary, descriptor = _make(prefix)
-            stack.callback(_remove, temporary, descriptor)
-        yield Path(temporary.name)
+            folder = _make(prefix)
+            stack.callback(_remove, folder)
+        yield folder.path
 
 
-def _make(prefix: str) -> tuple[tempfile.TemporaryDirectory[str], int]:
+def _make(prefix: str) -> _OwnFolder:
     try:
         remove_left_folders(Path(tempfile.gettempdir()))
-        temporary = tempfile.TemporaryDirectory(prefix=prefix)
-        unlocked = Path(temporary.name, "new")
-        descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT)
+        folder = _OwnFolder(prefix)
     except OSError as error:
         raise LaunchError(
             "no temporary folder can be made:"
@@ -54,17 +79,28 @@ def _make(prefix: str) -> tuple[tempfile.TemporaryDirectory[str], int]:
             " what its processes tell each other in one; set TMPDIR to a folder that can be"
             " written to, and has room"
         ) from None
-    try_lock(descriptor, shared=True)
-    unlocked.rename(unlocked.with_name(_ALIVE))  # locked before another process can find it
-    return temporary, descriptor
+    if not _own:
+        atexit.register(remove_own_folders)
+    _own.append(folder)
+    return folder
 
 
-def _remove(temporary: tempfile.TemporaryDirectory[str], descriptor: int) -> None:
+def _remove(folder: _OwnFolder) -> None:
     with signals_blocked():  # an exception or the end by a signal would leave a part of the folder
-        os.close(descriptor)
-        with suppress(OSError):  # `cleanup` also removes from folders without write permission
-            _empty(Path(temporary.name))
-        temporary.cleanup()
+        if folder not in _own:
+            return  # already done by `remove_own_folders`
+        _own.remove(folder)
+        folder.remove()
+        if not _own:
+            atexit.unregister(remove_own_folders)
+
+
+def remove_own_folders() -> None:
+    """Remove what `locked_folder` has left: a signal's handler that raises an exception when the
+    body has just ended takes the place of the removal. Runs at the end of the interpreter; a
+    process that ends by `os._exit` calls it first."""
+    for folder in list(_own):
+        _remove(folder)
 
 
 def hold_folder(folder: Path) -> int | None:
@@ -91,6 +127,8 @@ def _remove_if_left(folder: Path) -> None:
             return
         if time.time() - status.st_mtime > _EMPTY_SECONDS:
             with suppress(OSError):  # it is not empty
+                if os.listdir(folder) == [_NEW]:
+                    os.unlink(folder / _NEW)
                 folder.rmdir()
         descriptor = _open_own(folder / _ALIVE)
         try:

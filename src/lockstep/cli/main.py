@@ -13,6 +13,7 @@ import click
 from lockstep.base.errors import USER_ERROR_STATUS, did_you_mean, say
 from lockstep.base.interrupt import interrupts_end
 from lockstep.base.system import check_surroundings, remedy_of
+from lockstep.base.temporary_folder import remove_own_folders
 from lockstep.base.version import __version__
 
 _COMMANDS = (
@@ -140,6 +141,7 @@ def main() -> None:
         sys.stdout.flush()
         with suppress(OSError):  # nobody reads the output any more
             sys.stderr.flush()
+        remove_own_folders()
         os._exit(status or 0)
     sys.exit(status or 0)
 

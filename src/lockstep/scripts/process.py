@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from typing import BinaryIO
 from lockstep.base.errors import LaunchError
 from lockstep.base.processes import descendants, die_with_parent, kill_all, parents, with_marker
 from lockstep.base.system import signals
+from lockstep.base.temporary_folder import remove_left_folders
 from lockstep.scripts.line import ScriptLine
 from lockstep.scripts.request import REQUEST, ScriptRequest
 
@@ -117,7 +119,8 @@ def run_script(
 
 def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
     """End a script and everything that it has started, in any session: its descendants, and
-    processes that have its request in their environment."""
+    processes that have its request in their environment. Removes what they leave in the temporary
+    folder."""
 
     def started() -> set[int]:
         roots = with_marker(marker) | ({root.pid} if root.poll() is None else set())
@@ -131,6 +134,7 @@ def _end_all(root: subprocess.Popen[bytes], marker: str) -> None:
     kill_all(lambda: (started() | seen) & parents().keys(), KILL_SECONDS)
     with suppress(subprocess.TimeoutExpired):
         root.wait(KILL_SECONDS)
+    remove_left_folders(Path(tempfile.gettempdir()))
 
 
 def _pass_on(read: BinaryIO, echo: BinaryIO | None) -> None:

@@ -32,7 +32,7 @@ from lockstep.base.processes import (
     own_python,
 )
 from lockstep.base.system import PASSED_ON, signals_blocked
-from lockstep.base.temporary_folder import remove_left_folders
+from lockstep.base.temporary_folder import remove_left_folders, remove_own_folders
 from lockstep.launch import worker
 from lockstep.launch.failures import Ending
 from lockstep.launch.recovery.channel import Channel, open_channel
@@ -165,6 +165,7 @@ def main() -> None:
     """Import the modules that training needs, and serve the command that started this process."""
     parent, descriptor = map(int, sys.argv[1:])
     die_with_parent(parent)
+    adopt_orphans()
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
     import lockstep.launch.run_workers
@@ -200,7 +201,9 @@ def _serve(channel: Channel) -> None:
             if message is None:
                 selector.unregister(channel)
                 _end(launchers, selector)
-                os._exit(0)  # the remaining launchers are killed with this process
+                kill_all(lambda: descendants([os.getpid()]), KILL_SECONDS)
+                remove_left_folders(Path(tempfile.gettempdir()))  # those of killed launchers
+                os._exit(0)
             if message["kind"] == "signal":
                 for number, pid in launchers.items():
                     if message["number"] in (None, number):
@@ -267,6 +270,8 @@ def _launch(request: LaunchRequest, descriptor: int) -> NoReturn:
         told = LaunchEnding(
             status=2, report=str(error), kind="lockstep.base.errors:LaunchError", message=str(error)
         )
+    finally:
+        remove_own_folders()
     kill_all(
         lambda: descendants([os.getpid()]), KILL_SECONDS
     )  # processes left over by the workers, which are forks of this process
