@@ -56,7 +56,7 @@ def test_a_device_is_measured(devices: WorkerPool) -> None:
     assert found.matmul.keys() == {"bfloat16", "float16", "float32", "float64", "tf32"}
     assert all(1e7 < rate < 1e14 for rate in (*found.matmul.values(), *found.attention.values()))
     assert 1e8 < found.copied_bytes_per_second < 1e13
-    assert 1e-7 <= found.launch_seconds < 1e-3
+    assert 1e-7 <= found.launch_seconds < 0.1  # the stand-in's kernels run on the host
     assert (found.generation, found.attention_dtype) == ("other", "bfloat16")
 
 
