@@ -47,7 +47,7 @@ class RandomStream(IntEnum):
     number of the choice)."""
     OPTIMIZER = 13
     """A step of an optimizer that is not torch's, for its own random numbers: (seed, OPTIMIZER,
-    steps done, number of the model)."""
+    steps done, number of the model), and then the number of a call of its closure."""
     LOOP = 14
     """Random numbers that a script's own loop draws outside of its microbatches: (seed, LOOP, steps
     done, number of passes over the step's microbatches)."""

@@ -74,6 +74,17 @@ class SamThatZeroes(Sam):
         return super().step(lambda: self.zeroed(closure))
 
 
+class SamWithNoise(Sam):
+    """Draws noise after its closure was called again."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter += 0.01 * torch.randn_like(parameter)
+        return loss
+
+
 class SamUnnamed(SamOfItsPaper):
     needs_closure = False
 
@@ -94,6 +105,10 @@ def sam_that_zeroes(model: nn.Module) -> Optimizer:
     return SamThatZeroes(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def sam_with_noise(model: nn.Module) -> Optimizer:
+    return SamWithNoise(model.parameters(), lr=0.1)
+
+
 def noisy() -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, OUTPUTS)
@@ -106,6 +121,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizer]
     "sam of its paper": (network, sam_of_its_paper),
     "sam that zeroes": (network, sam_that_zeroes),
     "sam, dropout, BatchNorm": (noisy, sam),
+    "sam with noise, dropout": (noisy, sam_with_noise),
 }
 
 

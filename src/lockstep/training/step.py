@@ -506,10 +506,7 @@ class Step:
         self._training.hooks.call("after_backward", self._run, module.model)
         result.applied, result.terms = None, self._terms
         again = partial(self._again, number, result, closure) if module.needs_closure else None
-        if module.may_draw:
-            context = self._training.context
-            seed = key(context.seed, RandomStream.OPTIMIZER, self._run.step, number)
-            seed_generators(seed, context.device)
+        self._seed_optimizer(number)
         result.norm, result.applied = module.apply(
             self.index, clip_norm, measure=self._run.is_logging_step, closure=again
         )
@@ -536,7 +533,8 @@ class Step:
         repeat = closure or partial(self._train, number, *(self._computed or ()))
 
         def again() -> Tensor:
-            if next(calls) == 0 and _marks(module.parameters) == marks:
+            call = next(calls)
+            if call == 0 and _marks(module.parameters) == marks:
                 return torch.tensor(first.loss())
             self._is_repeated, self._has_begun = True, False
             with torch.enable_grad():
@@ -549,9 +547,18 @@ class Step:
             module.divide_by_weight(stats.weights, stats.values)
             self._call_gradient_hooks(number)
             module.clip(first.clip_norm)
+            self._seed_optimizer(number, call)
             return torch.tensor(replace(first, values=stats.values, weights=stats.weights).loss())
 
         return again
+
+    def _seed_optimizer(self, number: int, *call: int) -> None:
+        """Seed the generators for what an optimizer draws in its step, or after a call of its
+        closure, which draws by this rank's microbatches."""
+        if self._modules[number].may_draw:
+            context = self._training.context
+            at = (context.seed, RandomStream.OPTIMIZER, self._run.step, number, *call)
+            seed_generators(key(*at), context.device)
 
     def _call_gradient_hooks(self, number: int) -> None:
         module, context = self._modules[number], self._training.context
