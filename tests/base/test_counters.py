@@ -21,33 +21,54 @@ from lockstep.base.counters import (
 calls = 0
 
 
-def of_its_module(output: Any, batch: Any) -> None:
+def of_its_module(output: Any, batch: Any) -> float:
     global calls
     calls += 1
+    return factor()
 
 
-def of_a_closure() -> Any:
+def factor() -> float:
+    return 0.5 if calls > 9 else 1.0
+
+
+def for_a_log(output: Any, batch: Any) -> None:
+    global logged
+    logged += len(batch)
+
+
+logged = 0
+
+
+def of_a_closure(*, used: bool = True) -> Any:
     seen = {"samples": 0}
-    first, again = 0, False
+    first, again, losses = 0, False, 0
 
     @torch.no_grad()
-    def loss(output: Any, batch: Any) -> None:
-        nonlocal first, again
+    def loss(output: Any, batch: Any) -> Any:
+        nonlocal first, again, losses
+        losses += 1
         seen["samples"] += len(batch)
         first, again = first or len(batch), True
+        return len(batch)
 
-    return loss
+    @torch.no_grad()
+    def uses(output: Any, batch: Any) -> Any:
+        return loss(output, batch) / seen["samples"]
+
+    return uses if used else loss
 
 
 class Memory:
-    """A loss that uses its memory after a few calls. Its log may grow."""
+    """A loss that uses its memory after a few calls. Its logs may grow."""
 
     def __init__(self) -> None:
-        self.calls, self.weight, self.log = 0, 0.5, [0.0]
+        self.calls, self.samples, self.weight, self.log = 0, 0, 0.5, [0.0]
 
-    def __call__(self, output: Any, batch: Any) -> None:
+    def __call__(self, output: Any, batch: Any) -> float:
         self.calls += 1
+        self.samples += len(batch)
         self.log.append(self.weight)
+        return self.weight if self.calls > 9 else 0.0
 
     def method(self, output: Any, batch: Any) -> None:
         self(output, batch)
@@ -57,14 +78,18 @@ class Memory:
     ("function", "expected"),
     [
         (of_its_module, ["calls"]),
+        (for_a_log, []),
         (of_a_closure(), ["seen['samples']"]),
+        (of_a_closure(used=False), []),
         (Memory(), ["calls"]),
         (Memory().method, ["calls"]),
         (functools.partial(Memory(), batch=[1]), ["calls"]),
         (lambda output, batch: len(batch), []),
     ],
 )
-def test_the_numbers_that_each_call_changes_are_named(function: Any, expected: list[str]) -> None:
+def test_the_numbers_that_each_call_changes_and_uses_are_named(
+    function: Any, expected: list[str]
+) -> None:
     found = [numbers_of_functions([function])]
     for _ in range(2):
         function(None, batch=[1, 2])

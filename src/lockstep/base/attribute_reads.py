@@ -10,8 +10,7 @@ from typing import Any
 
 from lockstep.base.contents import inner_code, is_users, variables_of
 
-_LOADS = ("LOAD_ATTR", "LOAD_SUPER_ATTR")
-_VARIABLES = ("LOAD_GLOBAL", "LOAD_DEREF")
+_LOADS = ("LOAD_ATTR", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_DEREF")
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 
 
@@ -20,14 +19,17 @@ def names_read(model: Any) -> set[str] | None:
     model's modules read, in methods and functions that they call too. One that a function sets
     before it reads it does not count, nor one that it only adds to (`self.calls += 1`). None: the
     code of a forward is not known."""
-    return _all_read(functions_of(model))
+    return names_read_by_all(functions_of(model))
 
 
 def names_read_by_dataset(dataset: Any) -> set[str] | None:
     """Return the names that the methods of a dataset which get samples read, as `names_read`."""
     methods = [getattr(type(dataset), name, None) for name in ("__getitem__", "__getitems__")]
-    return _all_read(
-        each for method in methods if method is not None for each in _called(type(dataset), method)
+    return names_read_by_all(
+        each
+        for method in methods
+        if method is not None
+        for each in functions_called(type(dataset), method)
     )
 
 
@@ -44,10 +46,10 @@ def functions_of(model: Any) -> Iterator[FunctionType | None]:
         forward = getattr(module.forward, "__func__", module.forward)
         if (type(module), forward) not in seen:
             seen.add((type(module), forward))
-            yield from _called(type(module), forward)
+            yield from functions_called(type(module), forward)
 
 
-def _called(kind: type, first: Any) -> Iterator[FunctionType | None]:
+def functions_called(kind: type, first: Any) -> Iterator[FunctionType | None]:
     """Yield a function of a class, and the class's methods and the user's functions that it
     calls."""
     left, seen = [first], set[FunctionType]()
@@ -67,7 +69,8 @@ def _called(kind: type, first: Any) -> Iterator[FunctionType | None]:
             ]
 
 
-def _all_read(functions: Iterable[FunctionType | None]) -> set[str] | None:
+def names_read_by_all(functions: Iterable[FunctionType | None]) -> set[str] | None:
+    """Return the names that functions read, as `names_read`. None: one of them is not known."""
     found: set[str] = set()
     for function in functions:
         if function is None:
@@ -90,24 +93,25 @@ def _read_by(code: CodeType) -> Iterator[str]:
     """Yield the names of attributes and variables that code reads before it sets them."""
     if "getattr" in code.co_names:
         yield from (each for each in code.co_consts if isinstance(each, str))
+    steps = list(dis.get_instructions(code))
+    # `calls += 1`, `self.log["norm"] = value`: the value that is there is not used by that
+    written = {_start(one) for one in steps if _writes(one)}
     is_set: set[str] = set()
-    added_to: set[str] = set()  # by `self.calls += 1`, whose value is not used by that
-    steps = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL")]
-    for place, one in enumerate(steps):
-        following = [each.opname for each in steps[place + 1 : place + 3]]
+    for one in steps:
+        if _start(one) in written and None not in _start(one):
+            continue
         if one.opname in _STORES:
-            if one.argval in added_to:
-                added_to.remove(one.argval)
-            else:
-                is_set.add(one.argval)
-        elif one.opname in _VARIABLES:
+            is_set.add(one.argval)
+        # a call of a method has "NULL|", from Python 3.12 on
+        elif one.opname in _LOADS and "NULL|" not in one.argrepr:
             yield from {one.argval} - is_set
-        elif one.opname == "LOAD_ATTR" and place and steps[place - 1].opname == "COPY":
-            added_to.add(one.argval)
-        elif (
-            one.opname in _LOADS
-            and "NULL|" not in one.argrepr  # a call of a method, from Python 3.12 on
-            # self.log["norm"] = value, self.log["count"] += 1
-            and following not in (["LOAD_CONST", "STORE_SUBSCR"], ["LOAD_CONST", "COPY"])
-        ):
-            yield from {one.argval} - is_set
+
+
+def _writes(one: dis.Instruction) -> bool:
+    return one.opname == "STORE_SUBSCR" or (one.opname == "BINARY_OP" and one.argrepr[-1] == "=")
+
+
+def _start(one: dis.Instruction) -> tuple[int | None, int | None]:
+    """Return the line and column at which an instruction's expression begins."""
+    at = one.positions
+    return (None, None) if at is None else (at.lineno, at.col_offset)

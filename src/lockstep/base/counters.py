@@ -12,9 +12,11 @@ from types import FunctionType
 from typing import Any
 
 from lockstep.base.attribute_reads import (
+    functions_called,
     functions_of,
     names_read,
     names_read_by,
+    names_read_by_all,
     names_read_by_dataset,
 )
 from lockstep.base.contents import attributes, is_users, variables_of
@@ -50,19 +52,25 @@ def carried(model: Any, names: Iterable[str]) -> list[str]:
 
 def numbers_of_functions(functions: Iterable[Callable[..., Any]]) -> Numbers:
     """Return the numbers that functions, or objects that are called, use: in attributes, and in
-    variables of a closure or a module."""
+    variables of a closure or a module. One that they only add to is left out: it is for a log."""
     found: dict[str, float] = {}
     for function in functions:
         while isinstance(function, functools.partial):
             function = function.func
         function = inspect.unwrap(function)
         owner = getattr(function, "__self__", function)
-        if hasattr(owner, "named_modules"):
-            found |= numbers_of_model(owner)
-        else:
-            found |= dict(_numbers_in(attributes(owner)))
-        if isinstance(code := getattr(function, "__func__", function), FunctionType):
-            found |= _numbers_around(code)
+        codes = [getattr(function, "__func__", function), inspect.getattr_static(owner, "__call__")]
+        codes = [each for each in codes if isinstance(each, FunctionType)]
+        called = [each for code in codes for each in functions_called(type(owner), code)]
+        if is_module := hasattr(owner, "named_modules"):
+            called += functions_of(owner)
+        numbers: dict[str, float] = {}
+        for each in called:
+            if each is not None and is_users(each.__module__):
+                numbers |= _numbers_around(each)
+        numbers |= numbers_of_model(owner) if is_module else dict(_numbers_in(attributes(owner)))
+        read = names_read_by_all(called) if called else None
+        found |= {name: value for name, value in numbers.items() if _is_read(name, read)}
     return found
 
 
