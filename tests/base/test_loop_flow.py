@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.loop_flow import carried_into_loss, loop_at, set_anew
+from lockstep.base.loop_flow import (
+    carried_into_loss,
+    kept_by_methods,
+    loop_at,
+    set_anew,
+    used_by_loss,
+)
 
 CARRIED = {
     "running": """
@@ -176,3 +182,70 @@ def test_what_each_step_sets_before_it_reads_it_is_set_anew() -> None:
         print(total, sometimes)
     """)
     assert set_anew(found) == {"total", "buffer", "scratch", "step", "x"}
+
+
+POOL = """
+    class Pool:
+        def __init__(self, size):
+            self.size, self.images = size, []
+            self.images.append(None)
+
+        def query(self, image):
+            self.calls += 1
+            self.put(image)
+            self.shown.append(image)
+            if len(self.images) < self.size:
+                return image
+            chosen = self.images[0]
+            return self.blend(chosen)
+
+        def put(self, image):
+            self.images.append(image)
+
+        def blend(self, image):
+            self.last = image.mean()
+            return image * self.factor
+
+        def anneal(self, step):
+            self.factor, self.ratio = 1 / step, 0.9 * self.ratio
+            self.table = self.table if step else step
+
+        def shown_mean(self):
+            return sum(self.shown)
+    """
+PENALTY = """
+    class Penalty:
+        @torch.enable_grad()
+        def add(self, lengths):
+            mean = self.mean.lerp(lengths.mean(), 0.1)
+            self.mean.copy_(mean.detach())
+            (lengths - mean).square().mean().backward()
+    """
+
+
+@pytest.mark.parametrize(
+    ("sources", "names", "expected"),
+    [
+        ([POOL], {"query"}, {"images"}),
+        ([POOL], {"shown_mean"}, {"shown"}),
+        ([POOL], {"ratio"}, {"ratio"}),
+        ([POOL], {"factor", "last", "size"}, set()),
+        ([PENALTY], {"add"}, {"mean"}),
+        (["class Own(Pool):\n    def query(self, x):\n        return x", POOL], {"query"}, set()),
+        (
+            ["class Loss:\n    def __call__(self, x):\n        self.n += x\n        return self.n"],
+            set(),
+            {"n"},
+        ),
+        (["lambda: 0", "class"], {"query"}, set()),
+    ],
+)
+def test_the_attributes_that_methods_keep_and_return_are_found(
+    sources: list[str], names: set[str], expected: set[str]
+) -> None:
+    assert kept_by_methods(map(textwrap.dedent, sources), names) == expected
+
+
+def test_what_the_loss_uses_need_not_be_changed_by_the_loop() -> None:
+    body = "scale = 1\nstep.backward(pool.query(model(x)) * scale)\nlog(history)"
+    assert used_by_loss(loop(body)) == ["model", "pool", "pool.query", "x"]

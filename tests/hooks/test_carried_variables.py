@@ -28,6 +28,116 @@ class Baseline:
         self.value = state["value"]
 
 
+class Pool:
+    """Images of earlier steps: each rank puts in those of its own microbatches."""
+
+    def __init__(self) -> None:
+        self.images: list[torch.Tensor] = []
+
+    def query(self, images: torch.Tensor) -> torch.Tensor:
+        self.images.append(images.detach())
+        return self.images[int(torch.randint(len(self.images), ()))]
+
+
+class GatheredPool(Pool):
+    """Images that are the same on every rank, in the order of their samples."""
+
+    def query(self, images: torch.Tensor) -> torch.Tensor:
+        return self.images[0][: len(images)] if self.images else images.detach()
+
+    def add(self, images: torch.Tensor, places: torch.Tensor) -> None:
+        self.images = [*self.images, images[places.argsort()]][-2:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"images": self.images}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.images = state["images"]
+
+
+class Criterion:
+    """Keeps numbers for a log, a cache, and what each step sets."""
+
+    def __init__(self) -> None:
+        self.calls, self.last, self.losses, self.weight = 0, 0.0, list[float](), 0.0
+        self.cache: dict[int, float] = {}
+
+    def set_step(self, index: int) -> None:
+        self.weight = index / 8
+
+    def __call__(self, output: torch.Tensor, y: torch.Tensor, index: int) -> torch.Tensor:
+        loss = ((output - y) ** 2).mean() * (1.0 + self.weight)
+        self.calls, self.last = self.calls + 1, loss.item()
+        self.losses.append(self.last)
+        self.cache[index] = float(index)
+        return loss + self.cache[index]
+
+    def mean(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+
+def with_objects(run_dir: str, kind: str, plan: str) -> list[Any]:
+    """The names of the events, the variables that they name, and the model's fingerprint."""
+    pool = {"pool": Pool, "gathered": GatheredPool}.get(kind, Pool)()
+    criterion, scale, latest = Criterion(), torch.ones(1, requires_grad=True), 0.0
+    scaled = torch.optim.SGD([scale], lr=0.1)
+    steps = 17 if kind == "each fourth step" else 5
+    with ls.Session(run_dir=run_dir, plan=plan) as session:
+        model, optimizer = session.prepare(lambda: nn.Linear(6, 3), sgd)
+        factor, factored = session.prepare(Factor, sgd)
+        session.include("pool", pool if kind == "gathered" else GatheredPool())
+        for step in session.steps(rows(48), global_batch=8, microbatch=2, steps=steps):
+            criterion.set_step(step.index)
+            outputs, places, errors = [], [], []
+            with torch.no_grad():
+                known = factor().item()
+            for place, x, y in step.microbatches():
+                output = model(x)
+                outputs.append(output.detach())
+                places.append(place)
+                errors.append(((output - y) ** 2).mean().detach())
+                if kind in ("pool", "gathered"):
+                    loss = ((output - pool.query(output)) ** 2).mean()
+                elif kind == "scale":
+                    loss = (scale.detach() * (output - y) ** 2).mean()
+                elif kind == "prepared":
+                    loss = known * errors[-1] + ((output - y) ** 2).mean() * known
+                elif kind == "each fourth step":
+                    loss = ((output - y - latest) ** 2).mean()
+                else:
+                    loss = criterion(output, y, step.index)
+                step.backward(loss, optimizer)
+                if kind == "scale":
+                    scaled.zero_grad()
+                    (scale * errors[-1]).sum().backward()
+                    scaled.step()
+            step.commit(optimizer)
+            for error in zipped(step.microbatches(), errors):
+                step.backward((factor() * error).mean(), factored)
+            step.commit(factored)
+            if kind == "gathered":
+                pool.add(session.gather(torch.cat(outputs)), session.gather(torch.cat(places)))
+            if kind == "each fourth step" and step.index % 4 == 0:
+                latest = 0.9 * latest + 0.1 * session.mean(torch.stack(errors))
+            step.log({"mean": criterion.mean() if kind == "criterion" else 0.0})
+        fingerprint = ls.fingerprint(model)
+    told = run_files.events(Path(run_dir), "loss-keeps-state", "variables-not-saved")
+    return [*[[each["event"], each.get("variables")] for each in told], fingerprint]
+
+
+class Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(1))
+
+    def forward(self) -> torch.Tensor:
+        return self.value.exp()
+
+
+def zipped(microbatches: Any, values: list[Any]) -> Any:
+    return (value for _, value in zip(microbatches, values, strict=True))
+
+
 def trained(run_dir: str, kind: str, plan: str) -> list[Any]:
     """The names of the events, and the variables that they name."""
     own, mean, logged, cached = 0.0, 0.0, 0.0, None
@@ -81,3 +191,39 @@ def test_a_value_that_a_later_loss_uses_is_named(pool: WorkerPool, tmp_path: Pat
     assert others == fast[1:]
     assert refused.startswith("LossError: the loss uses own, which the loop carries from one step")
     assert "on rank 1: what is learned depends on the number of processes" in refused
+
+
+OBJECTS = ("pool", "gathered", "scale", "prepared", "each fourth step", "criterion")
+
+
+def each_object(run_dir: str, plan: str) -> list[Any]:
+    return each_of(with_objects, run_dir, [(kind, plan) for kind in OBJECTS])
+
+
+def test_what_an_object_or_an_optimizer_of_ones_own_carries_is_named(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    bits = "numerics=bitwise"
+    alone = each_object(str(tmp_path / "one"), f"replicate=1,{bits}")
+    told = [found[:-1] for found in alone]
+    assert told == [
+        [[LOST, ["pool.images"]]],
+        [],
+        [[LOST, ["scale"]]],
+        [],
+        [[LOST, ["latest"]]],
+        [],
+    ]
+    fast = pool.run(2, each_object, str(tmp_path / "two"), "replicate=2")[0]
+    assert [found[:-1] for found in fast] == [
+        [["loss-keeps-state", None]],
+        [],
+        [["loss-keeps-state", None], [LOST, ["scale"]]],
+        [],
+        [[LOST, ["latest"]]],
+        [],
+    ]
+    several = pool.run(2, each_object, str(tmp_path / "bits"), f"shard=2,{bits}")[0]
+    assert several[0].startswith("LossError: the loss uses pool.images, which the loop carries")
+    assert several[2].startswith("LossError: the loss uses scale, which the loop carries from one")
+    assert [several[place] for place in (1, 3, 4, 5)] == [alone[place] for place in (1, 3, 4, 5)]

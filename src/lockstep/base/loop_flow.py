@@ -1,15 +1,17 @@
 """Finds the variables of a script's loop over steps whose value of one step goes into the loss of a
-later one, by the loop's code."""
+later one, by the loop's code, and likewise the attributes of an object, by its class's."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Set
 
 _SINKS = ("backward", "compute")
 """Methods of a step that take the loss, or the function that computes it."""
 _FILLS = ("zero_", "fill_", "copy_")
 """Methods of a tensor that replace all of its values."""
+_TEXTS = ("__init__", "__repr__", "__str__")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 # variable -> the variables whose values at the beginning of the step may be in it
@@ -30,31 +32,87 @@ def loop_at(source: str, line: int) -> ast.For | None:
 
 def set_anew(loop: ast.For) -> set[str]:
     """Return the variables that each step sets or fills before it reads them."""
-    flow = _Flow(loop)
-    flow.run(loop.body)
+    flow = _flow_of(loop)
     return flow.changed - flow.read
 
 
 def carried_into_loss(loop: ast.For) -> list[str]:
     """Return the variables, such as `baseline` or `self.baseline`, that the loop's body changes and
     whose value at the beginning of a step goes into `step.backward` or `step.compute`."""
-    flow = _Flow(loop)
-    flow.run(loop.body)
+    flow = _flow_of(loop)
     return sorted(flow.used & flow.changed)
 
 
-class _Flow:
-    """Follows values through the body of a loop, statement after statement. Inner loops are taken
-    to run at least once."""
+def used_by_loss(loop: ast.For) -> list[str]:
+    """Return the variables whose value at the beginning of a step goes into the loss, changed by
+    the loop's code or not."""
+    return sorted(_flow_of(loop).used)
 
-    def __init__(self, loop: ast.For) -> None:
-        self._steps = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+
+def kept_by_methods(sources: Iterable[str], names: Set[str]) -> set[str]:
+    """Return the attributes of an object that its methods compute from their earlier values, or put
+    values into, and that go into what some methods return, or into their `backward`.
+
+    `sources`: the code of its class and its base classes; `names`: the attributes that are used,
+    methods or not."""
+    methods: dict[str, _Flow] = {}
+    for source in sources:
+        for name, flow in _methods_of(source):
+            methods.setdefault(name, flow)
+    left = [*names, *(name for name in methods if _is_operator(name))]
+    used = set[str]()
+    while left:
+        if (name := left.pop()) not in used:
+            used.add(name)
+            left += methods[name].used if name in methods else ()
+    return used & {name for flow in methods.values() for name in flow.kept}
+
+
+def _methods_of(source: str) -> Iterator[tuple[str, _Flow]]:
+    """Yield the methods of a class, with the flow of their object's attributes."""
+    try:
+        kind = ast.parse(textwrap.dedent(source)).body[0]
+    except (SyntaxError, ValueError):
+        return
+    for each in kind.body if isinstance(kind, ast.ClassDef) else ():
+        if isinstance(each, ast.FunctionDef) and each.args.args:
+            own = each.args.args[0].arg
+            flow = _Flow(_bound_by(each) - {own}, own)
+            flow.run(each.body)
+            for paths in (flow.used, flow.kept):
+                attributes = {one.removeprefix(f"{own}.").partition(".")[0] for one in paths}
+                paths.clear()
+                paths |= attributes
+            yield each.name, flow
+
+
+def _is_operator(name: str) -> bool:
+    """True for `__call__` and others that an expression calls without their name."""
+    return name == "forward" or (name.startswith("__") and name not in _TEXTS)
+
+
+def _flow_of(loop: ast.For) -> _Flow:
+    flow = _Flow({each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)})
+    flow.run(loop.body)
+    return flow
+
+
+class _Flow:
+    """Follows values through the body of a loop or of a method, statement after statement. Inner
+    loops are taken to run at least once."""
+
+    def __init__(self, given: set[str], own: str | None = None) -> None:
+        """`given`: the loop's targets (a step), or the method's arguments; `own`: the method's
+        object, `self`."""
+        self._given, self._own = given, own
         self.used: set[str] = set()
         self.read: set[str] = set()
         """Variables whose value at the beginning of the step is read."""
         self.changed: set[str] = set()
         """Variables that the body sets, or whose methods it calls for their effect."""
-        self._origins: Origins = dict.fromkeys(self._steps, _NONE)
+        self.kept: set[str] = set()
+        """Variables whose new value contains their value at the beginning."""
+        self._origins: Origins = dict.fromkeys(given, _NONE)
         self._decides: frozenset[str] = _NONE  # origins of the conditions around a statement
 
     def run(self, body: Iterable[ast.stmt]) -> None:
@@ -106,7 +164,7 @@ class _Flow:
         owner = _path(called.value) if isinstance(called, ast.Attribute) else None
         if owner is not None and isinstance(called, ast.Attribute) and called.attr in _FILLS:
             self._set(called.value, _NONE.union(*map(self._of, call.args)))
-        elif owner is not None:
+        elif owner is not None and owner != self._own:
             self._put(owner, self._of(call))
         else:
             self._of(call)
@@ -161,20 +219,28 @@ class _Flow:
                 if not name.startswith(f"{path}.")
             }
             self._origins[path] = origins | self._decides
+            self.kept |= origins & {path}
 
     def _put(self, path: str, origins: frozenset[str]) -> None:
         """Put a value into an object, which keeps its others."""
         self.changed.add(path)
         self.read |= self._value(path)
         self._origins[path] = self._value(path) | origins | self._decides
+        self.kept |= self._value(path) & {path}
 
     def _look_for_sinks(self, node: ast.AST) -> None:
-        for call in ast.walk(node):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-                owner = call.func.value
-                is_step = isinstance(owner, ast.Name) and owner.id in self._steps
-                if is_step and call.func.attr in _SINKS:
-                    self.used |= self._of(call) | self._decides
+        for each in ast.walk(node):
+            if self._is_sink(each):
+                self.used |= self._of(each) | self._decides
+
+    def _is_sink(self, node: ast.AST) -> bool:
+        if self._own is not None and isinstance(node, ast.Return | ast.Yield):
+            return True
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        owner = node.func.value
+        is_step = isinstance(owner, ast.Name) and owner.id in self._given
+        return node.func.attr in _SINKS and (is_step or self._own is not None)
 
     def _of(self, node: ast.AST) -> frozenset[str]:
         """Return the origins of the values that a piece of code reads."""

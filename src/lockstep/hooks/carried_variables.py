@@ -1,115 +1,223 @@
-"""The hook that finds values that a script's own loop carries in a variable from one step into the
-loss of a later one: a running reward, a hidden state."""
+"""The hook that finds values that a script's own loop carries from one step into the loss of a
+later one, in a variable or in an object: a running reward, a hidden state, a buffer of images."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from typing import Any
+import inspect
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.base.contents import Reader, digest_parts
+from lockstep.base.contents import Reader, attributes, digest_parts, is_users
 from lockstep.base.errors import first_few
-from lockstep.base.loop_flow import carried_into_loss
+from lockstep.base.loop_flow import carried_into_loss, kept_by_methods, used_by_loss
+from lockstep.base.torch_private import tree_leaves, version
 from lockstep.hooks.loop_variables import frame_of_script, local_variables, loop_of
 from lockstep.hooks.loss_check import tell_state
+from lockstep.training.checksum import checksum
 from lockstep.training.hook import ControlHook
 from lockstep.training.run import Run
 from lockstep.training.set_up import Remark
 
-STEPS = 3
-"""Number of steps to watch."""
-_REMEDY = (
-    "compute it by session.mean or session.gather, and keep it in an object with state_dict and"
-    " load_state_dict that session.include saves"
+TOLD_AFTER = (3, 15)
+"""Steps after which the findings are told: some values change in each fourth step only."""
+_SAVE = "keep it in an object with state_dict and load_state_dict that session.include saves"
+_OF_VARIABLES = f"compute it by session.mean or session.gather, and {_SAVE}"
+_OF_OBJECTS = (
+    "change it after the microbatches, on every rank by the rows of all, which session.gather"
+    " returns, in the order of their samples, and give it state_dict and load_state_dict for"
+    " session.include"
+)
+_OF_TRAINED = (
+    "make it a model of the session, by session.prepare, with a loop over step.microbatches() and a"
+    " step.commit for its own loss"
 )
 _CONTAINERS = (list, tuple, dict, set, deque, np.ndarray)
+_NUMBERS = (bool, int, float, np.number, np.bool_)
+
+
+class _Seen(NamedTuple):
+    """A value that the loss uses, at the beginning of a step."""
+
+    remedy: str
+    mark: Any
+    """The number, a digest of a container, or a weak reference to a tensor: to keep the tensor
+    would keep the graph of its step."""
+    writes: Sequence[int] = ()
+    """Numbers of writes into its tensors."""
+    is_compared: bool = True
+    """False if ranks may have different values: the states of their environments."""
 
 
 class CarriedVariables(ControlHook):
-    """Reports variables of a script's loop whose value goes into a later step's loss. A variable
-    counts if it changes twice: one that is filled once is a cache."""
+    """Reports variables of a script's loop, and attributes of its objects, whose value goes into a
+    later step's loss. One counts if it changes twice: one that is filled once is a cache."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._names: list[str] | None = None
-        self._values: dict[str, Any] = {}
-        self._changes: dict[str, int] = {}
+        self._carried: list[str] = []
+        self._used: list[str] = []
+        self._kept: dict[str, set[str]] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._changes, self._writes = Counter[str](), Counter[str]()
+        self._told: set[str] = set()
 
     def before_step(self, run: Run) -> None:
-        if run.recipe is not None or self._steps > STEPS or run.context.recovered_from is not None:
+        is_watched = run.recipe is None and run.context.recovered_from is None
+        if not is_watched or self._steps > TOLD_AFTER[-1]:
             return
         frame = frame_of_script()
-        if self._names is None:
-            loop = loop_of(frame)
-            self._names = [] if loop is None else carried_into_loss(loop)
-        variables = {**frame.f_globals, **local_variables(frame)} if self._names else {}
-        values = {name: _value_of(variables, name, run) for name in self._names}
-        for name, value in values.items():
-            if self._steps and not _is_same(self._values[name], value):
-                self._changes[name] = self._changes.get(name, 0) + 1
-        self._values = values
-        if self._steps == STEPS:
+        if self._steps == 0 and (loop := loop_of(frame)) is not None:
+            self._carried, self._used = carried_into_loss(loop), used_by_loss(loop)
+        variables = {**frame.f_globals, **local_variables(frame)} if self._used else {}
+        seen = dict(self._look(variables, run))
+        for name, now in seen.items():
+            if (before := self._seen.get(name)) is not None:
+                self._changes[name] += not _is_same(before.mark, now.mark)
+                self._writes[name] += before.writes != now.writes
+        self._seen = seen
+        if self._steps in TOLD_AFTER:
             self._tell(run)
-            self._values = {}
+        if self._steps == TOLD_AFTER[-1]:
+            self._seen = {}
         self._steps += 1
+
+    def _look(self, variables: Mapping[str, Any], run: Run) -> Iterator[tuple[str, _Seen]]:
+        saved = {id(each) for each in run.training.stateful.values()}
+        saved |= {id(each.model) for each in run.training.modules}
+        trained_here = {id(each) for one in run.training.modules for each in one.model.parameters()}
+        for name in self._used:
+            value = _value_of(variables, name, saved)
+            if trained := [each for each in _trained(value) if id(each) not in trained_here]:
+                yield name, _Seen(_OF_TRAINED, trained, [version(each) for each in trained])
+            elif name in self._carried and (seen := _seen_in(value, _OF_VARIABLES)) is not None:
+                is_compared = isinstance(value, _NUMBERS) or _is_scalar(value)
+                yield name, seen._replace(is_compared=is_compared)
+            if is_users(type(value).__module__) and not isinstance(value, Optimizer | Tensor):
+                for each in self._kept_by(name, type(value)):
+                    item = _value_of(attributes(value), each, saved)
+                    if (seen := _seen_in(item, _OF_OBJECTS)) is not None:
+                        yield f"{name}.{each}", seen
+
+    def _kept_by(self, name: str, kind: type) -> set[str]:
+        """Return the attributes of an object that its methods carry into the loss."""
+        if name not in self._kept:
+            paths = [each.removeprefix(f"{name}.") for each in self._used if each != name]
+            self._kept[name] = kept_by_methods(
+                _code_of(kind), {each.partition(".")[0] for each in paths}
+            )
+        return self._kept[name]
 
     def _tell(self, run: Run) -> None:
         """Every rank calls it."""
         mine = {
-            name: _as_number(self._values[name])
-            for name, changes in self._changes.items()
-            if changes > 1
+            name: _for_all(seen)
+            for name, seen in self._seen.items()
+            if self._changes[name] + self._writes[name] > 1
         }
-        everyone = run.context.world.gather_values(mine)
-        names = sorted({name for found in everyone for name in found})
-        if not names:
-            return
-        differing = [name for name in names if len({repr(each.get(name)) for each in everyone}) > 1]
-        what = "the loss uses {}, which the loop carries from one step to the next in a variable"
+        lost = [name for name in mine if self._changes[name] > 1]
+        everyone = run.context.world.gather_values((mine, lost))
+        names = sorted({name for found, _ in everyone for name in found} - self._told)
+        differing = [
+            name for name in names if len({repr(found.get(name)) for found, _ in everyone}) > 1
+        ]
+        what = "the loss uses {}, which the loop carries from one step to the next"
         if differing:
             name = differing[0]
-            values = (f"{found.get(name)} on rank {rank}" for rank, found in enumerate(everyone))
+            values = [f"{found.get(name)} on rank {at}" for at, (found, _) in enumerate(everyone)]
+            is_number = isinstance(mine.get(name), float)
             tell_state(
                 run,
-                f"{what.format(first_few(differing))}, and {name} is {first_few(list(values))}:"
-                f" what is learned depends on the number of processes; {_REMEDY}",
+                f"{what.format(first_few(differing))}, and {name} is"
+                f" {first_few(values) if is_number else 'not the same on all ranks'}: what is"
+                f" learned depends on the number of processes; {self._remedy(name)}",
             )
-        if only_lost := [name for name in names if name not in differing]:
+        all_lost = {name for _, found in everyone for name in found}
+        if only_lost := [name for name in names if name in all_lost and name not in differing]:
             line = (
                 f"warning: {what.format(first_few(only_lost))}: no checkpoint holds it, and a"
-                f" resumed run goes on with another value; {_REMEDY}"
+                f" resumed run goes on with another value; {self._remedy(only_lost[0])}"
             )
             run.training.remark(Remark("variables-not-saved", {"variables": only_lost}, line))
+        self._told |= {*names}
+
+    def _remedy(self, name: str) -> str:
+        return self._seen[name].remedy if name in self._seen else _OF_VARIABLES
 
 
-def _value_of(variables: Mapping[str, Any], path: str, run: Run) -> Any:
-    """Return a number, tensor or container; None for any other object, and for a saved one."""
-    name, *attributes = path.split(".")
+def _value_of(variables: Mapping[str, Any], path: str, saved: Set[int]) -> Any:
+    """Return the value of a variable or attribute; None for a saved one, an optimizer, and for a
+    part of one."""
+    name, *names = path.split(".")
     value = variables.get(name)
-    saved = [id(each) for each in run.training.stateful.values()]
-    for attribute in attributes:
+    for each in names:
         if isinstance(value, nn.Module | Optimizer) or id(value) in saved:
             return None
-        value = getattr(value, "__dict__", {}).get(attribute)
-    if isinstance(value, _CONTAINERS):
-        return digest_parts(Reader(most_bytes=1 << 20).parts(value))[0]
-    is_number = isinstance(value, bool | int | float | np.generic)
-    return value if is_number or isinstance(value, Tensor) else None
+        value = getattr(value, "__dict__", {}).get(each)
+    return None if isinstance(value, Optimizer) or id(value) in saved else value
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other  # `LoopVariables` finds those that are changed in place
-    return one is other or repr(one) == repr(other)
+def _trained(value: Any) -> list[Tensor]:
+    """Return the parameters of a network, or a tensor that is one."""
+    tensors = value.parameters() if isinstance(value, nn.Module) else [value]
+    return [
+        each for each in tensors if isinstance(each, Tensor) and each.is_leaf and each.requires_grad
+    ]
 
 
-def _as_number(value: Any) -> float | None:
-    """Return a number to be compared between ranks. None for anything else: ranks may keep states
-    of their own environments."""
+def _seen_in(value: Any, remedy: str) -> _Seen | None:
+    """Return how a number, tensor or container is seen; None for any other object, and for a
+    container of models."""
+    if isinstance(value, _NUMBERS):
+        return _Seen(remedy, float(value))
     if isinstance(value, Tensor):
-        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
-    return float(value) if isinstance(value, bool | int | float | np.number) else None
+        return _Seen(remedy, weakref.ref(value), [version(value)])
+    leaves = tree_leaves(value) if isinstance(value, _CONTAINERS) else [nn.Module()]
+    if any(isinstance(each, nn.Module | Optimizer) for each in leaves):
+        return None
+    if isinstance(value, dict):
+        return _Seen(remedy, {repr(name): _digest(each) for name, each in value.items()})
+    return _Seen(remedy, _digest(value))
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(before, weakref.ref) and isinstance(now, weakref.ref):
+        return before() is now()
+    if isinstance(before, dict) and isinstance(now, dict):  # one that only grows is a cache
+        return all(now.get(name) == digest for name, digest in before.items())
+    if isinstance(before, list):  # of trained tensors, which are written in place
+        return True
+    return type(before) is type(now) and repr(before) == repr(now)  # NaN is NaN
+
+
+def _for_all(seen: _Seen) -> float | str | None:
+    """Return what can be compared between ranks; None if ranks may differ."""
+    if not seen.is_compared:
+        return None
+    value = seen.mark() if isinstance(seen.mark, weakref.ref) else seen.mark
+    if isinstance(value, Tensor):
+        return float(value) if _is_scalar(value) else str(int(checksum(value)))
+    if isinstance(value, list):
+        return repr([int(checksum(each)) for each in value])
+    return value if isinstance(value, float) else repr(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
+def _digest(value: Any) -> str:
+    return repr(digest_parts(Reader(most_bytes=1 << 20).parts(value))[0])
+
+
+def _code_of(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        if is_users(each.__module__):
+            with suppress(OSError, TypeError):  # its source is not known
+                yield inspect.getsource(each)

@@ -234,7 +234,8 @@ class UnsavedState:
                 " holds them: unless each step sets them anew, a resumed run goes on with others;"
                 " before session.steps, include each:"
                 f" session.include({names[0]!r}, {names[0]}); a tensor has to be in an object with"
-                " state_dict and load_state_dict, such as a buffer of a module"
+                " state_dict and load_state_dict, such as a buffer of a module; what an optimizer"
+                " trains belongs into session.prepare"
             )
             run.training.remark(Remark("variables-not-saved", {"variables": names}, line))
         self._at_start, self._variables = {}, None
