@@ -23,8 +23,8 @@ TOLERANCE = 1e-3
 """Largest relative difference between the updates of a tensor and of its halves that counts as
 rounding."""
 MIXING_TOLERANCE = 1e-5
-"""The same for the updates of a tensor with and without other tensors, which are computed by the
-same operations."""
+"""Largest relative difference between the updates of a tensor with and without other tensors that
+counts as rounding. Both updates are computed by the same operations."""
 
 KNOWN = (
     torch.optim.SGD,
@@ -41,22 +41,22 @@ KNOWN = (
 )
 """torch's optimizers that update each element independently. Other optimizers are tried."""
 
-# groups, and the shapes of the tensors on which each group is tried
+# groups, each with the shapes of its tensors in a trial
 _Trial = list[tuple[dict[str, Any], list[tuple[int, ...]]]]
 
 
 def needing_whole_tensors(optimizers: Sequence[Optimizer], plan: Plan) -> list[Optimizer]:
-    """The optimizers that a `WholeTensorOptimizer` must step, because the plan divides tensors that
-    they need whole. Raises `RecipeError` if the plan splits tensors in a way that it does not
-    support."""
+    """The optimizers that need whole tensors although the plan divides them; a
+    `WholeTensorOptimizer` must step these. Raises `RecipeError` if it does not support the plan's
+    division."""
     optimizers = [optimizer for optimizer in optimizers if not _is_known(optimizer)]
     axes = plan.state_divided
     if axes and (mixing := next(filter(mixes_tensors, optimizers), None)) is not None:
         raise RecipeError(
             f"{type(mixing).__name__} with {','.join(axes)}; its update of a tensor depends on"
-            " other tensors (by a step size that is estimated from all, as Prodigy's) or on random"
-            " numbers, and ranks hold parts of the model; use replicate, or an optimizer that"
-            " updates each tensor by itself, such as AdamW"
+            " other tensors (such as Prodigy's step size, which is estimated from all tensors) or"
+            " on random numbers, but each rank holds only a part of the model; use replicate, or"
+            " an optimizer that updates each tensor by itself, such as AdamW"
         )
     if plan.divides("parameters") or plan.divides("features"):
         needing = [each for each in optimizers if not is_element_wise(each)]
@@ -77,8 +77,8 @@ def is_element_wise(
     optimizer: Optimizer, divided: Callable[[Tensor], object] = lambda parameter: True
 ) -> bool:
     """True if the optimizer updates the two halves of a tensor in the same way as the whole tensor.
-    This is tried on a copy of each of its groups, with small tensors of as many dims as the
-    parameters that are `divided`. Raises `RecipeError` if it cannot be tried."""
+    This is tried on a copy of each group, with small tensors that have as many dims as the
+    parameters for which `divided` is true. Raises `RecipeError` if it cannot be tried."""
     for group in optimizer.param_groups:
         dims = {parameter.dim() for parameter in group["params"] if divided(parameter)}
         if any(_differs(optimizer, group, _shape(each)) for each in sorted(dims - {0})):
@@ -87,7 +87,7 @@ def is_element_wise(
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    """True for an optimizer of `KNOWN` whose step nobody has changed."""
+    """True for an optimizer of `KNOWN` whose `step` is torch's."""
     kind = type(optimizer)
     is_changed = has_step_hooks(optimizer) or "step" in vars(optimizer)
     return kind in KNOWN and not is_changed and kind.step.__module__.startswith("torch.optim.")
@@ -110,16 +110,17 @@ def mixes_tensors(optimizer: Optimizer) -> bool:
 
 
 def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
-    """True if the first tensor moves differently when the gradients of the others are larger, or
-    change sign at each step; or if one of them moves differently without the others."""
+    """True if the first tensor's update changes when the other tensors' gradients are larger or
+    change sign at each step, or if any tensor's update changes when it is the optimizer's only
+    one."""
     numbers = range(sum(len(shapes) for _, shapes in trial))
     try:
-        # the same gradient in each step, because an estimate may need that
+        # constant gradients, because the optimizer's estimate may need them
         expected, *others = (
             _moved(optimizer, trial, factor, varies=False)[0] for factor in (1.0, 100.0, -1.0)
         )
         pairs = [(expected, moved) for moved in others]
-        # other gradients in each step: an average of equal ones is the same for any momentum
+        # varying gradients, because the average of constant ones is the same for any momentum
         for factor in (1.0, 100.0):
             pairs += zip(
                 _moved(optimizer, trial, factor, varies=True),
@@ -139,9 +140,9 @@ def _mixes(optimizer: Optimizer, trial: _Trial) -> bool:
 def _moved(
     optimizer: Optimizer, trial: _Trial, factor: float, *, varies: bool, only: int | None = None
 ) -> list[Tensor]:
-    """Return the change of each tensor by the steps. `factor`: factor of the gradients of all but
-    the first; if it is negative, they change sign at each step. `varies`: each step has different
-    gradients. `only`: the number of the one tensor that the optimizer has."""
+    """Return the change of each tensor over the trial's steps. `factor` multiplies the gradients of
+    all tensors but the first; if it is negative, these change sign at each step. `varies`: each
+    step has different gradients. `only`: index of the only tensor that the optimizer gets."""
     generator, device = torch.Generator().manual_seed(0), _device(trial[0][0])
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
@@ -177,7 +178,7 @@ def _device(group: dict[str, Any]) -> torch.device | str:
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> bool:
-    with disable_current_modes():  # a trial needs values, even if the model has none
+    with disable_current_modes():  # a trial needs real tensors, even if the model is on meta
         generator = torch.Generator().manual_seed(0)
         start, *gradients = (
             torch.randn(shape, generator=generator).to(_device(group)) for _ in range(1 + STEPS)
@@ -197,10 +198,10 @@ def _differs(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]
 
 def _cannot_try(optimizer: Optimizer, why: str) -> RecipeError:
     return RecipeError(
-        f"{type(optimizer).__name__} cannot be tried on a small tensor ({why}), and the plan splits"
-        " the model over ranks; if its update depends on elements that other ranks have, each"
-        " would compute it from its part; let step() take parameters from self.param_groups and"
-        " their state from self.state, and update any tensor that has a gradient; or use replicate"
+        f"{type(optimizer).__name__} cannot be tried on a small tensor ({why}), and the plan"
+        " splits the model over ranks; if its update of an element depends on other elements, it"
+        " would be wrong on a shard; let step() take parameters from self.param_groups and their"
+        " state from self.state, and update any tensor that has a gradient; or use replicate"
     )
 
 
@@ -211,8 +212,8 @@ def _half(start: Tensor, gradients: Sequence[Tensor], part: int) -> tuple[Tensor
 def updated(
     optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]
 ) -> Tensor:
-    """Return the tensor after a step with each of the gradients, taken by a copy of the optimizer
-    on this group."""
+    """Return `start` after a copy of the optimizer, with the settings of `group`, has made one step
+    for each gradient."""
     parameter = torch.nn.Parameter(start.clone())
     copied = _copied(optimizer, [(group, [parameter])])
     for gradient in gradients:
@@ -224,8 +225,8 @@ def updated(
 def _copied(
     optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
 ) -> Optimizer:
-    """Return a copy of the optimizer with the settings of these groups for these parameters, and
-    without state. A learning rate of 0, which moves nothing, is replaced by another one."""
+    """Return a copy of the optimizer without state, with these groups' settings and these
+    parameters. A learning rate of 0 is replaced, because it would move nothing."""
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
     copied.param_groups = [{**group, "params": parameters} for group, parameters in groups]

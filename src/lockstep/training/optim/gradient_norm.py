@@ -42,20 +42,20 @@ class GradientNorm:
         self._parts = {
             axis.name: mesh.axis(axis.name) for axis in divided if "layers" not in axis.divides
         }
-        """The axes along which ranks have parts of the same tensors, or the same tensors."""
+        """The axes along which ranks hold parts of the same tensors, or copies of them."""
         self._stages = mesh.stages
         self._bitwise = bitwise
         self._stage_rows: StageRows | None = None
 
     def begin(self, model: nn.Module, counted: Mapping[str, nn.Parameter]) -> None:
-        """Set the parameters in the norm. In a pipeline, every rank calls it before `of`.
-        `counted`: the parameters that this rank counts, by name."""
+        """Set the parameters of the norm. In a pipeline, every rank calls it before `of`.
+        `counted`: by name, the parameters whose squares this rank contributes."""
         if self._bitwise and self._stages.size > 1:
             self._stage_rows = StageRows(model, counted, self._stages)
 
     def of(self, gradients_or_none: Sequence[Tensor | None]) -> Tensor | float:
-        """Return the norm. With numerics=bitwise its bits do not depend on the sharding, nor on the
-        stages; `gradients_or_none` then has a gradient for each parameter given to `begin`."""
+        """Return the norm. With numerics=bitwise its bits depend neither on the sharding nor on the
+        stages; `gradients_or_none` then has an entry for each parameter given to `begin`."""
         gradients = [each for each in gradients_or_none if each is not None]
         parts = [to_local(gradient) for gradient in gradients]
         if self._bitwise:
@@ -82,8 +82,8 @@ class GradientNorm:
         return self._number(squares.sqrt())
 
     def of_each(self, gradients: Sequence[Tensor]) -> list[float]:
-        """Return the norm of each gradient, with the same bits as in `of`. It takes one reduction
-        over each axis, and one wait."""
+        """Return the norm of each gradient, with the same bits as in `of`, by one reduction over
+        each axis and one wait for the device."""
         if not gradients:
             return []
         wide, device = accelerator.wide_dtype(self._device), self._device
@@ -140,8 +140,8 @@ class GradientNorm:
         return each
 
     def _counts(self, gradient: Tensor) -> bool:
-        """True if this rank's part of a gradient counts: if several ranks have the same part, only
-        the part of the first rank on each axis does."""
+        """True if this rank's part of a gradient is added: if several ranks have the same part,
+        only the first rank on each axis adds it."""
         divided = divided_over(gradient)
         return all(name in divided or axis.rank == 0 for name, axis in self._parts.items())
 
@@ -194,8 +194,8 @@ class GradientNorm:
     def _gather_rows(
         self, squares: list[Tensor], places: Sequence[int], rows: Sequence[int], ranks: World
     ) -> None:
-        """Replace the squares at these places by the squares of all ranks' rows. `rows`: the number
-        of all rows, for each gradient."""
+        """Replace the squares of the gradients at the indices `places` by the squares of all ranks'
+        rows. `rows`: the number of rows of each full gradient."""
         if not places or ranks.size == 1:
             return
         local_rows = [
@@ -209,8 +209,8 @@ class GradientNorm:
             squares[at] = torch.cat(pieces[place :: len(places)])
 
     def _over_tensor(self, squares: list[Tensor], sharded_dims: Sequence[int | None]) -> None:
-        """Replace the squares of rows by the squares of all ranks of the tensor axis. Ranks have
-        different rows, or different slices of the same rows."""
+        """Replace the squares of this rank's rows by the squares of the full tensors' rows. The
+        ranks of the tensor axis have different rows, or different slices of the same rows."""
         sharded = [place for place, dim in enumerate(sharded_dims) if dim is not None]
         if not sharded:
             return
@@ -244,8 +244,9 @@ class StageRows:
     def __init__(
         self, model: nn.Module, counted: Mapping[str, nn.Parameter], stages: World
     ) -> None:
-        """`counted`: by name, the parameters that this rank counts. Every rank makes one."""
-        # modules of other stages have names of parameters, without parameters
+        """Every rank makes one. `counted`: by name, the parameters whose squares this rank
+        contributes."""
+        # modules of other stages keep the names of their parameters (with None as the value)
         names = [
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -305,9 +306,9 @@ def _squares_in_cache(rows: Tensor) -> Tensor:
 
 
 def squares_by_halves(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return Σ squares of each row by adding halves of the rows element by element: in a GPU's
-    reduction kernels, the order of a sum depends on the number of rows, and a shard has fewer
-    rows."""
+    """Return Σ squares of each row by adding halves of the rows element by element: a GPU's
+    reduction kernels would sum in an order that depends on the number of rows, which is smaller in
+    a shard."""
     wide = accelerator.wide_dtype(matrices[0].device)
     zeros = {
         device: torch.zeros((), dtype=wide, device=device)

@@ -23,8 +23,8 @@ def has_modes(optimizer: Optimizer) -> bool:
 
 
 class OptimizerModes:
-    """The modes of a model's optimizers. Leaving training mode and entering it again changes no
-    bit."""
+    """Switches a model's optimizers between these modes. After a switch to evaluation mode and
+    back, every parameter has the same bits."""
 
     def __init__(self, optimizers: Sequence[Optimizer], held: Mapping[str, nn.Parameter]) -> None:
         """`held`: the parameters that the optimizers hold, by name."""
@@ -35,8 +35,8 @@ class OptimizerModes:
             name: parameter for name, parameter in held.items() if id(parameter) in theirs
         }
         self.training_values: dict[str, Tensor] = {}
-        """In evaluation mode, the values that the parameters have in training mode, by name;
-        otherwise empty."""
+        """By name, the parameters' training-mode values while evaluation mode is on; otherwise
+        empty."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class OptimizerModes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Use evaluation mode while the context is entered."""
+        """A context in evaluation mode."""
         if self.training_values:
             yield
             return
@@ -70,7 +70,7 @@ class OptimizerModes:
         for optimizer in self._optimizers:
             optimizer.train()  # type: ignore[attr-defined]  # `has_modes`
         for name, value in self.training_values.items():
-            self._held[name].copy_(value)  # converting back by `train` would round
+            self._held[name].copy_(value)  # `train` would compute it with rounding
         self.training_values, self._groups = {}, {}
 
     def groups_of(self, optimizer: Optimizer) -> list[dict[str, Any]]:

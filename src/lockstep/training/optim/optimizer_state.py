@@ -36,8 +36,8 @@ def settings_of(optimizers: Sequence[Optimizer]) -> Settings:
 
 
 def differing(saved: Settings, now: Settings) -> Iterator[tuple[int, int, str]]:
-    """Yield (optimizer, group, name) of each setting that differs. Groups that occur on one side
-    only are left out."""
+    """Yield (optimizer, group, name) of each setting that differs. Groups that only one side has
+    are skipped."""
     for number, (theirs, ours) in enumerate(zip(saved, now, strict=False)):
         for group, (before, after) in enumerate(zip(theirs, ours, strict=False)):
             yield from (
@@ -154,16 +154,17 @@ def remedy(optimizer: Optimizer) -> str:
     text."""
     name = type(optimizer).__name__
     return (
-        f"give {name} both a state_dict() that returns those in its place, by parameter as torch's"
-        " does, and a load_state_dict() that makes the object from them again; both are then used"
+        f"give {name} both a state_dict() that returns tensors, numbers or text instead, by"
+        " parameter as torch's does, and a load_state_dict() that restores the object from them;"
+        " lockstep then calls both"
     )
 
 
 def allocate(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], prefix: str, saved: Kinds
 ) -> dict[str, dict[str, Tensor]]:
-    """Return, by parameter and key, a tensor for each one that is saved under `prefix`: the
-    optimizer's own tensor if it has one, else a new tensor."""
+    """Return, by parameter and key, a tensor to load each saved tensor under `prefix` into: the
+    optimizer's own tensor if it has one, else a new one."""
     mine = {id(parameter) for parameter in _parameters(optimizer)}
     on_device = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
@@ -220,11 +221,9 @@ def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
     except (AttributeError, KeyError, TypeError, NotImplementedError) as error:
         raise CheckpointError(
             f"{type(optimizer).__name__}.state_dict() cannot be saved ({type(error).__name__}:"
-            f" {error}); it must be a dict with the keys state and param_groups, as torch's is;"
-            " return such a one"
+            f" {error}); return a dict with the keys state and param_groups, as torch's does"
         ) from error
-    # torch's state dict shares the dicts of the optimizer, so a dict that was changed there is
-    # restored
+    # restore dicts that state_dict() has changed: torch's state dict shares them with the optimizer
     for key, values in kept.items():
         optimizer.state[key].clear()
         optimizer.state[key].update(values)

@@ -1,5 +1,5 @@
-"""Builds a recipe's optimizers, checks that they have all parameters of the model, and prepares
-them for the first step."""
+"""Builds a recipe's optimizers, checks that each trainable parameter is in one of them, and
+prepares them for the first step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def check_closures(
     optimizers: Sequence[Optimizer], plan: Plan, *, precision: str, gradient_compression: str
 ) -> None:
-    """Raise `RecipeError` if an optimizer needs a closure and cannot have one."""
+    """Raise `RecipeError` if an optimizer needs a closure and the plan or recipe does not allow
+    one."""
     with_closure = next(filter(needs_closure, optimizers), None)
     if with_closure is None:
         return
@@ -47,9 +48,10 @@ def check_closures(
     others += [f"{len(optimizers)} optimizers for one model"] * (len(optimizers) > 1)
     if others:
         raise RecipeError(
-            f"{type(with_closure).__name__} with {', '.join(others)}; it computes the gradient more"
-            " than once per step, by a closure, and needs all parameters on each process, one"
-            " optimizer for a model, and gradients as they are; use replicate, without these"
+            f"{type(with_closure).__name__} with {', '.join(others)}; its closure computes the"
+            " gradient more than once per step, which needs all parameters on each process, one"
+            " optimizer per model, and gradients that are neither scaled nor compressed; use"
+            " replicate, without these"
         )
 
 
@@ -100,8 +102,8 @@ def build_optimizers(
 
 
 def _made(factory: Callable[[nn.Module], Any], model: nn.Module) -> Any:
-    """Call the factory. Raises `RecipeError` if it is an optimizer's class, which takes
-    parameters."""
+    """Call the factory. Raises `RecipeError` if the factory is an optimizer class, which takes
+    parameters instead of a model."""
     try:
         return factory(model)
     except TypeError as error:
@@ -185,8 +187,8 @@ def check_gradients(
 
 def unfuse(optimizers: Sequence[Optimizer]) -> bool:
     """Make fused optimizers of parameters on a CPU use foreach, because a CPU's fused kernels round
-    differently at the end of a tensor. This also applies to groups that are added later. Returns
-    True if any optimizer was fused."""
+    differently at the end of a tensor. Groups that are added later are included. Returns True if
+    any optimizer was fused."""
     was_fused = False
     for optimizer in optimizers:
         fused = [
@@ -247,7 +249,7 @@ def allocate_state(optimizer: Optimizer) -> None:
     """Allocate the optimizer's state by a step with zero gradients and zero learning rate, so that
     no later step runs out of memory while it is applied.
 
-    This is done only for optimizers whose state starts at zero; others allocate in their first
+    Only for optimizers whose state starts at zero; the other optimizers allocate in their first
     step.
     """
     if (
@@ -255,7 +257,7 @@ def allocate_state(optimizer: Optimizer) -> None:
         or optimizer.state
         or any(not group.get("eps", 1) for group in optimizer.param_groups)
     ):
-        # state that the factory has loaded is kept; without eps, the step would divide by zero
+        # keep state that the factory has loaded; without eps, this step would divide by zero
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -296,6 +298,6 @@ def _check_cover(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
     if twice := [names.get(i, "(unnamed)") for i, times in counts.items() if times > 1]:
         raise RecipeError(
-            f"{first_few(twice)} are in two optimizers; each would update them; give every"
-            " parameter to exactly one"
+            f"{first_few(twice)} are in two optimizers, and both would update them; give every"
+            " parameter to exactly one optimizer"
         )

@@ -18,8 +18,8 @@ from lockstep.base.field_docs import with_field_docs
 @with_field_docs
 @dataclass(frozen=True, slots=True)
 class OnMetric:
-    """A schedule for `Recipe.schedule` that follows a metric of the evaluations: a torch
-    ReduceLROnPlateau, stepped after each evaluation that measures it."""
+    """A schedule for `Recipe.schedule` that follows an evaluation metric: a torch
+    ReduceLROnPlateau, stepped after each evaluation that measures the metric."""
 
     metric: str
     """Name of the metric: `accuracy`, or `valid/accuracy` with evaluations by name. A
@@ -86,16 +86,16 @@ class Schedule:
             raise RecipeError(
                 f"after step {step}: the learning rate of group {number} is"
                 f" {_shown(rates[number])}, and the schedule had set it to"
-                f" {_shown(self._set[number])}; the schedule sets it for every"
-                " step, so the change would be lost; leave the schedule out, and set the rates of"
-                " run.optimizers in a hook alone"
+                f" {_shown(self._set[number])}; the schedule sets it for every step, so the change"
+                " would be lost; either leave the schedule out, and set the rates of"
+                " run.optimizers in a hook, or leave the rates to the schedule"
             )
         if self._multiplier is not None:
             multiplier = self._multiplier(step)
             if not math.isfinite(multiplier):
                 raise RecipeError(
-                    f"schedule({step}) returned {multiplier}; a multiplier of the learning rate is"
-                    " finite; correct the schedule"
+                    f"schedule({step}) returned {multiplier}; a multiplier of the learning rate"
+                    " must be finite; correct the schedule"
                 )
             for group, base in zip(self._groups, self._base, strict=True):
                 if isinstance(group["lr"], Tensor):
@@ -125,16 +125,15 @@ class Schedule:
             self._set = self._rates()
 
     def _rates(self) -> list[Any]:
-        """The rate of each group; None for a group without one, as Adafactor's, which chooses its
-        steps itself."""
+        """The rate of each group; None for a group without a learning rate."""
         return [group.get("lr") for group in self._groups]
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [scheduler.state_dict() for scheduler in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the saved state. Raises `CheckpointError` if the saved schedule was of the other
-        kind."""
+        """Load the saved state. Raises `CheckpointError` if the saved schedule was a function of
+        the step and this one is a torch scheduler, or the reverse."""
         if len(states) != len(self._schedulers):
             raise CheckpointError(
                 f"the checkpoint has {len(states)} torch LRSchedulers and this run has"
@@ -146,8 +145,8 @@ class Schedule:
         self._set = None
 
     def change_base(self, optimizer: int, group: int, before: float, now: float) -> None:
-        """Change a group's base rate, from which the schedule computes its rate. A schedule that is
-        a function of the step already has the new one."""
+        """Change the base rate of a group, which a torch scheduler multiplies. (A schedule that is
+        a function of the step already uses the new base rate.)"""
         if self._multiplier is not None:
             return
         settings = self._optimizers[optimizer].param_groups[group]
@@ -160,9 +159,9 @@ class Schedule:
             settings["initial_lr"] = self._schedulers[optimizer].base_lrs[group] = now
 
     def rates(self) -> dict[str, float]:
-        """The learning rates of the last step, by the names of their numbers in metrics.jsonl: `lr`
-        for the first parameter group; if others differ from it, also `lr/1` and so on for the other
-        groups. A group without a rate has no number."""
+        """The learning rates of the last step, by their names in metrics.jsonl: `lr` for the first
+        parameter group and, if other groups have other rates, `lr/1` and so on. A group without a
+        learning rate is left out."""
         rates = [None if rate is None else float(rate) for rate in self._latest]
         shown = enumerate(rates if len(set(rates)) > 1 else rates[:1])
         return {

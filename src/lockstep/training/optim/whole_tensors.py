@@ -1,10 +1,10 @@
-"""Steps an optimizer that needs whole tensors (Muon) on divided parameters: each tensor is updated
-by one rank.
+"""Steps an optimizer that needs whole tensors (Muon) on divided parameters: one rank, the owner,
+updates each tensor.
 
 Between steps, parameters and optimizer state are divided and saved as for any optimizer. In a step,
-every rank all-gathers each parameter, its gradient and its state. The owner of the tensor updates
-it and broadcasts the result, and each rank keeps its shard of that. Under `tensor` each rank of
-that axis does so for itself: all have the same full tensors.
+every rank all-gathers each parameter, its gradient and its state. The owner updates the tensor and
+broadcasts the result, and each rank keeps its shard. Under `tensor` every rank of the axis computes
+the same update, because all gather the same full tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lockstep.comm.world import World
 
 _STATE = "state"
 _REMEDY = (
-    "under shard and expert one rank updates each tensor, and sends its state to the others; use"
-    " replicate"
+    "under shard and expert one rank updates each tensor and sends its state to the other ranks;"
+    " use replicate"
 )
 
 
 class WholeTensorOptimizer:
     """Replaces `optimizer.step()` for parameters that are divided over the ranks of `world`. Each
-    rank holds the other tensors whole."""
+    rank holds all other parameters whole."""
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer = optimizer
@@ -81,7 +81,7 @@ class WholeTensorOptimizer:
             self._distribute(parameter, whole.get(id(parameter)), copied)
 
     def _gathered(self, parameter: nn.Parameter, copied: Optimizer) -> nn.Parameter | None:
-        """The whole parameter with its gradient and state, on its owner."""
+        """The whole parameter with its gradient and state; None on ranks that do not own it."""
         assert parameter.grad is not None
         gradient, value = full_tensor(parameter.grad), full_tensor(parameter.detach())
         state = self._optimizer.state.get(parameter, {})
@@ -140,7 +140,7 @@ class WholeTensorOptimizer:
         state.update(decode(encoded, received.__getitem__))
 
     def _shard(self, like: Tensor, value: Tensor | None, owner: int) -> Tensor:
-        """Return this rank's shard of the owner's `value`, which is distributed like `like`."""
+        """Return this rank's shard of the owner's `value`, divided as `like` is."""
         return shard_as(like, self._received(value, list(like.shape), like.dtype, owner))
 
     def _received(

@@ -1,5 +1,5 @@
-"""Compares everything that ranks must do alike in a step. Its numbers are summed together with the
-step's numbers."""
+"""Compares what the ranks have done in a step, where all must do the same. The numbers that it
+compares are summed together with the step's losses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Alike(Protocol):
         """Number of values that `numbers` returns."""
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks of a step are 0 exactly if the ranks agree.
-        Every rank calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if the ranks agree. Every rank
+        calls it."""
 
     def end_step(self) -> None:
         """Keep this rank's actions since the previous step, so that an error can name them."""
@@ -48,19 +48,20 @@ class StepAgreement:
     def __init__(
         self, summed: World, alike: Sequence[Alike] = (), counts: CountReads | None = None
     ) -> None:
-        """`summed`: the ranks that sum the numbers of a step. `alike`: the comparisons, besides the
-        orders of exchanges. `counts`: counts that may differ; if they do, they are checked."""
+        """`summed`: the ranks that sum the numbers of a step. `alike`: comparisons to make, in
+        addition to the orders of exchanges. `counts`: counts that the model's forward has read; if
+        ranks differ in them, they are checked later."""
         self._summed = summed
         self._alike = list(alike)
         self._counts = counts
         self._orders: dict[int, ExchangeOrder] = {}
         self.doing = Doing()
-        """Set by the reducer, and reported with each exchange."""
+        """The part of the step; the reducer sets it, and each exchange reports it."""
         self._late: tuple[Tensor, torch.Event, StepCounts | None] | None = None
-        """Two flags of the previous step, while they are copied to the host: ranks differed, and
-        their counts differed. And this rank's counts."""
+        """Of the previous step, while it is copied to the host: two flags (the ranks' numbers
+        differed; their counts differed), its event, and this rank's counts."""
         self._unchecked: StepCounts | None = None
-        """The counts of a step in which they differed."""
+        """This rank's counts in a step in which the ranks' counts differed."""
 
     def over(self, world: World) -> ExchangeOrder | None:
         """Return the order of exchanges over `world`; None if nothing needs to be compared. Every
@@ -79,11 +80,12 @@ class StepAgreement:
 
     @property
     def _counted(self) -> int:
-        """Number of values of the counts, which come first in `numbers`."""
+        """Number of the values in `numbers` that belong to the counts; these come first."""
         return 0 if self._counts is None else self._counts.count
 
     def numbers(self) -> list[float]:
-        """Return this rank's numbers. Their sums over `summed` are 0 exactly if the ranks agree."""
+        """Return this rank's numbers. Their sums over `summed` are 0 if and only if the ranks
+        agree."""
         of_counts = [] if self._counts is None else self._counts.numbers()
         return [*of_counts, *(number for each in self._alike for number in each.numbers())]
 
@@ -106,7 +108,7 @@ class StepAgreement:
         return list(self._orders.values())
 
     def end_trial(self) -> None:
-        """Note the end of a forward that belongs to no microbatch, after which ranks meet."""
+        """Note the end of a trial: a forward that belongs to no microbatch."""
         for each in self._of_orders():
             each.note(END)
 
@@ -138,14 +140,14 @@ class StepAgreement:
 
     def _take(self, differ: bool, unchecked: StepCounts | None) -> None:
         """Raise `RecipeError` if the ranks differ. Every rank of `summed` calls it. `unchecked`:
-        the counts of the step, if they differ."""
+        this rank's counts, if the ranks' counts differ."""
         if differ:
             self._refuse()
         self._unchecked = unchecked
 
     def unchecked(self) -> StepCounts | None:
-        """Return the counts of a step if they differed between ranks, and forget them. On an
-        accelerator, this is the step before."""
+        """Return this rank's counts of the last step if the ranks' counts differed, and forget
+        them. On an accelerator, they belong to the step before the last."""
         counts, self._unchecked = self._unchecked, None
         return counts
 

@@ -23,8 +23,7 @@ from lockstep.comm.world import World
 from lockstep.recipe.checks import powersgd_rank
 
 MIN_COMPRESSION_RATIO = 2
-"""A matrix is sent as two thin matrices if these are smaller by this factor, the default of torch's
-PowerSGD."""
+"""A matrix is sent as two thin matrices if these are smaller by this factor (torch's default)."""
 _REVIVING_SEED = 1
 
 
@@ -41,7 +40,7 @@ class Compression(ABC):
         self._unit = 1.0
 
     def begin(self, unit: float) -> None:
-        """Begin a step whose gradients are multiplied by `unit`, the same on all ranks."""
+        """Begin a step whose gradients contain the factor `unit`, the same on all ranks."""
         if unit != self._unit:
             self._rescale(unit / self._unit)
             self._unit = unit
@@ -52,8 +51,8 @@ class Compression(ABC):
 
     @abstractmethod
     def sum_bucket(self, stats: Tensor, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: a parameter whose
-        gradient is not rounded."""
+        """DDP's communication hook: sum the bucket over ranks (no mean). `stats`: the parameter
+        whose gradient must not be rounded."""
 
     @abstractmethod
     def _rescale(self, factor: float) -> None: ...
@@ -80,7 +79,8 @@ class Bucket(NamedTuple):
         )
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat`, like `gradients`. `flat` has the same length as the buffer."""
+        """Views of `flat` with the shapes and strides of `gradients`. `flat` is as long as the
+        buffer."""
         start = self.buffer.storage_offset() - flat.storage_offset()
         return [
             flat.as_strided(g.shape, g.stride(), g.storage_offset() - start) for g in self.gradients
@@ -88,8 +88,8 @@ class Bucket(NamedTuple):
 
 
 class Rounded(Compression):
-    """Rounds each number to a shorter type, see `CompressedAllReduce`. Buckets are sent during the
-    backward."""
+    """Rounds each number to a shorter type (see `CompressedAllReduce`), and sends buckets during
+    the backward."""
 
     def __init__(
         self, world: World, rounding: Rounding, parameters: Sequence[nn.Parameter]
@@ -201,11 +201,11 @@ class LowRank(Compression):
         self.forget()
 
     def forget(self) -> None:
-        # it imports NumPy
+        # this module imports NumPy
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        # torch requires a start after DDP has rebuilt its buckets, in the first step; the tensors
-        # passed here are the same in every step.
+        # Torch refuses to start before step 2, when DDP has rebuilt its buckets; here the tensors
+        # are the same in every step.
         self._state = PowerSGDState(
             self._senders.group,
             self._rank,
@@ -275,8 +275,8 @@ class LowRank(Compression):
         flat.mul_(self._senders.size)  # the hook computes the mean
 
     def _revive(self) -> None:
-        """Replace zero columns of thin matrices by random ones, because after a zero gradient they
-        would stay zero."""
+        """Replace zero columns of thin matrices by random ones: after a zero gradient, they would
+        stay zero."""
         if (kept := self._state.q_memory_dict.get(0)) is None or kept.all():
             return
         ranks = [min(each.rows, each.columns, self._rank) for each in self._matrices]
@@ -295,11 +295,11 @@ class LowRank(Compression):
 class _Matrix(NamedTuple):
     rows: int
     columns: int
-    parameter: int  # the `id` of the parameter; its dims except the first are flattened into one
+    parameter: int  # the parameter's `id`; all its dims but the first are flattened
 
 
 class _Matrices:
-    """The argument of torch's hook, in place of a DDP bucket."""
+    """Takes the place of the DDP bucket in the call of torch's hook."""
 
     def __init__(self, flat: Tensor, matrices: Sequence[_Matrix]) -> None:
         self._flat = flat

@@ -6,8 +6,9 @@ graph reaches every parameter. So the user's model keeps its class and may be ca
 times; DDP's hook also fires for a parameter that the loss does not reach, without a
 `find_unused_parameters` pass; and a rank without a microbatch participates with a loss of zero.
 
-DDP gets one more parameter, `stats`. Its gradient is set after the backward, and contains the
-step's numbers (`step_stats.py`). It is ready last, so it completes the last bucket.
+DDP gets one more parameter, `stats`. Its gradient, which contains the step's numbers
+(`step_stats.py`), is set after the backward. So `stats` is ready last and completes the last
+bucket.
 
 DDP's own all-reduce computes a mean. Multiplying the loss by the number of ranks would make it a
 sum, but hooks on activations would see that factor. So every bucket has a communication hook that
@@ -51,7 +52,7 @@ from lockstep.tree import Counter
 
 
 class _Touch(torch.autograd.Function):
-    """The identity on a loss, whose graph reaches every parameter without giving it a gradient."""
+    """The identity on a loss. Its graph reaches every parameter, but gives none a gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -168,8 +169,8 @@ class DdpReducer:
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        """See `GradientReducer.backward`. If the backward has other collectives (round-robin),
-        `reduce` sends the buckets."""
+        """See `GradientReducer.backward`. If the backward has collectives of its own, `reduce`
+        sends the buckets."""
         if is_dummy:
             dummy_backward(
                 total, grad_output, self._parameters, own_parameters_only=own_parameters_only
@@ -237,7 +238,8 @@ class DdpReducer:
         self._synchronized = True
         try:
             torch.autograd.backward(self._ddp(total), grad_output, inputs=inputs)
-            if self._waits_in_torch:  # DDP waits for its last all-reduces in C++
+            # DDP waits for its last all-reduces in C++, without Python's lock
+            if self._waits_in_torch:
                 waits.seconds += time.perf_counter() - self._complete_at
         except RuntimeError as error:
             if "mark a variable ready only once" not in str(error):
@@ -245,10 +247,10 @@ class DdpReducer:
             raise RecipeError(READY_TWICE) from error
 
     def _rounded(self, value: Number) -> float:
-        """Return the value, rounded as in the exchange, so that a single rank records the same
-        bits."""
+        """Return the value rounded as the exchange would round it, so that a single rank records
+        the same bits."""
         number = float(value)
-        # a fraction of the time that a number of NumPy takes
+        # faster than NumPy's scalars
         return c_float(number).value if self._vector.dtype is torch.float32 else number
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
@@ -273,8 +275,8 @@ class DdpReducer:
         return leaf
 
     def _ordered_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start this bucket's ordered sum; at the last bucket, finish all sums in bucket order,
-        which is the same on all ranks."""
+        """Start this bucket's ordered sum. At the last bucket, finish all sums in the order of
+        buckets, which all ranks share."""
         members = [self._places.get(id(parameter)) for parameter in bucket.parameters()]
         buffer, last_leaf = bucket.buffer(), gradients_of(bucket)
         counter: Counter[list[Tensor]] = Counter(

@@ -1,8 +1,8 @@
-"""The backward of a dummy.
+"""The backward of a dummy microbatch.
 
-A backward may have collectives (experts, SyncBatchNorm), in which a dummy must take part. They run
-wherever a leaf needs a gradient. Some leaves are no parameters: with frozen embeddings, PEFT makes
-the embeddings' output require a gradient.
+A backward may have collectives (experts, SyncBatchNorm), and a rank with a dummy must take part in
+them. They run only if a leaf before them requires a gradient. Such a leaf need not be a parameter:
+with frozen embeddings, PEFT makes the embeddings' output require a gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The order of a rank's exchanges in one process group, which all ranks of the group must share.
+"""The order of a rank's exchanges in one process group. It must be the same on all ranks of the
+group.
 
-Shared memory compares the label of each exchange. Gloo and NCCL compare nothing: exchanges of
-different blocks give wrong sums if their sizes are equal; otherwise they wait, or end the process.
-So each rank keeps the order of its exchanges, and a digest of it. The ranks compare the digests
-with the numbers of each step. While a rank waits, the watchdogs compare the exchanges.
+Shared memory compares the label of each exchange. Gloo and NCCL compare nothing: if ranks exchange
+different blocks of the same size, the sums are wrong; if the sizes differ, the ranks hang or crash.
+So each rank records its exchanges and a digest of their order. The digests are compared at the end
+of each step. While a rank waits, the watchdogs compare the records.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from lockstep.comm.world import World
 from lockstep.model.shard import error_of_order
 
 END = 0
-"""The label of the end of a step, an evaluation or a trial."""
+"""The label that ends a step, an evaluation or a trial."""
 MOST_TOLD = 50
-"""Number of latest exchanges that a rank reports while it waits."""
+"""Number of exchanges, the latest ones, that a rank reports while it waits."""
 
 
 class Doing:
     """The part of a step that a rank computes now."""
 
     text = ""
-    """Such as "in the forward of microbatch 3"."""
+    """For example "in the forward of microbatch 3"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Exchanges:
     group: int
     """The first rank of the group."""
     step: int
-    """Number of steps, evaluations and trials before."""
+    """Number of steps, evaluations and trials that have ended."""
     first: int
     """Number of exchanges in the step before these."""
     calls: tuple[tuple[str, str], ...]
@@ -61,7 +62,7 @@ class Exchanges:
         return f"{self._text(-1)}, exchange {self.first + len(self.calls)} of the step"
 
     def at(self, place: int) -> str:
-        """Return text about an exchange: its label and the part of the step."""
+        """Return text with the rank, the exchange's label and the part of the step."""
         return f"rank {self.rank} {self._text(place - self.first)}"
 
     def _text(self, place: int) -> str:
@@ -103,10 +104,10 @@ class ExchangeOrder:
     """The order of this rank's exchanges over `world`."""
 
     def __init__(self, world: World, summed: World, doing: Doing) -> None:
-        """Every rank of `summed`, the ranks that sum the numbers of a step, makes one. They contain
-        `world`. `doing`: text about the rank's computation at each exchange."""
+        """`summed`: the ranks that sum the numbers of a step, among them `world`; all of them make
+        an `ExchangeOrder`. `doing`: the part of the step at each exchange."""
         self._ranks = dist.get_process_group_ranks(world.group)
-        # a run that failed may have made more of them on some ranks
+        # after a failed run, ranks may have made different numbers of orders
         firsts, numbers = zip(
             *summed.gather_values([min(self._ranks), next(_numbers)]), strict=True
         )
@@ -123,7 +124,7 @@ class ExchangeOrder:
         """The time of the latest exchange; None once all ranks have ended the step."""
 
     def label(self, text: str) -> int:
-        """Return the number of an exchange. Every rank gives the same texts in the same order."""
+        """Return a number for the text. Every rank labels the same texts in the same order."""
         if text not in self._labels:
             self._labels.append(text)
         return self._labels.index(text)
@@ -150,7 +151,7 @@ class ExchangeOrder:
         )
 
     def end_step(self) -> None:
-        """Keep the exchanges since the previous step, to be named if they differ."""
+        """Keep the step's exchanges, so that an error can name a difference."""
         self.note(END)
         self._steps = _Steps(self._steps.number + 1, self._steps.calls, [])
 
@@ -199,8 +200,8 @@ _numbers = count()
 
 
 def numbers_of(digest: int, *, rank: int, size: int, group: int, groups: int) -> list[float]:
-    """Return numbers whose sums over all ranks of all groups are 0 exactly if the digests agree in
-    each group. `rank`, `size`: this rank's number in `group`, and the group's size."""
+    """Return numbers whose sums over all ranks of all groups are 0 if and only if the digests agree
+    in each group. `rank`, `size`: this rank's number in `group`, and the group's size."""
     row = [0.0] * (BITS * groups)
     row[group * BITS : (group + 1) * BITS] = compared_bits(digest, rank=rank, size=size)
     return row

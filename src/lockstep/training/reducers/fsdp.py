@@ -3,8 +3,8 @@
 Every rank takes part in each all-gather of a block's parameters and in each reduce-scatter of its
 gradients, so the ranks compute in rounds of one microbatch each. A rank that has no microbatch left
 computes a dummy microbatch, whose gradient is set to zero before the reduce-scatter. (Experts that
-are divided over ranks keep theirs: it is of the tokens that other ranks have sent.) This module
-replaces FSDP2's reduce-scatters: by plain ones, or by sums in the canonical order. Over replicas of
+are divided over ranks keep their gradient, which comes from the tokens of other ranks.) This module
+replaces FSDP2's reduce-scatters by plain ones, or by sums in the canonical order. Over replicas of
 the shards (hybrid sharding), gradients are summed once per step instead of once per round: on an
 accelerator during the backward of the last round, otherwise after it.
 """
@@ -76,9 +76,9 @@ class FsdpReducer:
         stages: Sequence[nn.Module] = (),
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`leaves`: see `ParameterLeaves`. `part_leaves`: the leaves of parts that share a
-        parameter; their gradients go to `PartLeaf.parameter`. `stages`: this rank's stages of a
-        pipeline."""
+        """`leaves`: see `ParameterLeaves`. `part_leaves`: the leaves of a parameter that several
+        parts of the model share; their gradients go to `PartLeaf.parameter`. `stages`: this rank's
+        stages of a pipeline."""
         reshard(model)  # a forward without a backward may have left parameters gathered
         self._model = model
         self._mesh = mesh
@@ -161,8 +161,8 @@ class FsdpReducer:
             ]
 
     def gradient_versions(self) -> list[int]:
-        """The number of accumulations. (FSDP2 writes zeros to the gradients in a backward that asks
-        only for other gradients.)"""
+        """The number of gradients that backwards have accumulated. (Versions would not do: FSDP2
+        writes zeros to gradients that a backward does not compute.)"""
         return [self._used.accumulations]
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class FsdpReducer:
 
     def _check_stage(self, group: nn.Module, inputs: Any, output: Any) -> None:
         """A forward hook: check the uses of weights in the first forward of each part of a
-        pipeline's stage."""
+        stage."""
         if is_fsdp_root(group) and torch.is_grad_enabled():
             self._check_uses(
                 group, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -216,7 +216,7 @@ class FsdpReducer:
     def backward(
         self, total: Tensor, grad_output: Tensor, *, own_parameters_only: bool, is_dummy: bool
     ) -> None:
-        # gradients of other models are cleared when their accumulation begins
+        # other models clear their gradients at the beginning of a step
         del own_parameters_only
         (whole,) = self._stages
         whole.next_round(is_dummy=is_dummy, last=whole.round + 1 == self._rounds)
@@ -228,8 +228,8 @@ class FsdpReducer:
         self._tell("forward", whole.round)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
-        numbers on this rank."""
+        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
+        on this rank."""
         found = self._stages[stage]
         if self._discards:
             return
@@ -333,10 +333,10 @@ class _Stage:
 
 
 class _PartSum:
-    """The ordered sum of the gradients of a part's leaf on a gathered parameter."""
+    """The ordered sum of the gradients of one part's leaf of a shared parameter."""
 
     def __init__(self, leaf: PartLeaf, mesh: Mesh, place: int) -> None:
-        """`place`: the leaf's index, which counts on after the reducer's parameters."""
+        """`place`: the leaf's index; leaves are numbered after the reducer's parameters."""
         self._leaf = leaf
         self._place = place
         self._device = mesh.world.device
@@ -351,7 +351,7 @@ class _PartSum:
     def begin(self, count: int) -> None:
         self._sum.begin(count)
         self._leaf.parameter.grad = None
-        self.take()  # the loss of another model may have left one
+        self.take()  # another model's loss may have left a gradient
 
     def push(self, gradient: Tensor | None) -> None:
         """Add the gradient of this rank's microbatch to the sum."""
@@ -365,22 +365,22 @@ class _PartSum:
         self._sum.end_round()
 
     def finish(self) -> None:
-        """Write the sum to the gradient of the leaf's parameter; None if no microbatch of any rank
-        has used it."""
+        """Write the sum to `.grad` of the leaf's parameter; leave it None if no microbatch of any
+        rank has used the leaf."""
         parameter, flat = self._leaf.parameter, self._sum.finish()
         if flat[-1] > 0:
             mine = shard_as(parameter, self._over_tensor(flat[:-1].view(self._shape)))
             parameter.grad = like_parameter(parameter, mine.to(to_local(parameter).device))
 
     def _over_tensor(self, part: Tensor) -> Tensor:
-        """Return the full tensor of which the ranks of the tensor axis have parts."""
+        """Gather the full tensor from the parts of the tensor axis's ranks."""
         if self._dim is None:
             return part
         rows = part.movedim(self._dim, 0).contiguous()
         return self._tensor.gather_rows(rows, [len(rows)] * self._tensor.size).movedim(0, self._dim)
 
     def take(self, checksums: MicrobatchChecksums | None = None) -> Tensor | None:
-        """Return the leaf's gradient, and clear it. `checksums`: collects its checksum."""
+        """Return the leaf's gradient, and clear it. `checksums` collects its checksum."""
         (gradient,) = self._leaf.take()
         if checksums is not None and gradient is not None:
             checksums.add(self._place, to_local(gradient))
@@ -388,8 +388,8 @@ class _PartSum:
 
 
 class _GroupBackwards:
-    """The backwards through one of FSDP2's groups. In a step, a group can be in only one backward
-    at a time."""
+    """Watches the backwards through one FSDP2 group: in a step, a group can be in only one at a
+    time."""
 
     def __init__(self) -> None:
         self._in_step = False
@@ -409,16 +409,15 @@ class _GroupBackwards:
                 leaf.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, gradient: Tensor) -> None:
-        """Raise `PlanError` for a backward with create_graph=True: FSDP2 would already have freed
-        the parameters that the second backward needs, and reduced the gradients. Raise
-        `RecipeError` for a backward inside another one: FSDP2 would end the reduction of the step
-        with the inner one."""
+        """Raise `PlanError` for a backward with create_graph=True, because FSDP2 frees the
+        parameters that the second backward needs. Raise `RecipeError` for a backward inside another
+        one, because FSDP2 would end the reduction after the inner one."""
         if torch.is_grad_enabled():
             raise PlanError(
                 "the shard axis with a gradient that is itself differentiated (autograd.grad with"
                 " create_graph=True, as in a gradient penalty); FSDP2 frees a block's parameters"
-                " after its first backward, and gradients of the second one would be lost;"
-                f" {REPLICATE}"
+                " after its first backward, and the gradients of the second backward would be"
+                f" lost; {REPLICATE}"
             )
         if self._in_step:
             number = backward_number()
@@ -437,9 +436,8 @@ class _Own(NamedTuple):
 
 
 class _UsedParameters:
-    """Records which parameters the microbatches of this rank have used, by hooks on FSDP2's
-    all-gathered parameters, which are in the graph. FSDP2 sets the gradients of other parameters to
-    zeros."""
+    """Records the parameters that this rank's microbatches have used, by hooks on the all-gathered
+    parameters in the graph. FSDP2 gives unused parameters zero gradients."""
 
     def __init__(
         self,
@@ -467,7 +465,7 @@ class _UsedParameters:
                 for name, parameter in own_parameters(module).items()
                 if id(parameter) in places
             ]
-            # before FSDP2's
+            # before FSDP2's own hook
             self._handles.append(
                 group.register_forward_pre_hook(self._refuse_others(own), prepend=True)
             )
@@ -482,7 +480,7 @@ class _UsedParameters:
             handle.remove()
 
     def refuse_hooks(self) -> None:
-        """Raise `RecipeError` if a forward has registered hooks on all-gathered parameters."""
+        """Raise `RecipeError` if a forward has registered a hook on an all-gathered parameter."""
         if max(gradient_hook_counts(list(self._gathered.values())), default=0) > 1:
             refuse_gradient_hooks(self._gathered.items())
             refuse_post_accumulate_hooks(self._gathered.items())
@@ -505,16 +503,16 @@ class _UsedParameters:
                     full_name
                 ):
                     raise PlanError(
-                        f"the shard axis, and {full_name!r} is another tensor in this forward, as"
-                        " with torch.func.functional_call; FSDP2 gathers and computes with the"
+                        f"the shard axis, and this forward replaces {full_name!r} by another"
+                        " tensor, as torch.func.functional_call does; FSDP2 computes with the"
                         f" model's own parameters; {REPLICATE}"
                     )
 
         return before
 
     def _watch(self, own: Sequence[_Own]) -> Any:
-        """Return a hook that registers hooks on the all-gathered parameters of a group in its first
-        forward; they are created only once."""
+        """Return a forward pre-hook that registers hooks on a group's all-gathered parameters in
+        the first forward. (FSDP2 creates these tensors only once.)"""
 
         def before(_: nn.Module, __: Any) -> None:
             for parameters, name, place, full_name in own:
@@ -545,9 +543,9 @@ class _UsedParameters:
 
 
 class ForwardEnds:
-    """Lets ranks meet at the end of a forward without gradients, if it has gathered parameters.
-    Otherwise a rank that gathers once more would wait for ranks that wait in another process
-    group. (After a forward with gradients, the backward compares the exchanges.)"""
+    """Synchronizes ranks at the end of a forward without gradients that has gathered parameters.
+    Otherwise a rank that gathers once more would wait for ranks that already wait in another
+    process group. (After a forward with gradients, the backward compares the exchanges.)"""
 
     def __init__(self, memory: SharedMemoryGroup) -> None:
         self.has_gathered = False
@@ -598,7 +596,7 @@ class SharedMemoryAllGather(AllGather):
 
 
 class NotedAllGather(DefaultAllGather):
-    """Torch's all-gather of a block's parameters, noted in the order of exchanges."""
+    """Torch's all-gather of a block's parameters, with a record in the order of exchanges."""
 
     def __init__(self, order: ExchangeOrder, label: str) -> None:
         self._order = order
@@ -611,11 +609,11 @@ class NotedAllGather(DefaultAllGather):
 
 
 class Scatter(ReduceScatter):
-    """The reduce-scatter over `Mesh.shards` for one of FSDP2's parameter groups. Every rank
-    makes the same calls.
+    """The reduce-scatter over `Mesh.shards` for one FSDP2 parameter group. Every rank makes the
+    same calls.
 
-    It may be called several times in a round, if the forward calls the model several times. Outside
-    of a step (in the backward of another model's loss through this model) it exchanges nothing.
+    FSDP2 calls it several times in a round if the forward calls the model several times. Outside of
+    a step (when another model's loss is differentiated through this model) it exchanges nothing.
     """
 
     def __init__(
@@ -630,8 +628,8 @@ class Scatter(ReduceScatter):
     ) -> None:
         """`world`: the ranks of the exchange. `parameters`: FSDP2's group, which defines the order
         and padding of the gradients; None if it has no parameters. `of_experts`: True if the group
-        has experts that are divided over ranks. Their gradient in a dummy's backward counts: it is
-        of other ranks' tokens. `label`: the group, for errors."""
+        has experts that are divided over ranks. Their gradient in a dummy's backward is kept,
+        because it comes from other ranks' tokens. `label`: the group's name in errors."""
         self._of_experts = of_experts
         self._memory = world.shared_memory
         self._memory_label = 0 if self._memory is None else self._memory.label(f"reduces {label}")
@@ -643,7 +641,7 @@ class Scatter(ReduceScatter):
         self._parameters = parameters
         self._in_step = False
         self.checksums: Callable[[], MicrobatchChecksums | None] = lambda: None
-        """Returns the collector of checksums of the gradients that this rank sends now."""
+        """Returns what collects the checksums of the gradients that this rank sends now."""
         self.sends = True
         """False while gradients are only recorded."""
         self.summed: list[nn.Parameter] = []
@@ -661,8 +659,7 @@ class Scatter(ReduceScatter):
         self._is_last = last
 
     def end_round(self, *, last: bool) -> None:
-        """End the round. After the `last` round, the gradients of FSDP2's parameters contain the
-        sum."""
+        """End the round. After the last round, `.grad` of FSDP2's parameters is the sum."""
 
     def end(self) -> None:
         """End the step."""
@@ -691,7 +688,9 @@ class Scatter(ReduceScatter):
         return self._sum(output_tensor, input_tensor, group, async_op)
 
     def _record(self, sent: Tensor, checksums: MicrobatchChecksums) -> None:
-        raise NotImplementedError("gradients have the same bits on all ranks under bitwise alone")
+        raise NotImplementedError(
+            "ranks compute gradients with the same bits only under numerics=bitwise"
+        )
 
     def _sum(
         self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool
@@ -707,9 +706,9 @@ class Scatter(ReduceScatter):
         return work
 
     def _sum_over_replicas(self, output: Tensor) -> None:
-        """Sum a step's gradients over replicas in the last round, in the stream of the
-        reduce-scatters, while the backward computes. `output`: the gradients of the last round.
-        Those of earlier rounds are added to it here, before FSDP2 would add them."""
+        """Sum a step's gradients over replicas in the last round, on the stream of the
+        reduce-scatters, while the backward computes. `output`: the gradients of the last round, to
+        which this method adds the gradients of earlier rounds (FSDP2 would add them only later)."""
         trainable = [
             each for each in self._parameters.fsdp_params if each.sharded_param.requires_grad
         ]
@@ -739,10 +738,10 @@ def _label_in(order: ExchangeOrder | None, text: str) -> int:
 
 class OrderedScatter(Scatter):
     """The sum over all microbatches of a step, in the order of `lockstep.tree`, over all data axes
-    together (`round_sum.py`). Experts that are divided over ranks have a gradient for the rows of
-    each microbatch.
+    at once (`round_sum.py`). Experts that are divided over ranks have one gradient for each
+    microbatch whose rows they compute.
 
-    The sum replaces the zeros that FSDP2 got (on the CPU, if FSDP2 has offloaded them).
+    FSDP2 gets zeros, which the sum replaces at the end (on the CPU under offload).
     """
 
     def __init__(
@@ -758,7 +757,7 @@ class OrderedScatter(Scatter):
         agreement: StepAgreement,
     ) -> None:
         """`world`: the ranks over which the gradients are summed. `leaves`: see `ParameterLeaves`.
-        `places`: id of a parameter -> its index among the reducer's."""
+        `places`: a parameter's id -> its index in the reducer."""
         super().__init__(world, replicas, parameters, label=label, agreement=agreement)
         self._shards = shards
         self._places = places
@@ -773,7 +772,7 @@ class OrderedScatter(Scatter):
     def begin(self, count: int) -> None:
         super().begin(count)
         self._sum_of_rounds.begin(count)
-        self._take_leaves()  # the loss of another model may have left gradients
+        self._take_leaves()  # another model's loss may have left gradients
 
     def _sum(
         self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool
@@ -799,19 +798,19 @@ class OrderedScatter(Scatter):
             self._write_gradients(self._sum_of_rounds.finish())
 
     def _take_leaves(self) -> list[list[Tensor | None]]:
-        """Return the gradients for the rows of each rank, for each parameter, and clear them. []
-        if FSDP2 has the gradients."""
+        """Return, for each parameter, its gradients for the rows of each rank, and clear them.
+        Returns [] if FSDP2 has the gradients."""
         return [each.take() for each in self._leaves if each.are_apart]
 
     def _in_shards(self, gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Return the gradients of all parameters as FSDP2 sends them: (shards, numbers of a padded
-        shard). None: zeros."""
+        """Return the gradients of all parameters in FSDP2's layout: shape (shards, elements of a
+        padded shard). A gradient of None becomes zeros."""
         rows = []
         for gradient, each in zip(gradients, self._trainable, strict=True):
             row = like.new_zeros(self._shards, each.padded_sharded_param_size.numel())
             if gradient is not None:
                 row.view(-1)[: gradient.numel()] = gradient.reshape(-1)
-                if not gradient.is_cpu:  # it was made on the stream of the backward
+                if not gradient.is_cpu:  # the stream of the backward computed it
                     gradient.record_stream(torch.accelerator.current_stream(gradient.device))
             rows.append(row)
         return torch.cat(rows, 1)

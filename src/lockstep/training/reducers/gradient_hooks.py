@@ -2,10 +2,10 @@
 step.
 
 Autograd would call them in each microbatch's backward, with that microbatch's part of the gradient,
-so a hook that is not linear would depend on the split into microbatches; and under FSDP2 no hook
-would be called, because other tensors are in the graph. So hooks do nothing in these backwards.
-After the last backward, each is called with the whole gradient: the sum over all microbatches and
-ranks, divided by the loss's weight and by fp16's loss scale.
+so a hook that is not linear would depend on the split into microbatches; and under FSDP2 it would
+call no hook, because the graph contains all-gathered copies of the parameters. So hooks do nothing
+in these backwards. After the last backward, each is called with the whole gradient: the sum over
+all microbatches and ranks, divided by the loss's weight and by fp16's loss scale.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class _OncePerStep:
 
 @contextmanager
 def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
-    """Move the hooks of the parameters that the model has now to the parameters that it has when
-    the context is left. Raises `RecipeError` for post-accumulate-grad hooks, and if a hook may use
-    a parameter that has been replaced."""
+    """Move the hooks of the model's parameters to the parameters that replace them inside this
+    context. Raises `RecipeError` for post-accumulate-grad hooks, and if a hook may use a parameter
+    that has been replaced."""
     refuse_post_accumulate_hooks(model.named_parameters())
     hooked = {
         name: hooks
@@ -79,8 +79,8 @@ def carried_over(model: nn.Module, plan: object) -> Iterator[None]:
     if alive := [name for name in replaced if made[name]() is not None]:
         raise RecipeError(
             f"parameter {next(iter(hooked))!r} has a hook on its gradient, and something, perhaps"
-            f" the hook, refers to the parameter {alive[0]!r} as the factory made it; {plan} puts"
-            " another in its place, and that one would keep its initial value; leave the hook out,"
+            f" the hook, refers to the parameter {alive[0]!r} that the factory made; {plan}"
+            " replaces that parameter, so it would keep its initial value; leave the hook out,"
             f" and {AFTER_BACKWARD}"
         )
 
@@ -92,16 +92,15 @@ def refuse_post_accumulate_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
         if _of_user(post_accumulate_hooks(parameter)):
             raise RecipeError(
                 f"parameter {name!r} has a post-accumulate-grad hook, which is called in each"
-                " microbatch's backward, with a gradient that is not summed over microbatches and"
+                " microbatch's backward, before its gradient is summed over microbatches and"
                 f" processes; {AFTER_BACKWARD}, or with parameter.register_hook, whose hooks are"
-                " called once per step; for optimizers that step in the backward, return them"
-                " from the factory without hooks: they step after the last backward"
+                " called once per step; let the factory return optimizers that step in the"
+                " backward without their hooks: lockstep steps them after the last backward"
             )
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `RecipeError` if one of the parameters has a hook on its gradient that is called in
-    each backward."""
+    """Raise `RecipeError` if one of the parameters has a user's hook on its gradient."""
     for name, parameter in named:
         if any(not isinstance(hook, _OncePerStep) for hook in _of_user(gradient_hooks(parameter))):
             raise _changed(name)
@@ -127,7 +126,7 @@ class GradientHooks:
 
     def begin_loop(self, world: World) -> None:
         """Take over the hooks, before the first step of a loop. Every rank calls it. Raises
-        `RecipeError`; if the hooks of two ranks differ, on all ranks."""
+        `RecipeError`, on all ranks if the hooks of two ranks differ."""
         refuse_post_accumulate_hooks(self._named.items())
         for name, parameter in self._named.items():
             hooks = gradient_hooks(parameter)
@@ -136,7 +135,8 @@ class GradientHooks:
                     raise RecipeError(
                         f"parameter {name!r} has a hook of register_multi_grad_hook, which torch"
                         f" calls during a backward; {AFTER_BACKWARD}, or use"
-                        " parameter.register_hook for each, whose hooks are called once per step"
+                        " parameter.register_hook for each parameter, whose hooks are called once"
+                        " per step"
                     )
                 if _is_of_user(hook) and not isinstance(hook, _OncePerStep):
                     hooks[number] = _OncePerStep(hook, self)
@@ -151,8 +151,8 @@ class GradientHooks:
         self.is_accumulating = self._in_pipeline
 
     def check(self) -> None:
-        """Raise `RecipeError` if hooks have changed since the loop began: new ones may have been
-        called in a microbatch's backward, or on some ranks only."""
+        """Raise `RecipeError` if hooks have changed since the loop began: torch may have called new
+        hooks in a microbatch's backward, or on some ranks only."""
         counts = gradient_hook_counts(self._parameters)
         if counts == self._counts and not self._hooks:
             return
@@ -165,8 +165,8 @@ class GradientHooks:
     @torch.no_grad()
     def call(self, loss_scale: Tensor | float) -> None:
         """Call the hooks with the whole gradients, and use the gradients that they return. Every
-        rank calls it, once the gradients are summed. `loss_scale`: a factor in the gradients, which
-        is removed for hooks."""
+        rank calls it, once the gradients are summed. `loss_scale`: fp16's factor in the gradients,
+        which is removed before hooks are called."""
         for name, hooks in self._hooks.items():
             kept = self._named[name].grad
             if kept is None:
@@ -175,12 +175,12 @@ class GradientHooks:
             is_finite = torch.isfinite(gradient).all()
             for hook in hooks:
                 gradient = _changed_by(hook.function, name, gradient)
-            # A hook can make an infinite gradient finite; the step would then be applied.
+            # A hook could make an infinite gradient finite, and the step would then be applied.
             gradient = torch.where(is_finite, gradient, math.nan) * loss_scale
             to_local(kept).copy_(shard_as(kept, gradient))
 
     def close(self) -> None:
-        """Make torch call the hooks again."""
+        """Give the hooks back to torch."""
         for parameter in self._parameters:
             hooks = gradient_hooks(parameter)
             hooks.update(
@@ -213,8 +213,8 @@ class GradientHooks:
                 if one != other:
                     raise RecipeError(
                         f"parameter {name!r} has the hooks {one} on its gradient on rank {first},"
-                        f" and {other} on rank {rank}; they are called with the gradient of all"
-                        " ranks; register them on every rank"
+                        f" and {other} on rank {rank}; hooks are called with the gradient of all"
+                        " ranks; register the same hooks on every rank"
                     )
 
 
@@ -222,7 +222,7 @@ def _changed(name: str) -> RecipeError:
     return RecipeError(
         f"the hooks on the gradient of parameter {name!r} have changed since the first step, in a"
         f" forward for instance; all ranks call the same hooks in every step; {BEFORE}; and let a"
-        " hook return None for what it is not to change"
+        " hook return None where it should not change the gradient"
     )
 
 
@@ -235,9 +235,9 @@ def _changed_by(hook: Callable[[Tensor], Any], name: str, gradient: Tensor) -> T
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RecipeError(
-            f"a hook on the gradient of parameter {name!r} computes with a sharded parameter; it"
+            f"a hook on the gradient of parameter {name!r} computes with a sharded parameter, but"
             f" is called with the whole gradient; leave the hook out, and {AFTER_BACKWARD}, where"
-            " both have the same shards"
+            " parameter and gradient are sharded alike"
         ) from error
     if changed is None:
         return gradient

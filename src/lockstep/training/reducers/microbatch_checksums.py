@@ -13,16 +13,16 @@ from lockstep.training.checksum import checksum, on_cpu
 
 
 class MicrobatchChecksums:
-    """Collects the checksum of each parameter's gradient, and of each tensor that the rank
-    exchanges with the ranks of its replica."""
+    """Collects the checksums of gradients, and of the tensors that the rank exchanges with other
+    ranks of its replica."""
 
     def __init__(self) -> None:
         self._gradient: dict[int, Tensor] = {}
         self._exchanged: list[tuple[Position, Tensor]] = []
 
     def add(self, place: int, gradient: Tensor) -> None:
-        """Add a gradient of the parameter at `place`. It is called again if a backward computes the
-        gradient in several parts."""
+        """Add a gradient of the parameter at index `place`. A backward that computes the gradient
+        in several parts calls it several times."""
         found = checksum(gradient)
         self._gradient[place] = self._gradient[place] + found if place in self._gradient else found
 
@@ -33,8 +33,8 @@ class MicrobatchChecksums:
         ]
 
     def computed(self, parameters: int) -> Computed:
-        """Return all checksums; 0 for each of `parameters` places without a gradient. Waits for the
-        device."""
+        """Return all checksums; among the `parameters` gradients, 0 for a missing one. Waits for
+        the device."""
         ordered = sorted(self._exchanged, key=itemgetter(0))
         sums = [each for _, each in ordered], list(self._gradient.values())
         numbers = iter(on_cpu([*sums[0], *sums[1]]).tolist())
@@ -46,17 +46,17 @@ class MicrobatchChecksums:
 
 
 class Recording:
-    """The microbatch of a rank whose checksums are collected, if there is one."""
+    """The microbatch of this rank whose checksums are collected, if any."""
 
     def __init__(self) -> None:
         self.checksums: MicrobatchChecksums | None = None
-        """None: nothing is recorded."""
+        """None while nothing is recorded."""
         self._microbatch: int | None = None
 
     @contextmanager
     def of(self, checksums: MicrobatchChecksums, microbatch: int | None = None) -> Iterator[None]:
-        """A context in which this rank's microbatch of that number is recorded; without a number,
-        the only one that is computed."""
+        """A context that records this rank's microbatch with that number, or, if None, the only
+        microbatch that is computed."""
         self.checksums, self._microbatch = checksums, microbatch
         try:
             yield

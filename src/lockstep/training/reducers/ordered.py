@@ -27,7 +27,7 @@ from lockstep.training.reducers.step_stats import (
 from lockstep.tree import Counter
 
 BUCKET_BYTES = 32 << 20
-"""Parameters are summed together up to this size."""
+"""Largest size of a bucket: parameters that are summed together."""
 
 
 class OrderedReducer:
@@ -80,8 +80,8 @@ class OrderedReducer:
         self._stages[0].push(self._stages[0].take_leaf(self.recording.at()))
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
-        numbers on this rank."""
+        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
+        on this rank."""
         found = self._stages[stage]
         leaf = found.take_leaf(self.recording.at(microbatch))
         if self._discards:
@@ -131,7 +131,7 @@ class _StageSum:
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, places: Sequence[int]
     ) -> None:
-        """`places`: the parameters' indices among the reducer's."""
+        """`places`: the parameters' indices in the reducer."""
         self._parameters = list(parameters)
         self._places = places
         self._buckets = list(_buckets(self._parameters))
@@ -147,7 +147,7 @@ class _StageSum:
         self._counter: Counter[list[Tensor]] = Counter(_add, start=mine.start, count=nodes.count)
 
     def take_leaf(self, checksums: MicrobatchChecksums | None) -> list[Tensor | None]:
-        """Take this rank's parts of the gradients of a microbatch from `.grad`. `checksums`:
+        """Take this rank's parts of the gradients of a microbatch from `.grad`. `checksums`
         collects their checksums."""
         leaf = [_taken(parameter) for parameter in self._parameters]
         if checksums is not None:
@@ -169,7 +169,7 @@ class _StageSum:
         self.taken += 1
 
     def finish(self) -> list[nn.Parameter]:
-        """Sum over all ranks, and write the sums to `.grad`. Return the parameters that this rank's
+        """Sum over all ranks, write the sums to `.grad`, and return the parameters that this rank's
         microbatches have used. Every rank calls it."""
         if self.taken != self._count:
             raise AssertionError(f"{self.taken} of {self._count} microbatches had a backward")
@@ -208,7 +208,7 @@ def _taken(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
-    """Yield the places of parameters that are summed together."""
+    """Yield, for each bucket, the indices of its parameters."""
     kinds: dict[torch.dtype, list[int]] = {}
     for place, parameter in enumerate(parameters):
         kinds.setdefault(parameter.dtype, []).append(place)

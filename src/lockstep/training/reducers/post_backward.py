@@ -1,8 +1,8 @@
 """Gradient reduction in one exchange after the last backward of the step.
 
-For replicas with shared memory on one host it is the fastest reducer: the processors themselves do
-the exchange, so it could not overlap with the backward, and DDP's copy of every gradient into
-buckets takes longer than the exchange. It also supports DTensors, which DDP does not.
+For replicas with shared memory on one host it is the fastest reducer: the CPUs do the exchange, so
+it cannot overlap with the backward, and DDP's copy of every gradient into buckets takes longer than
+the exchange. It also supports DTensors, which DDP does not.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PostBackwardReducer:
             gradients = dummy_backward(
                 total, grad_output, self._parameters, own_parameters_only=own_parameters_only
             )
-            # those of experts are of the tokens that other ranks have sent
+            # gradients of experts count even in a dummy: they come from the tokens of other ranks
             for place in self._expert_places:
                 parameter, gradient = self._parameters[place], gradients[place]
                 if gradient is not None:

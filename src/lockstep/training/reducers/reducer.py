@@ -41,17 +41,17 @@ class GradientReducer(Protocol):
         """Accumulate the gradient of `grad_output * total`, the loss of the next microbatch; for a
         dummy, only take part in collectives.
 
-        `own_parameters_only`: True if parameters of other models in the graph get no gradient.
+        `own_parameters_only`: True if other models' parameters in the graph get no gradient.
         """
 
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        """Sum over all ranks: each `.grad` becomes this rank's shard of the sum, or None if no
-        microbatch used the parameter.
+        """Sum the gradients over all ranks: each `.grad` becomes this rank's shard of the sum, or
+        None if no microbatch used the parameter.
 
-        `values`, `weights`: one number for each microbatch of this rank; `weights` is None on all
-        ranks or on none.
+        `values`, `weights`: the loss and the weight of each microbatch of this rank; `weights` is
+        None on all ranks or on none.
         """
 
     def gradient_versions(self) -> list[Any]:
@@ -62,15 +62,16 @@ class GradientReducer(Protocol):
 
 
 class RecomputingReducer(GradientReducer, Protocol):
-    """A `GradientReducer` that can compare a microbatch's gradient with another rank's."""
+    """A `GradientReducer` that can also compute the gradient of another rank's microbatch, to
+    compare it."""
 
     recording: Recording
     """The microbatch whose gradient is recorded."""
 
     def discarding(self) -> AbstractContextManager[None]:
         """A context in which the gradient of another rank's microbatch is computed, by `recompute`
-        or by a pipeline's schedule, and discarded. Entered before the first `backward` of the step;
-        or after `reduce`, and then the sum is lost."""
+        or by a pipeline's schedule, and discarded. Enter it before the first `backward` of the
+        step; or after `reduce`, which loses the sum."""
 
     def recompute(self, total: Tensor, grad_output: Tensor) -> None:
         """Compute the gradient of another rank's microbatch, in the context `discarding`."""
@@ -167,7 +168,7 @@ def build_reducer(
                 agreement=agreement,
             )
         else:
-            # a parameter of a stage may have a name in another rank's stage too
+            # a stage on another rank may have a parameter of the same name
             called = model if pipeline is None else nn.ModuleList(pipeline.modules)
             ordered = RoundsReducer(
                 *(called, parameters, mesh, leaves, part_leaves),

@@ -21,7 +21,7 @@ class RoundSum:
 
     def __init__(self, world: World, replicas: World, label: str = "") -> None:
         """`world`: the ranks over which the gradients are summed. `replicas`: the ranks among them
-        that hold the same shard. `label`: the parameters, for errors."""
+        that hold the same shard. `label`: the parameters' name in errors."""
         self._world = world
         self._replicas = replicas
         memory = world.shared_memory
@@ -34,8 +34,8 @@ class RoundSum:
         self._leaves: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
-        """Exchange the gradients of this rank's microbatches in the round: (microbatches, shards,
-        numbers of a shard). Several calls in a round add up."""
+        """Exchange the gradients of this rank's microbatches in the round: shape (microbatches,
+        shards, elements of a shard). Several calls in a round add up."""
         microbatches, shards, self._numbers = given.shape
         replicas = self._replicas.size
         width = -(-self._numbers // replicas)
@@ -53,7 +53,7 @@ class RoundSum:
         return self._leaves is None
 
     def end_round(self) -> None:
-        """Push the leaves of the round. The gradients of dummies come last, and are left out."""
+        """Push the leaves of the round. Dummies come last, and their gradients are dropped."""
         assert self._leaves is not None, "add comes first"
         for leaf in self._leaves[: max(0, self._remaining)]:
             self._counter.push(leaf)

@@ -1,8 +1,8 @@
-"""Gradient reduction in the canonical order for models where a rank has the gradients of whole
+"""Gradient reduction in the canonical order for models whose backward computes gradients of whole
 parameters: models with experts on several ranks, and sharded models that are computed in chunks.
 
-After each backward, the gradients of the round are exchanged (`round_sum.py`). A rank has a
-gradient of its experts for each microbatch whose rows it has computed, and exchanges it only with
+After each backward, the gradients of the round are exchanged (`round_sum.py`). A rank has one
+gradient of its experts for each microbatch whose rows it has computed, and exchanges them only with
 ranks that hold the same experts.
 """
 
@@ -48,9 +48,9 @@ class RoundsReducer:
         stages: Sequence[Sequence[nn.Parameter]] | None = None,
         agreement: StepAgreement | None = None,
     ) -> None:
-        """`model`: under a pipeline, this rank's stages of it. `parameters`: includes the
-        parameters of the `part_leaves`. `stages`: the parameters of each of this rank's stages;
-        None without a pipeline."""
+        """`model`: under a pipeline, this rank's stages. `parameters`: includes the parameters of
+        the `part_leaves`. `stages`: the parameters of each of this rank's stages; None without a
+        pipeline."""
         self._parameters = list(parameters)
         self._mesh = mesh
         self._model = model
@@ -91,13 +91,13 @@ class RoundsReducer:
         inputs = None
         if own_parameters_only:
             inputs = [leaf for several in self._leaves for leaf in several.tensors()]
-        self._clear()  # the loss of another model may have left gradients
+        self._clear()  # another model's loss may have left gradients
         torch.autograd.backward(total, grad_output, inputs=inputs)
         self._end_round(0, self._take(0, None), is_dummy=is_dummy)
 
     def after_backward(self, stage: int, microbatch: int) -> None:
-        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: their
-        numbers on this rank."""
+        """Take the gradient that a pipeline's schedule has computed. `stage`, `microbatch`: indices
+        on this rank."""
         taken = self._take(stage, microbatch)
         if self._discards:
             return
@@ -119,8 +119,8 @@ class RoundsReducer:
         self._take(0, None)
 
     def _take(self, stage: int, microbatch: int | None) -> dict[int, list[Tensor | None]]:
-        """Take the gradients of a stage's parameters, by place, and record them. `microbatch`: as
-        in `Recording.at`."""
+        """Take and record the gradients of a stage's parameters, by the parameter's index.
+        `microbatch`: as in `Recording.at`."""
         checksums = self.recording.at(microbatch)
         taken: dict[int, list[Tensor | None]] = {}
         for place in (place for _, places in self._stages[stage] for place in places):
@@ -174,8 +174,8 @@ class RoundsReducer:
         """Do nothing: the model has no hooks."""
 
     def _sums_of(self, places: Sequence[int]) -> list[tuple[RoundSum, list[int]]]:
-        """Return the sums of the parameters at these places: one for each dtype, of experts and of
-        others."""
+        """Return the sums of the parameters at these indices: for each dtype one of experts and one
+        of other parameters."""
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place in places:
             parameter = self._parameters[place]
@@ -194,8 +194,8 @@ class RoundsReducer:
             each.take()
 
     def _shards(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return the number of shards of the parameter that this rank computes with, and the
-        elements of each, which FSDP2 pads."""
+        """Return the number of shards of the parameter, and the number of elements of a shard with
+        FSDP2's padding."""
         shards = self._mesh.shards(parameter).size
         if shards == 1:
             return 1, to_local(parameter).numel()
@@ -205,8 +205,8 @@ class RoundsReducer:
         return shards, -(-rows // shards) * math.prod(others)
 
     def _in_shards(self, gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-        """Return a gradient as padded shards, one for each rank of the exchange. These ranks
-        compute the same chunks. None: zeros."""
+        """Return a gradient as padded shards, one for each rank of the exchange; zeros if it is
+        None."""
         shards, numbers = self._shards(parameter)
         dtype, device = parameter.dtype, self._mesh.world.device
         padded = torch.zeros(shards, numbers, dtype=dtype, device=device)

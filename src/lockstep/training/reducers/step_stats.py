@@ -1,9 +1,9 @@
 """The numbers of a step that are exchanged with the gradients: used parameters, losses, weights,
-comparisons of the ranks, and one flag.
+the agreement of the ranks, and one flag.
 
 They are packed into one vector that is summed over the ranks, so a step needs no collective besides
-the gradients' ones. A microbatch's numbers are zero on all ranks except one, so their sum is exact.
-If ranks divide its tokens, each rank has a part of the numbers.
+the gradients'. A microbatch's numbers are zero on all ranks but one, so their sum is exact. (If
+ranks divide the microbatch's tokens, each rank has a part of the numbers.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lockstep.comm.world import World
 from lockstep.training.reducers.agreement import StepAgreement
 
 _MAX_LIST_LENGTH = 256
-"""Up to this many CPU values are returned as a list, which is faster to read; more are returned as
-a tensor."""
+"""Up to this many values on the CPU are returned as a list, which is faster to read than a
+tensor."""
 READY_TWICE = (
     "a parameter's gradient was ready twice in one backward, as with reentrant activation"
     " checkpointing; ranks sum each gradient once; pass use_reentrant=False to"
@@ -40,10 +40,10 @@ def gradient_versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | No
 class StepStats(NamedTuple):
     """The numbers of a step, combined over all ranks."""
 
-    used: Tensor | list[float]  # shape (parameters,): 0 if no microbatch used the parameter
+    used: Tensor | list[float]  # (parameters,): 0 if no microbatch used the parameter
     values: Tensor | list[float]  # shape (microbatches,): each microbatch's part of the loss
     weights: Tensor | None  # shape (microbatches,); None if the forward does not compute weights
-    flags: Tensor | bool  # the number of ranks that raised their flag, or whether any did
+    flags: Tensor | bool  # the number of ranks whose flag is set, or True if any is
     # shape (numbers of `StepAgreement`,): 0 if the ranks agree; None if nothing is compared
     agreement: Tensor | None = None
 
@@ -111,7 +111,7 @@ class StepStatsVector:
         return numbers
 
     def unpack(self, summed: Tensor, count: int, *, weighted: bool) -> StepStats:
-        """Read the sum of all ranks' vectors for a step of `count` microbatches."""
+        """Unpack the sum of all ranks' vectors in a step of `count` microbatches."""
         first, second = self._parameters, self._parameters + self._max_microbatches
         weights = summed[second : second + count].clone() if weighted else None
         has_numbers = self._compared.stop > self._compared.start
@@ -146,9 +146,9 @@ class UnusedParameters:
     """Sets `.grad` to None if no microbatch used the parameter, because weight decay or momentum
     would otherwise change it.
 
-    A rank that did not use some parameters must know whether another rank used them, and its host
-    would wait for the sum on the device. So if a rank left some unused in the previous step, the
-    hosts exchange this information.
+    A rank that did not use some parameters must know whether another rank used them. Reading this
+    from the summed vector would make the host wait for the device. So if a rank left some unused in
+    the previous step, the hosts exchange this information.
     """
 
     def __init__(self, parameters: Sequence[Tensor], world: World) -> None:
@@ -156,8 +156,8 @@ class UnusedParameters:
         self._parameters = parameters
         self._world = world
         self._before: tuple[Tensor, torch.Event] | None = None
-        """The flag that a rank left parameters unused in the previous step, while it is copied to
-        the host."""
+        """The flag "a rank left parameters unused in the previous step", while it is copied to the
+        host."""
 
     def clear(self, used: Sequence[float], stats: StepStats) -> None:
         """Clear the gradients. Every rank calls it. `used`: 1 for each parameter that this rank

@@ -15,9 +15,9 @@ from lockstep.model.separate_parts import PartLeaf
 
 
 class TiedGradients:
-    """The trainable parameters that several stages of a pipeline share. Only the first of their
-    ranks counts them in the norm. In bitwise runs it also has parameters that several parts on one
-    rank share."""
+    """The trainable parameters that several stages of a pipeline share; in bitwise runs, also those
+    that several parts on one rank share. For the norm, only the first of the ranks that hold a
+    parameter counts it."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class TiedGradients:
         return id(parameter) not in self._elsewhere
 
     def sum(self) -> None:
-        """Set the `.grad` of each of these parameters to the sum over its parts, in their order;
-        None if no part used it. Every rank of the pipeline calls it, once a step, after the
+        """Set the `.grad` of each of these parameters to the sum over its parts, in the order of
+        parts; None if no part used it. Every rank of the pipeline calls it, once a step, after the
         reducer."""
         for holders, ranks in self._mine:
             parameter = holders[0]
@@ -69,8 +69,8 @@ class TiedGradients:
             to_local(parameter.grad).copy_(total[:-1].view_as(local))
 
     def _sum(self, mine: Tensor, ranks: Sequence[int]) -> Tensor:
-        """Return the sum over all parts: the first of `ranks` adds the rows in their order, and
-        sends the result to the others."""
+        """Return the sum over all parts: the first of `ranks` adds the rows in order and sends the
+        result to the other ranks."""
         group = self._pipeline.group or dist.group.WORLD
         first, *others = dict.fromkeys(ranks)
         if self._pipeline.rank != first:
