@@ -1975,12 +1975,12 @@ ELSEWHERE = {
     "an input with a gradient, input.requires_grad_(); or choose replicate": BRANCHES,
     "with a gradient that is itself differentiated": SHARDED,
     "give the layer a class with a forward of its own": SHARDED,
-    "is another tensor in this forward, as with torch.func.functional_call": SHARDED,
+    "by another tensor, as torch.func.functional_call does": SHARDED,
     "pass use_reentrant=False to torch.utils.checkpoint.checkpoint": BACKWARDS,
-    "as the factory made it; ": GRADIENT_HOOKS,
-    "where both have the same shards": GRADIENT_HOOKS,
-    "or use parameter.register_hook for each, whose hooks are called once per step": GRADIENT_HOOKS,
-    "and let a hook return None for what it is not to change": GRADIENT_HOOKS,
+    "that the factory made; ": GRADIENT_HOOKS,
+    "where parameter and gradient are sharded alike": GRADIENT_HOOKS,
+    "or use parameter.register_hook for each parameter, whose hooks are called once per step": GRADIENT_HOOKS,
+    "and let a hook return None where it should not change the gradient": GRADIENT_HOOKS,
     "and a load_state_dict() that loads it": OPTIMIZER_STATE,
     "write optimizer=lambda model": (
         "training/test_optimizers.py::test_the_remedy_for_an_optimizer_class_makes_the_optimizer"
@@ -2017,7 +2017,7 @@ ELSEWHERE = {
     "give commit(closure=...) a function": (
         "training/test_closure.py::test_a_loop_of_ones_own_gives_the_closure"
     ),
-    "and gradients as they are; use replicate, without these": (
+    "and gradients that are neither scaled nor compressed; use replicate, without these": (
         "training/test_closure.py::test_the_bits_are_those_of_one_process"
     ),
     "or an optimizer that updates each element by itself, such as AdamW": (
@@ -2115,7 +2115,7 @@ RIGHT_VALUES = (
     "or optimizer -> torch LRScheduler",
     "nor optimizer -> torch LRScheduler",
     "resume with the schedule that it was saved with",
-    "a multiplier of the learning rate is finite; correct the schedule",
+    "a multiplier of the learning rate must be finite; correct the schedule",
     "with the keys state and param_groups, as torch's is",
     "it must return at least one torch.optim.Optimizer",
     "it must return a torch.nn.Module",
@@ -2123,7 +2123,7 @@ RIGHT_VALUES = (
     "it must be a number or a scalar tensor",
     "it counts what the term sums over and is finite and not negative",
     "return a tensor like it, or None",
-    "register them on every rank",
+    "register the same hooks on every rank",
     "check the path or the filter that made it",
     "correct the counts, or give fewer shards",
     "only the proportions count; divide each by the largest",

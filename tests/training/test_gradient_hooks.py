@@ -286,7 +286,7 @@ ON_SHARDS: Cases = {
     "a hook with a parameter": (
         {"model": hook_with_a_parameter},
         [],
-        (f"refers to the {WEIGHT} as the factory made it; ", "shard=2"),
+        (f"refers to the {WEIGHT} that the factory made; ", "shard=2"),
     ),
     "a hook with its module": (
         {"model": hook_with_its_module},

@@ -181,8 +181,8 @@ REFUSED: dict[str, tuple[Factory, str]] = {
             torch.optim.SGD(model.parameters()),
             torch.optim.SGD(model["a"].parameters()),
         ],
-        "a.weight, a.bias are in two optimizers; each would update them; give every parameter"
-        " to exactly one",
+        "a.weight, a.bias are in two optimizers, and both would update them; give every"
+        " parameter to exactly one",
     ),
     "parameters of another model": (
         lambda model: torch.optim.SGD([*model.parameters(), STRANGER]),
@@ -572,7 +572,7 @@ def test_a_multiplier_that_is_not_finite_is_refused_before_the_step() -> None:
     schedule.before_step(1)
     with pytest.raises(
         RecipeError,
-        match=r"^schedule\(2\) returned nan; a multiplier of the learning rate is finite; correct",
+        match=r"^schedule\(2\) returned nan; a multiplier of the learning rate must be finite; correct",
     ):
         schedule.before_step(2)
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -387,7 +387,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other weights": (
         {"loss": shifted},
-        r"PlanError: the shard axis, and '0\.weight' is another tensor in this forward, .* use"
+        r"PlanError: the shard axis, and this forward replaces '0\.weight' by another tensor, .* use"
         r" replicate",
     ),
     "weights elsewhere": (

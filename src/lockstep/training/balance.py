@@ -1,4 +1,4 @@
-"""The loads of a model's experts in each step, and the terms of the loss that even them out."""
+"""The loads of a model's experts in each step, and the loss terms that balance them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Routed:
     choices: list[Choices]
     samples: int
     counted: Tensor | None
-    """(tokens,), True for tokens that count; None: all."""
+    """(tokens,): True for tokens that count. None if all do."""
     loads: Tensor | None = None
-    """(samples, columns of all layers), once they were needed."""
+    """(samples, columns of all layers); None until they are computed."""
 
 
 class ExpertBalance:
-    """The loads of the experts of one model, and the terms that even them out. In each step, every
-    rank calls `begin`, then `count` and `terms` for each microbatch, `reduce`, and `commit`."""
+    """The loads of one model's experts, and the terms that balance them. In each step, every rank
+    calls `begin`, then `count` and `terms` for each microbatch, `reduce`, and `commit`."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class ExpertBalance:
         *,
         counts_first: bool,
     ) -> None:
-        """`biases`: the bias of each layer on this rank, if biases move. `inputs`: as in `Recipe`.
-        `counts_first`: True if loads must be known before the first backward."""
+        """`biases`: the bias of each layer on this rank, if the balance updates biases. `inputs`:
+        as in `Recipe`. `counts_first`: True if loads must be known before the first backward."""
         self.balance = balance
         self.counts_first = counts_first
         self.recorder = recorder
@@ -84,20 +84,20 @@ class ExpertBalance:
         self._mine = self._zeros()
         """The loads of this rank's microbatches so far."""
         self._previous = self._zeros()
-        """The loads of the step before."""
+        """The loads of the previous step."""
         self._idle = self._zeros()
-        """For each expert, the number of steps since a token chose it, in that expert's column."""
+        """The number of steps since a token chose each expert, in the expert's column."""
         self._known: Tensor | None = None
-        """The loads of the global batch, if they are known before the backward."""
+        """The loads of the global batch, if they were counted before the backward."""
         self._of_microbatches: dict[int, Tensor] = {}
-        """The loads of this rank's microbatches by sample, of all stages of a pipeline, if a stage
-        needs the others'."""
+        """If a stage of a pipeline needs the loads of the other stages: the loads of all stages in
+        each of this rank's microbatches, by sample."""
         self._has_seen_logits = False
         self.is_watched = False
         """True if `counts_of_f` is called."""
         self._of_f: dict[int, dict[str, Tensor]] = {}
-        """For each microbatch of the step, the loads of the layers on this rank that its balance
-        loss took f of."""
+        """For each microbatch of the step, by layer on this rank: the loads from which its balance
+        loss computed f (the fraction of tokens that chose each expert)."""
 
     def check_recomputation(self, every: int) -> None:
         """Raise `RecipeError` if a stage could not compute the terms of another replica's
@@ -112,8 +112,8 @@ class ExpertBalance:
             )
 
     def counts_of_f(self, microbatch: int) -> dict[str, list[int]]:
-        """Return, for each layer on this rank, the tokens of each expert that the balance loss of a
-        microbatch took f of. Empty without a balance loss. Waits for the device."""
+        """Return, for each layer on this rank, the number of tokens of each expert from which a
+        microbatch's balance loss computed f. Empty without a balance loss. Waits for the device."""
         loads = self._of_f.get(microbatch, {})
         return {name: load[:-MORE].tolist() for name, load in loads.items()}
 
@@ -122,8 +122,8 @@ class ExpertBalance:
         return list(torch.split(loads, self._widths, dim=-1))
 
     def joined_weight(self, weight: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-        """Return a weight function of the loss's own terms and of the balance's. `weight`: the
-        weight function of its own terms."""
+        """Return a weight function for the loss's own terms and for the balance's. `weight`: the
+        weight function of the loss's own terms."""
         return partial(self._weight, weight) if self.balance.has_terms else weight
 
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any) -> dict[str, Any]:
@@ -142,8 +142,8 @@ class ExpertBalance:
         return denominators
 
     def _shape(self, batch: Any) -> tuple[int, int, Tensor | None]:
-        """Return the samples of a batch, the tokens of each, and (samples, tokens) True for the
-        tokens that count. Raises `RecipeError`."""
+        """Return the number of samples in a batch, the number of tokens in each, and a mask of
+        shape (samples, tokens) that is True for tokens that count. Raises `RecipeError`."""
         arguments = None if self._inputs is None else self._inputs(batch)
         counted = None
         if self.balance.tokens is not None:
@@ -186,13 +186,14 @@ class ExpertBalance:
         self._of_microbatches, self._of_f = {}, {}
 
     def routed(self, microbatch: int, batch: Any) -> Routed:
-        """Return the choices of the recorded forward. `batch`: its batch. Raises `RecipeError`."""
+        """Return the routers' choices in the recorded forward. `batch`: the microbatch's batch.
+        Raises `RecipeError`."""
         choices = self.recorder.take()
         samples, counted = self._counted(batch, choices)
         return Routed(microbatch, choices, samples, counted)
 
     def count(self, routed: Routed) -> None:
-        """Add the loads of a microbatch to the step's loads, unless these are known."""
+        """Add a microbatch's loads to the step's loads, unless these were counted before."""
         if self._known is not None:
             return
         loads = self._loads_of(routed)
@@ -233,8 +234,8 @@ class ExpertBalance:
             joined(loss, dict.fromkeys(self.term_names))
 
     def _counted(self, batch: Any, choices: Sequence[Choices]) -> tuple[int, Tensor | None]:
-        """Return the number of samples, and True for each of this rank's tokens that counts, or
-        None. Raises `RecipeError` if routers have seen other tokens."""
+        """Return the number of samples, and a mask of this rank's tokens that count (None if all
+        do). Raises `RecipeError` if the routers have seen a different number of tokens."""
         samples, tokens, counted = self._shape(batch)
         places = next((each.places for each in choices if each.places is not None), None)
         if places is not None:
@@ -288,7 +289,7 @@ class ExpertBalance:
 
     def terms_of(self, routed: Routed) -> dict[str, Sum]:
         """Return the terms of the balance for one microbatch, or for a stage's part of it. Ranks
-        that share out a microbatch's tokens call it together. Raises `LossError` and
+        that divide a microbatch's tokens call it together. Raises `LossError` and
         `RecipeError`."""
         self._check_logits(routed.choices)
         terms = {}
@@ -301,7 +302,7 @@ class ExpertBalance:
         return terms
 
     def _balance_term(self, routed: Routed) -> Tensor:
-        """Return the part of the balance loss in this rank's tokens, times its denominator."""
+        """Return this rank's tokens' part of the balance loss, times the loss's denominator."""
         by_sample = self.balance.over == "sample"
         loads = self.of_layers(self._loads_of_f(routed))
         if self.is_watched:
@@ -321,12 +322,13 @@ class ExpertBalance:
                 else:
                     summed = summed.sum(0)
                 parts.append(balance_loss(chosen_per_token(load), summed))
-        is_mean = self.balance.per_layer or by_sample  # by sample, the tokens are of all layers
+        # by sample, the token count covers all layers
+        is_mean = self.balance.per_layer or by_sample
         share = 1.0 if is_mean else 1.0 / len(self.layers)
         return self.balance.coefficient * share * _sum(parts)
 
     def _loads_of_f(self, routed: Routed) -> Tensor:
-        """Return the loads that f is taken of."""
+        """Return the loads from which f is computed."""
         if self.balance.over == "previous":
             return self._previous
         if self.balance.over == "step":
@@ -371,8 +373,8 @@ class ExpertBalance:
         return summed
 
     def check(self, step: int) -> None:
-        """Raise `LossError`, on all ranks, if a router's choices of the global batch cannot be
-        right. Waits for the device."""
+        """Raise `LossError`, on all ranks, if a router's choices in the global batch are not valid.
+        Waits for the device."""
         for layer, load in zip(self.layers, self.of_layers(self.loads.cpu()), strict=True):
             _, out_of_range, not_finite = load[-MORE:].tolist()
             if not_finite:
@@ -427,8 +429,8 @@ def check_balance(
     *,
     others: Sequence[ExpertBalance],
 ) -> None:
-    """Raise `RecipeError` or `PlanError` if a balance cannot be kept. `inputs`: as in `Recipe`.
-    `others`: the balances of models that were prepared before."""
+    """Raise `RecipeError` or `PlanError` if the recipe or plan does not allow the balance.
+    `inputs`: as in `Recipe`. `others`: the balances of models that were prepared before."""
     if not isinstance(balance, Balance):
         raise RecipeError(
             f"balance is {in_words(balance)}; give ls.Balance(coefficient=0.01), or None"
@@ -475,8 +477,9 @@ def balance_experts(
     inputs: Callable[[Any], Any] | None,
     stages: Stages | None,
 ) -> ExpertBalance:
-    """Watch the routers of a model that was parallelized. `layers`: result of `routed_layers`.
-    `inputs`: as in `Recipe`. `stages`: the stages of a pipeline."""
+    """Record the choices of a parallelized model's routers, and return the balance of its experts.
+    `layers`: result of `routed_layers`. `inputs`: as in `Recipe`. `stages`: the stages of a
+    pipeline."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     biases = [None if layer.bias is None else buffers.get(layer.bias) for layer in layers]
     needs_all_stages = stages is not None and (
@@ -507,7 +510,7 @@ def _is_on_several_stages(model: nn.Module, layers: Sequence[RoutedLayer], stage
 
 
 def own_weights(weights: Weights | None) -> Weights | None:
-    """Return the denominators without the balance's own."""
+    """Return the denominators of the loss's own terms."""
     if weights is None:
         return None
     own = {name: each for name, each in weights.items() if name not in BALANCE_TERMS}
@@ -515,13 +518,13 @@ def own_weights(weights: Weights | None) -> Weights | None:
 
 
 def balance_weights(weights: Weights | None) -> Weights:
-    """Return the denominators of the balance."""
+    """Return the denominators of the balance's terms."""
     assert weights is not None, "a balance has some"
     return {name: weights[name] for name in BALANCE_TERMS if name in weights}
 
 
 def joined(own: Mapping[str, Any], terms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe's own terms and the balance's, or the denominators of both. Raises
+    """Return the recipe's own terms (or denominators) together with the balance's. Raises
     `LossError`."""
     for name in own.keys() & terms.keys():
         raise LossError(
@@ -551,7 +554,7 @@ def _own_balance(what: str) -> RecipeError:
 
 
 def refuse_own_balance(model: nn.Module) -> None:
-    """Raise `RecipeError` if the model, of transformers, adds a balance loss of its own."""
+    """Raise `RecipeError` if a model from transformers adds a balance loss of its own."""
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False) and getattr(
         config, "router_aux_loss_coef", 0

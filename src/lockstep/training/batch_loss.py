@@ -33,7 +33,7 @@ Columns = tuple[Tensor, ...]
 
 def checked_columns(what: str, collected: Any, samples: int) -> Columns:
     """Return the rows that were collected from a microbatch, as a tuple. Raises `DataError` unless
-    each tensor has one row per sample. `what`: the name of the loss or metric, for the error."""
+    each tensor has one row per sample. `what`: the name of the loss or metric in errors."""
     tensors = tuple(collected) if isinstance(collected, list | tuple) else (collected,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != samples:
@@ -70,8 +70,8 @@ def gather_columns(
 
 
 def _count(data: World, what: str, parts: Mapping[int, Columns]) -> int:
-    """The number of tensors that were collected from each microbatch. Raises `DataError` if dtypes
-    or shapes differ."""
+    """The number of tensors that were collected from each microbatch. Raises `DataError` if their
+    dtypes or shapes differ between microbatches."""
     kinds = {
         index: [
             [str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])] for tensor in part
@@ -114,13 +114,14 @@ WHAT = "the batch loss"
 
 
 class BatchLoss:
-    """The loss of the rows of a global batch. Called with (output, batch) of each microbatch, it
-    returns the term whose gradient is that microbatch's part of the gradient."""
+    """The loss of all rows of a global batch. Called with a microbatch's (output, batch), it
+    returns a term whose gradient is the microbatch's part of the loss's gradient."""
 
     def __init__(
         self, loss: Gathered, spans: Spans, current: Callable[[], Microbatch], *, watched: bool
     ) -> None:
-        """`watched`: whether to watch its `compute` for collectives, which takes time."""
+        """`watched`: True to check that the loss's `compute` calls no collective, which takes
+        time."""
         self._watched = watched
         self._loss = loss
         self._spans = spans
@@ -136,8 +137,8 @@ class BatchLoss:
         call: Callable[[Any], Any],
         autocast: AbstractContextManager[Any],
     ) -> None:
-        """Compute the rows of all microbatches, and the gradient of each. Every rank calls it.
-        `call`: the forward."""
+        """Compute the rows of all microbatches, and the loss's gradient of each row. Every rank
+        calls it. `call`: the forward."""
         parts: dict[int, Columns] = {}
         with torch.no_grad():
             for item, batch in batches:
@@ -156,7 +157,8 @@ class BatchLoss:
 
     def _differentiate(self, columns: list[Tensor], autocast: AbstractContextManager[Any]) -> None:
         with torch.enable_grad(), autocast:
-            # Gradients of half-precision rows could underflow: they are not yet scaled.
+            # In half precision, the gradients of rows could underflow, because they are not yet
+            # scaled.
             leaves = [
                 column.float() if column.dtype in (torch.float16, torch.bfloat16) else column
                 for column in columns
@@ -197,5 +199,5 @@ class BatchLoss:
             if g is not None
         ]
         total = torch.stack(terms).sum()
-        # The value to record is the loss itself, recorded once.
+        # The value recorded is the loss itself, for one microbatch only.
         return Sum(total - total.detach() + (self._value if item.index == 0 else 0.0))

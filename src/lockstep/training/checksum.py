@@ -9,7 +9,7 @@ from torch import Tensor
 
 _WORD_BYTES = 8
 _MIX = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, so that the combined checksum depends on each tensor and on their order."""
+"""An odd factor: the combined checksum then depends on each tensor and on their order."""
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Consensus of the ranks, between two steps, on stopping, saving, and ending."""
+"""The agreement of all ranks, between two steps, to stop, to save, or to end."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def merge(requests: Sequence[Request]) -> Request:
 
 @dataclass(slots=True)
 class Consensus:
-    """The agreement of the ranks after a step. A flag is exchanged with the gradients; if any rank
-    raised it, all exchange their requests."""
+    """Lets the ranks agree after each step. Each rank sets a flag that is exchanged with the
+    gradients; if any flag is set, all ranks exchange their requests."""
 
     mesh: Mesh
     phases: Phases
     request: Callable[[], Request]  # returns this rank's current request
-    # the flags of the previous step, which are being copied from the GPU
+    # flags of the previous step, while they are copied from the GPU
     _before: tuple[Tensor, torch.Event] | None = None
     _reach_all: bool = field(init=False)
     """True if the flags that are exchanged with the gradients come from all ranks."""
@@ -83,8 +83,8 @@ class Consensus:
         )
 
     def agree_to_stop(self) -> str | None:
-        """The reason of the first rank that asks to stop; None if none does. Every rank calls it.
-        It needs no flag."""
+        """The reason of the first rank that asks to stop; None if no rank does. Every rank calls
+        it, whether or not a flag is set."""
         everyone = self.mesh.world.gather_values(self.request().stop)
         return next((reason for reason in everyone if reason is not None), None)
 
@@ -93,9 +93,9 @@ class Consensus:
         return mine if may_stop or mine.stop is None else Request(None, mine.save, mine.end)
 
     def _any_flag(self, flags: Sequence[Tensor | bool], *, wait: bool) -> bool:
-        """True if any rank raised its flag in this step. On a GPU, unless `wait`, the previous
-        step's flags are read, so that the host need not wait. `flags`: the flags that the data
-        ranks exchanged."""
+        """True if any rank's flag was set in this step; on a GPU, unless `wait`, in the previous
+        step, so that the host need not wait. `flags`: the result of the exchange with the
+        gradients."""
         on_gpu = [
             flag
             for flag in flags
@@ -106,7 +106,8 @@ class Consensus:
             return raised if self._reach_all else self.mesh.world.any(raised)
         raised_by = torch.stack(on_gpu)
         for axis in self.mesh.larger:
-            if not self.mesh.sums_over(axis):  # over others it is summed with the gradients
+            # over the other axes, flags are summed with the gradients
+            if not self.mesh.sums_over(axis):
                 self.mesh.axis(axis.name).all_reduce(raised_by)
         before, self._before = self._before, None
         if wait:

@@ -34,29 +34,29 @@ class Probe(Protocol):
         session. `microbatch`: number of the microbatch in the step."""
 
     def without_backward(self, module: int, microbatch: int) -> None:
-        """Called instead of `before_backward` for a microbatch whose backward a pipeline schedule
-        has computed."""
+        """Called instead of `before_backward` if a pipeline's schedule has computed the
+        backward."""
 
     def result(self, name: str, value: float) -> None:
-        """Called with a number that a call of the script has reduced over all ranks. `name`: that
-        call."""
+        """Called with a number that the script has reduced over all ranks by the call `name`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeginAt:
-    """The checkpoint of another run that a run begins at. It is only read. Settings that are `auto`
-    have the values in that run's newest checkpoint."""
+    """The checkpoint of another run at which a run begins. It is only read. Settings that are
+    `auto` get their values from that run's newest checkpoint."""
 
     folder: str
     """The folder of the checkpoints: a path or a URL."""
     before: int | None
-    """The newest one that is not damaged and has done fewer steps; None: at step 0, without one."""
+    """Begin at the newest undamaged checkpoint with fewer steps than this. None: begin at step 0,
+    without a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
     """Changes to a run that its script does not make, for `lockstep verify`, `lockstep plan` and
-    `lockstep replay`. The default: none."""
+    `lockstep replay`. No changes by default."""
 
     precision: Precision | None = None
     gradient_compression: str | None = None
@@ -88,13 +88,15 @@ class Context:
     requested_compression: str  # the script's `gradient_compression`, before overrides
     seed: int
     log_every: int  # steps between two lines of metrics.jsonl
-    # steps between two steps in which ranks recompute microbatches of others; 0: none
+    # interval in steps at which ranks recompute each other's microbatches; 0: never
     recompute_every: int
-    recipe: dict[str, Any] | None  # the recipe as JSON, as it was given; None without `ls.train`
+    # the recipe that the script gave, as JSON; None without `ls.train`
+    recipe: dict[str, Any] | None
     recorder: Recorder
     phases: Phases
     overrides: Overrides
-    recovered_from: str | None = None  # why the process was lost that led to a recovery in place
+    # the reason of the process loss that led to a recovery in place
+    recovered_from: str | None = None
 
     @property
     def device(self) -> torch.device:

@@ -1,5 +1,5 @@
-"""Torch's deterministic mode for numerics=bitwise on an accelerator: the operations that it
-refuses, and how it fills new tensors."""
+"""Torch's deterministic mode, which numerics=bitwise uses on accelerators: errors for operations
+that it refuses, and its filling of new tensors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ INSTEAD = {
     "median": "x.sort(dim).values.select(dim, (n - 1) // 2) is the same",
     "put_": "x.view(-1).index_copy_(0, indices, values) is the same",
 }
-"""Part of the name of an operation -> what to write instead. All of these have deterministic
-implementations."""
+"""Part of an operation's name -> deterministic code to write instead."""
 
 
 def error_of_determinism(error: BaseException | None, plan: object) -> PlanError | None:

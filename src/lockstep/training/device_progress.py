@@ -1,10 +1,11 @@
 """The progress of an accelerator through the steps that the host has queued, and the host's values
 for each of these steps.
 
-The host queues up to two steps ahead of its device; if a collective never ends, it stays ahead. The
+The host queues up to two steps ahead of its device, and stays ahead if a collective never ends. The
 host's state (step, schedule, position in the data) then does not match the tensors on the device.
-So one event is recorded at the end of each step, and one before the next change of the state: the
-state is certain if the device has reached the first event but not the second.
+So an event is recorded at the end of each step, and another before the next change of the state. If
+the device has reached the first event but not the second, its tensors certainly have the values of
+that step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lockstep.training.step_result import StepResult
 from lockstep.training.train_module import HostValues
 
 _KEPT = 3
-"""Number of latest steps to keep: the device may be at the end of any of them."""
+"""Number of steps to keep: the device may be at the end of any of the latest ones."""
 _POLL_SECONDS = 0.005
 
 
@@ -39,17 +40,17 @@ class StreamMark:
         self.is_recorded = True
 
     def is_reached(self) -> bool:
-        """True if all devices have reached it."""
+        """True if all devices have reached the mark."""
         return self.is_recorded and all(event.query() for event, _ in self._events)
 
     def may_be_passed(self) -> bool:
-        """True if a device may have passed it: at least one has reached it."""
+        """True if at least one device has reached the mark, and so may have passed it."""
         return self.is_recorded and any(event.query() for event, _ in self._events)
 
 
 @dataclass(eq=False, slots=True)
 class EndedStep:
-    """A step whose end was queued, with the host's values at that time."""
+    """A step whose end is queued on the device, with the host's values at that time."""
 
     step: int
     metrics: dict[str, float]
@@ -120,12 +121,12 @@ class DeviceProgress:
 
     def is_certain(self, ended: EndedStep) -> bool:
         """True if the tensors on the device still have the values of this step."""
-        # otherwise its marks belong to another step
+        # for an older step, the marks belong to another one
         return ended.is_certain() and ended in self._ended
 
     def newest(self, within_seconds: float) -> EndedStep | None:
-        """Return the newest step whose state is certainly on the device; None if there is none.
-        Waits up to `within_seconds` for the latest step."""
+        """Return the newest step whose values the device's tensors certainly have; None if there is
+        none. Waits up to `within_seconds` for the latest step."""
         deadline = time.monotonic() + within_seconds
         while self._ended:
             ended = list(self._ended)

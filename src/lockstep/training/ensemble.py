@@ -33,10 +33,10 @@ class Ensemble(nn.Module):
     ) -> None:
         """Build the members.
 
-        - `model`: as in `Recipe`, with `runs`: folders of runs that have ended, or .safetensors
-          files, one for each member. Or the members themselves, without `runs`.
-        - `combine`: the output from the list of the members' outputs. None: the mean of each tensor
-          in them, in nested tuples, lists and mappings too.
+        - `model`: as in `Recipe`, together with `runs`; or the list of members, without `runs`.
+        - `runs`: for each member, the folder of a run that has ended, or a .safetensors file.
+        - `combine`: function from the list of the members' outputs to one output. None: take the
+          mean of each tensor, also in nested tuples, lists and mappings.
 
         Raises `RecipeError`.
         """
@@ -65,7 +65,7 @@ class Ensemble(nn.Module):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the mean of the members' outputs. Raises `RecipeError` in training mode."""
+        """Return the combined output of the members. Raises `RecipeError` in training mode."""
         if self.training:
             raise RecipeError(
                 "an ls.Ensemble in training mode; it is the mean of models that are already"
@@ -96,8 +96,8 @@ def _loaded(model: nn.Module, path: str) -> nn.Module:
 
 
 def _mean(outputs: list[Any]) -> Any:
-    """Return the mean of outputs that have the same structure. Raises `RecipeError` for values that
-    have no mean, unless all are equal."""
+    """Return the mean of outputs that have the same structure. Raises `RecipeError` if values
+    without a mean (such as text) differ."""
     first = outputs[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
         return torch.stack(outputs).mean(dim=0)

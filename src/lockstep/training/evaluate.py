@@ -43,7 +43,8 @@ ALONE = (
     "torcheval's metric.compute() does without, as torchmetrics do; code of your own can ask"
     " torch.distributed.is_initialized()"
 )
-"""The remedy for a metric that calls a collective: `is_initialized()` returns False there."""
+"""The remedy for a metric that calls a collective: `is_initialized()` returns False while a metric
+is computed."""
 
 
 @contextmanager
@@ -152,7 +153,7 @@ class Evaluator:
     def _measured(
         self, item: Microbatch, batch: Any, output: Any, loss: Any
     ) -> tuple[Sums, _ToHost]:
-        # a metric may keep its arguments, or call the model
+        # a metric might keep a dummy's arguments, or call the model
         if item.is_dummy and self.recipe.inputs is not None:
             return {}, _ToHost({}, self.module.device)
         sums = self._loss_of(item, loss)
@@ -173,7 +174,7 @@ class Evaluator:
         return sums, _ToHost(columns, self.module.device)
 
     def _loss_of(self, item: Microbatch, loss: Any) -> Sums:
-        """The part of this rank in the loss of a microbatch."""
+        """This rank's part of a microbatch's loss."""
         if loss is None:
             return {}
         weighs = self.recipe.weight if self.evaluation.loss is None else None
@@ -186,10 +187,10 @@ class Evaluator:
     def _called(
         self, name: str, function: Callable[[Any, Any], Any], output: Any, batch: Any
     ) -> Any:
-        """Call a function of a metric for one microbatch. Raises `DataError` if it calls a
-        collective; only the first microbatch is watched."""
+        """Call a function of a metric for one microbatch. In the first microbatch, raises
+        `DataError` if the function calls a collective."""
         if self.recipe.inputs is None or self.plan.divides("features"):
-            return function(output, batch)  # the model's own collectives
+            return function(output, batch)  # `function` may call the model, which has collectives
         try:
             with as_one_process(watched=self._is_first):
                 return function(output, batch)
@@ -277,8 +278,8 @@ class Evaluator:
 
 
 class _ToHost:
-    """Copies the collected rows of microbatches to the host. It waits for the rows of one
-    microbatch after the next has begun, so the host is at most one microbatch ahead of the device.
+    """Copies the collected rows of microbatches to the host. It waits for a microbatch's rows once
+    the next microbatch has begun, so the host is at most one microbatch ahead of the device.
     """
 
     def __init__(self, columns: Mapping[str, Columns], device: torch.device) -> None:
@@ -309,8 +310,8 @@ def _arrive(index: int, parts: _ToHost, collected: Mapping[str, dict[int, Column
 
 
 def _no_loss(output: Any, batch: Any) -> None:
-    """The loss of a microbatch if the recipe has a `batch_loss`: nothing, because that is computed
-    from the rows of all microbatches."""
+    """The loss of a microbatch if the recipe has a `batch_loss`: none, because a `batch_loss` is
+    computed from the rows of all microbatches."""
 
 
 def _one_number(name: str, computed: Any) -> float:

@@ -40,36 +40,37 @@ Loss = Callable[[Any, Any], Any]
 Score = Callable[[Microbatch, Any, Any, Any], T]
 """(microbatch, batch, output, loss) -> the microbatch's part of an evaluation."""
 EVALUATED_TOGETHER = 2
-"""Number of microbatches that a stage computes in one forward of an evaluation; all activations
-between stages are kept in memory."""
+"""Number of microbatches that a stage computes before the next stage begins, in an evaluation. The
+activations between stages are all kept in memory."""
 
 
 class Accumulation(Protocol):
-    """The gradient accumulation of one model in a step on this rank: `Step`, as executors see
-    it."""
+    """The part of `Step` that executors use: gradient accumulation of one model in one step."""
 
     def batches(self) -> Iterator[tuple[Microbatch, Any]]:
         """Yields this rank's microbatches with their batches, on the device, each with its own
         random generators."""
 
     def accumulate(self, loss: Any) -> None:
-        """Accumulate the gradient of a loss, for the latest microbatch of `batches`."""
+        """Accumulate the gradient of the loss of the latest microbatch of `batches`."""
 
     def fetched(self) -> list[tuple[Microbatch, Any]]:
-        """All of this rank's microbatches and their batches at once. For `record`."""
+        """All of this rank's microbatches and their batches at once. For executors that call
+        `record`."""
 
     def random_position(self, microbatch: Microbatch) -> tuple[int, ...]:
         """The key of the microbatch's random streams."""
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """A context in which the backwards of these microbatches are computed. For `record`."""
+        """A context for the backwards of these microbatches. For executors that call `record`."""
 
     @property
     def is_recomputing(self) -> bool:
-        """True while a microbatch of another rank is computed, to compare its gradient."""
+        """True while another rank's microbatch is computed, to compare its gradient."""
 
     def without_backward(self) -> AbstractContextManager[None]:
-        """A context for the call of a loss that must not call `backward`. For `record`."""
+        """A context for calls of the loss, which must not call `backward`. For executors that call
+        `record`."""
 
     def contribution(self, loss: Any, microbatch: Microbatch) -> Contribution:
         """Check the result of a loss function. Raises `LossError`."""
@@ -91,7 +92,7 @@ class Accumulation(Protocol):
         """The names of the terms that the balance of experts adds to the loss."""
 
     def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
-        """Return the terms of the balance in the latest forward of a stage; None if it has none."""
+        """Return the balance terms of a stage's latest forward; None if it has none."""
 
 
 class Executor(Protocol):
@@ -106,8 +107,8 @@ class Executor(Protocol):
         """Compute forward and backward of all microbatches of a step."""
 
     def forwards(self, step: Accumulation, inputs: Inputs, loss: Loss) -> None:
-        """Compute the forwards of a step without gradients, in which `recorder` records, and call
-        `step.count_choices` after each of them, of each stage of a pipeline."""
+        """Compute the forwards of a step without gradients, recorded by `recorder`. After each
+        forward (in a pipeline, of each stage), call `step.count_choices`."""
 
     def evaluate(
         self,
@@ -117,12 +118,12 @@ class Executor(Protocol):
         loss: Loss,
         score: Score[T],
     ) -> Iterable[tuple[Microbatch, T]]:
-        """Compute the forward only. Yields each microbatch and its score, on ranks that have the
-        model's output. `position`: the key of a microbatch's random streams."""
+        """Compute forwards only. On ranks that have the model's output, yields each microbatch and
+        its score. `position`: the key of a microbatch's random streams."""
 
     def whole(self, output: Any) -> Any:
-        """The model's output for all tokens of the microbatch, on each rank that has a part of
-        it."""
+        """The model's output for all tokens of the microbatch, on each rank that has a part of this
+        output."""
 
     def on_output_rank(self, compute: Callable[[], Any]) -> Any:
         """Compute a JSON value on the rank with the model's output, and return it on all ranks. An
@@ -147,7 +148,7 @@ class SerialExecutor:
             self._check(inputs, loss, batch)
             self._record()
             with self.autocast, self.flops.counting(microbatch.size):
-                # no name for the output: it would live through the next microbatch's forward
+                # a local variable would keep the output alive during the next microbatch's forward
                 value = self._computed(inputs, loss, batch)[1]
             step.accumulate(value)
 
@@ -208,8 +209,8 @@ class SerialExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class SequenceExecutor(SerialExecutor):
-    """An `Executor` for a model of sequences: each rank of the axis `context` computes some tokens
-    of every microbatch, and a part of its loss."""
+    """An `Executor` for a model of sequences: each rank of the `context` axis computes some tokens
+    of every microbatch, and their part of the loss."""
 
     cut: SequenceCut
     why_no_loop: str | None = (
@@ -237,7 +238,7 @@ class SequenceExecutor(SerialExecutor):
 
 
 class PipelineExecutor:
-    """An `Executor` for a pipeline: all microbatches go through its stages, in the order of its
+    """An `Executor` for a pipeline: microbatches go through its stages in the order of its
     schedule."""
 
     def __init__(
@@ -246,7 +247,7 @@ class PipelineExecutor:
         autocast: AbstractContextManager[Any],
         cut: SequenceCut | None,
     ) -> None:
-        """`cut`: the cut of a model of sequences."""
+        """`cut`: the model's `SequenceCut`, if it has one."""
         self.why_no_loop: str | None = (
             f"pipeline={pipeline.world.size}; microbatches go through the stages one behind another"
         )
@@ -339,8 +340,8 @@ class PipelineExecutor:
 
     @property
     def _together(self) -> int:
-        """Number of microbatches whose activations are in memory at once in a forward without
-        backward."""
+        """Number of microbatches whose activations are in memory at once in forwards without
+        backwards."""
         return EVALUATED_TOGETHER * len(self._pipeline.stages.ranges)
 
     def evaluate(

@@ -1,4 +1,4 @@
-"""The hook protocol: when users' hooks and lockstep's own are called."""
+"""The hook protocol: the moments at which users' hooks and lockstep's own are called."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Methods that are called on every rank, in the order in which the hooks were given. All do
-    nothing unless overridden.
+    """Base class of hooks. Each method is called on every rank, hook by hook in the given order,
+    and does nothing unless overridden.
 
     A hook with `state_dict` and `load_state_dict` is saved with the run. `run.step` is the number
     of optimizer steps done.
@@ -31,8 +31,8 @@ class Hook:
         """Before the first forward of each step."""
 
     def after_backward(self, run: Run, model: nn.Module) -> None:
-        """After the last backward of a step. Every `.grad` of `model` is summed over all ranks, but
-        not yet clipped, nor unscaled in fp16. Called for each model if several are prepared."""
+        """After the last backward of a step. Each `.grad` of `model` is the sum over all ranks, not
+        yet clipped and, in fp16, not yet unscaled. Called once for each prepared model."""
 
     def after_step(self, run: Run) -> None:
         """After each step, even if fp16 overflowed and the model was not updated."""

@@ -1,5 +1,5 @@
-"""The parameters and buffers that a model's state dict leaves out, and which of them have changed
-since the start."""
+"""Finds the parameters and buffers that a model's state dict leaves out and that have changed since
+the start."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PIECE = 1 << 20
 
 
 class LeftOut:
-    """The tensors that neither the state dict nor an optimizer holds. If one of them changes, it
-    belongs to the run's state."""
+    """The tensors of a model that neither its state dict nor an optimizer holds. Once such a tensor
+    has changed, it belongs to the run's state."""
 
     def __init__(self, model: nn.Module, held: Collection[str]) -> None:
         """`held`: names of parameters that an optimizer holds. Every rank makes one, before a
@@ -70,8 +70,8 @@ class LeftOut:
 
 
 def in_state(model: nn.Module, held: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters, then the buffers, that the state dict or an optimizer holds, under all
-    of their names."""
+    """Yield the parameters, then the buffers, that the state dict or an optimizer holds, each under
+    all of its names."""
     saved = model.state_dict().keys()
     for named in (model.named_parameters, model.named_buffers):
         yield from (
@@ -93,9 +93,9 @@ def not_persistent(model: nn.Module) -> set[str]:
 def complete_state_dict(
     model: nn.Module, held: Collection[str], changed: Mapping[str, Tensor], world: World
 ) -> dict[str, Any]:
-    """Return the model's state dict, plus tensors that it leaves out but that an optimizer holds or
-    that have changed. Buffers with persistent=False are never added. Every rank calls it.
-    `changed`: the result of `LeftOut.changed`."""
+    """Return the model's state dict, plus tensors outside of it that an optimizer holds or that
+    have changed. Buffers with persistent=False are never added. Every rank calls it. `changed`: the
+    result of `LeftOut.changed`."""
     state = dict(model.state_dict())
     transient = not_persistent(model)
     more = {name: tensor.detach() for name, tensor in in_state(model, held) if name not in state}

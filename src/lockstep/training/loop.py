@@ -72,7 +72,7 @@ class LoopOptions:
     batch_sampler: Callable[[int, int], Any] | None
 
     def __post_init__(self) -> None:
-        """Take the dataset and collate function out of a DataLoader if the order of samples is
+        """Replace a DataLoader by its dataset and collate function if the order of samples is
         given."""
         if isinstance(self.data, DataLoader) and (
             self.sampler is not None or self.batch_sampler is not None
@@ -182,8 +182,8 @@ def lay_out_loop(training: Training, options: LoopOptions) -> Batching:
 
 
 def _describe(training: Training, options: LoopOptions) -> None:
-    """Record the numbers that decide what a script's own loop learns; a resumed run compares
-    them."""
+    """Record the numbers on which the result of a script's own loop depends, to compare them when
+    the run is resumed."""
     context = training.context
     settings: dict[str, Any] = {"parameters": dict(declared.values)} if declared.values else {}
     settings |= {
@@ -230,8 +230,8 @@ def report_kernels(training: Training) -> None:
 
 
 def _order(training: Training, options: LoopOptions) -> SampleOrder | None:
-    """The order that the sampler gives; None without one. Every rank calls it. Raises `DataError`
-    on all ranks if it differs between ranks."""
+    """The sampler's order; None without a sampler. Every rank calls it. Raises `DataError` on all
+    ranks if it differs between ranks."""
     if options.sampler is None and options.batch_sampler is None:
         return None
     order = order_of(
@@ -263,7 +263,7 @@ def order_and_samples(recipe: Recipe) -> tuple[SampleOrder | None, int]:
 
 
 def steps_of(recipe: Recipe) -> int:
-    """Return the optimizer steps that training with a recipe takes. Raises `DataError`."""
+    """Return the number of optimizer steps of a training with `recipe`. Raises `DataError`."""
     order, samples = order_and_samples(recipe)
     return total_steps(
         order,
@@ -276,8 +276,8 @@ def steps_of(recipe: Recipe) -> int:
 
 
 def interval_of(recipe: Recipe, evaluation: Evaluation) -> int | None:
-    """Return the optimizer steps from one measurement of an evaluation to the next. None if it is
-    measured only at the end, or each epoch and epochs differ in steps. Raises `DataError`."""
+    """Return the number of optimizer steps between two measurements of an evaluation. None if it is
+    measured only at the end, or after epochs of different lengths. Raises `DataError`."""
     if evaluation.every != "epoch":
         return evaluation.every
     order, samples = order_and_samples(recipe)
@@ -348,7 +348,7 @@ def sources(
             else {}
         )
         return from_stream(streamed, batching, seed=context.seed, first=first, positions=positions)
-    # microbatches that were requested are settled: a change of the assignment applies after them
+    # a change of the assignment applies after the microbatches that are already requested
     if context.plan.assignment == "measured":
         how["ahead"] = max(1, training.run.global_batch // context.mesh.data.size)
     left_out = context.overrides.left_out
@@ -414,12 +414,12 @@ def steps(
     training.streams = [
         (number, each) for number, each in streams if each is not None and each.are_several
     ]
-    for source in batches:  # each batch is fetched in the phase "data" of `Step.batches`
+    for source in batches:  # `Step.batches` fetches each batch, in the phase "data"
         context.phases.step = source.step
         training.run.is_logging_step = (
             source.step + 1
         ) % context.log_every == 0 or source.step + 1 == total
-        # the hooks may set what the data depend on, so nothing is fetched before
+        # fetch nothing before this: the data may depend on what hooks set
         training.begin_step(source)
         if weight is not None:
             before = context.phases.enter("exchange", interrupts=True)

@@ -24,11 +24,11 @@ _LISTS = (list, tuple)
 
 
 def rows_per_sample(name: str, batch: Any, samples: int) -> int:
-    """Return the number of rows in the batch for each of its `samples`: 1, or more if every sample
-    is repeated (several views). Raises `LossError` if it is not a whole number, because a mean over
-    rows is then no mean over samples. `name`: the loss term that is a mean. If no rows can be
-    counted, it returns 1."""
-    kind = type(batch)  # the common cases first: this is called for each microbatch
+    """Return the number of rows per sample in a batch of `samples` samples: 1, or more if every
+    sample is repeated (several views); also 1 if no rows can be counted. Raises `LossError` if it
+    is not a whole number, because the mean over rows is then not the mean over samples. `name`: the
+    loss term that is a mean."""
+    kind = type(batch)  # common cases first, for speed: called for each microbatch
     first = (
         batch[0]
         if kind in _LISTS and batch
@@ -54,8 +54,8 @@ def rows_per_sample(name: str, batch: Any, samples: int) -> int:
 
 def rows_of(batch: Any, samples: int) -> int | None:
     """Return the number of rows in a batch of `samples` samples: the rows of its tensors, or the
-    lengths of its lists. -1: its tensors have different numbers of rows, none of them `samples`.
-    None: nothing can be counted."""
+    lengths of its lists. -1 if its tensors have different numbers of rows, none of them `samples`.
+    None if it has no tensors and no lists."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else None
     if is_dataclass(batch):
@@ -97,8 +97,8 @@ NAME = "loss_module"
 
 
 def with_loss_in_model(recipe: Recipe) -> Recipe:
-    """The recipe with a loss module made a part of the model, so that optimizer, plans and
-    checkpoints find its parameters. Unchanged if the loss has no parameters."""
+    """The recipe with its loss module as a part of the model, so that optimizer, plans and
+    checkpoints find the loss's parameters. Unchanged if the loss has none."""
     if not isinstance(recipe.loss, nn.Module) or not any(
         parameter.requires_grad for parameter in recipe.loss.parameters()
     ):
@@ -134,7 +134,8 @@ class _LossInModel:
 
 class _SequentialBeforeLoss(nn.Sequential):
     def forward(self, input: Any) -> Any:
-        for name, module in self._modules.items():  # a module may occur in it twice
+        # includes repeated modules, which `named_children` omits
+        for name, module in self._modules.items():
             if name != NAME:
                 input = module(input)
         return input
@@ -154,7 +155,7 @@ class LossKind(NamedTuple):
     """True for an `ls.Loss`."""
     terms: list[str]
     repeats: int
-    """Number of rows of the batch for each sample, if the loss is a mean over rows."""
+    """Number of rows per sample, if the loss is a mean over rows."""
 
 
 class Contribution(NamedTuple):
@@ -165,7 +166,7 @@ class Contribution(NamedTuple):
     grad_output: Tensor
     """Scalar: the gradient that the backward starts with. NaN if the loss is not finite, so that
     the summed gradient tells all ranks."""
-    # scalar: the microbatch's part of the step's loss; for an `ls.Loss`, its unscaled total
+    # scalar: the microbatch's part of the step's loss; the unscaled total of an `ls.Loss`
     value: Tensor | float
     weight: Tensor | None  # scalar; for an `ls.Loss` only
     terms: dict[str, Tensor]  # the part of each term in the step's loss, if there are several
@@ -175,7 +176,7 @@ class Contribution(NamedTuple):
         return LossKind(self.weight is not None, list(self.terms), self.repeats)
 
     def with_terms(self, more: Mapping[str, Tensor]) -> Contribution:
-        """Return it with the recorded numbers of more terms."""
+        """Return this contribution with the recorded numbers of more terms."""
         own = self.terms or {SINGLE: torch.as_tensor(self.value, dtype=torch.float64)}
         return self._replace(terms={**own, **more})
 
@@ -194,7 +195,7 @@ def contribution(
     if isinstance(loss, Loss):
         return _forward_known(loss, weights, prescale)
     _check_terms(loss, weights)
-    # the first test is ten times faster
+    # the test for Tensor is ten times faster
     if isinstance(loss, Tensor) or not isinstance(loss, Mapping):
         total = _term(SINGLE, loss, batch=batch, weights=weights)
         _check_zero(SINGLE, loss, total, weights)
@@ -334,7 +335,7 @@ def _check_zero(name: str, term: Any, total: Tensor, weights: Weights | None) ->
 
 
 def no_weight(term: str, value: float) -> str:
-    """The error for a term that has a value and no weight."""
+    """The error for a term with a value that is not 0 and weights that add up to 0."""
     return (
         f"term {term!r} of the loss is {value:.6g} in a global batch in which its weights add up to"
         " 0; a term that counts nothing is the sum of nothing, 0: return ls.Sum(total) of a sum"
@@ -405,7 +406,7 @@ def _forward_known(
 
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """A scalar on the CPU, built once: the backward only reads it."""
+    """A cached scalar on the CPU; the backward only reads it."""
     return torch.tensor(value, dtype=dtype)
 
 

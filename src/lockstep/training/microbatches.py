@@ -1,5 +1,5 @@
-"""The microbatches of each step: from a dataset in its keyed order, from a stream, or (without
-data) fixed indices."""
+"""The microbatches of each step: samples of a dataset in its keyed order, samples of a stream, or
+(without data) ranges of indices."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Batching:
         seed: int = 0,
         recompute_every: int = 0,
     ) -> None:
-        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: the order
-        that the recipe's sampler gives; if it is a `BatchOrder`, `global_batch` is None.
-        `recompute_every`: steps from one step with recomputed microbatches to the next; 0: none."""
+        """`microbatch_splits`: as in `Plan`; the parts count as microbatches. `order`: the order of
+        the recipe's sampler; if it is a `BatchOrder`, `global_batch` is None. `recompute_every`:
+        interval in steps at which microbatches are recomputed; 0: never."""
         self._seed, self._recompute_every = seed, recompute_every
         self.order = order
         self._batches = order if isinstance(order, BatchOrder) else None
@@ -85,7 +85,7 @@ class Batching:
         self.mesh = mesh
         self._assignments = [(0, assignment)]
         self.requested = -1
-        """The last step whose microbatches on this rank were requested from the loader."""
+        """The latest step whose microbatches this rank has requested from the loader."""
         self._parts = 2**microbatch_splits
         self._drop_last = drop_last
         self.steps = total_steps(
@@ -113,8 +113,8 @@ class Batching:
 
     @property
     def assignment(self) -> MicrobatchAssignment:
-        """The latest assignment of microbatches to ranks. Steps requested earlier may have
-        another."""
+        """The latest assignment of microbatches to ranks. Steps that are already requested may have
+        an earlier one."""
         return self._assignments[-1][1]
 
     def assignment_in_step(self, step: int) -> MicrobatchAssignment:
@@ -135,7 +135,7 @@ class Batching:
         self._assignments = [*kept, (first, assignment)]
 
     def span(self, step: int) -> tuple[int, int]:
-        """The positions of a step's global batch."""
+        """The span [start, stop) of a step's global batch."""
         if self._batches is not None:
             return self._batches.span(step)
         return assignment.batch_span(
@@ -162,7 +162,7 @@ class Batching:
         return self.spans_of(step, *self.span(step))
 
     def spans_of(self, step: int, start: int, stop: int) -> Spans:
-        """`spans`, given the step's `span`."""
+        """Return `spans(step)`; `start` and `stop` are the step's `span`."""
         return self._uniform(stop - start) if self._batches is None else self.spans(step)
 
     def _uniform(self, size: int) -> Spans:
@@ -176,7 +176,7 @@ class Batching:
         return self._spans[size]
 
     def _most_parts(self) -> int:
-        """The number of parts into which a microbatch is split if it has enough samples."""
+        """The number of parts into which a microbatch with enough samples is split."""
         return self.assignment.slices or self._parts
 
     @property
@@ -190,8 +190,8 @@ class Batching:
 
     @property
     def last_of_epoch(self) -> list[int]:
-        """Number of samples in each microbatch of an epoch's last global batch. Without epochs, all
-        global batches are alike. With a `batch_sampler`: the sizes in all global batches."""
+        """Number of samples in each microbatch of an epoch's last global batch (without epochs, of
+        any global batch); with a `batch_sampler`, of all global batches."""
         if self._batches is not None:
             return self._batches.sizes
         per_epoch = assignment.total_steps(
@@ -205,8 +205,7 @@ class Batching:
 
     @cached_property
     def counts(self) -> set[int]:
-        """The number of microbatches in a step; several numbers if steps differ. With a
-        `batch_sampler`: in epoch 0."""
+        """The numbers of microbatches that steps have; with a `batch_sampler`, in epoch 0."""
         if self._batches is not None:
             return {len(self.spans(step)) for step in range(self._batches.batches)}
         return {len(self.spans(0)), len(self.last_of_epoch)}
@@ -234,9 +233,9 @@ class Batching:
         )
 
     def recomputed_here(self, step: int, count: int) -> list[int | None]:
-        """In a step, the microbatch of another rank that this rank recomputes, and the microbatch
-        that it computes if it has to decide. None: it has none, and forwards have no collectives.
-        Empty in most steps."""
+        """Return the microbatches of other ranks that this rank computes in a step: the one that it
+        recomputes, and the one that it computes if two ranks differ about it. An entry is None if
+        this rank has no such microbatch and forwards have no collectives. Empty in most steps."""
         several = self.recomputed(step, count)
         if not several:
             return []
@@ -268,8 +267,8 @@ class Batching:
         ]
 
     def request(self, first: int) -> Iterator[Span]:
-        """Yields this rank's microbatches from step `first` on, as in `mine_in_step`. `requested`
-        records the latest step taken."""
+        """Yields this rank's microbatches (see `mine_in_step`) from step `first` on, and updates
+        `requested`."""
         for step in range(first, self.steps):
             self.requested = step
             yield from self.mine_in_step(step)
@@ -277,8 +276,7 @@ class Batching:
 
 @dataclass(slots=True)
 class StepLayout:
-    """The samples of each microbatch of one step, and the rank that computes the microbatch; for
-    messages and checks."""
+    """The samples and the rank of each microbatch of one step, for messages and checks."""
 
     step: int
     start: int  # the position of the first sample of the global batch
@@ -295,7 +293,7 @@ class StepLayout:
         return self.assignment.indices(len(self.spans), self.mesh.data.rank)
 
     def name(self, place: int) -> str:
-        """Return the name of microbatch `place`, in words."""
+        """Return text that names microbatch `place`."""
         split = self.assignment.slices
         return (
             f"slice {place % split} of microbatch {place // split}"
@@ -304,7 +302,7 @@ class StepLayout:
         )
 
     def owner(self, place: int) -> str:
-        """Return the name of the rank that computes microbatch `place`."""
+        """Return text that names the rank of microbatch `place`."""
         rank = next(
             rank
             for rank, share in enumerate(self.assignment.indices_by_rank(len(self.spans)))
@@ -315,9 +313,8 @@ class StepLayout:
         )
 
     def full_microbatch(self, place: int) -> tuple[int, Sequence[int | str]]:
-        """Return the number of the full microbatch that contains microbatch `place`, and its
-        samples (the two are one if microbatches are not split). For a stream, the samples are
-        described in words, and `place` must be a microbatch of this rank.
+        """Return the number and the samples of the unsplit microbatch that contains microbatch
+        `place`. For a stream, samples are described in words, and this rank must have read them.
         """
         if self.origins is not None:
             return place, self.origins[place].names()
@@ -327,8 +324,8 @@ class StepLayout:
         return number, [sample for each in places for sample in self.samples_of(each)]
 
     def words(self, place: int) -> str:
-        """Return the names of the samples of microbatch `place`. Every rank of `mesh.data` calls
-        it: for a stream, only the rank that read the samples knows their names."""
+        """Return text that names the samples of microbatch `place`. Every rank of `mesh.data` calls
+        it, because only the rank that has read a stream's samples knows their names."""
         if self.origins is None:
             return f"samples {self.samples_of(place)}"
         origin = self.origins.get(place)
@@ -336,8 +333,8 @@ class StepLayout:
         return str(next(name for name in everyone if name is not None))
 
     def samples_of(self, place: int) -> list[int]:
-        """The dataset indices of microbatch `place`; without a dataset, the indices in the global
-        batch."""
+        """The dataset indices of microbatch `place`'s samples; without a dataset, their indices in
+        the global batch."""
         start, stop = self.spans[place]
         if self.order is None:
             return list(range(start, stop))
@@ -391,8 +388,8 @@ class Microbatches:
         self._seed = seed
 
     def weigh(self, weight: Callable[[Any], Any], names: Sequence[str] | None) -> list[str]:
-        """Fetch this rank's microbatches and sum their weights over ranks. Every rank calls it.
-        Returns the terms' names."""
+        """Fetch this rank's microbatches, sum their weights over ranks, and return the names of the
+        terms. Every rank calls it."""
         self.keep()
         assert self._kept is not None, "kept just now"
         try:
@@ -426,8 +423,9 @@ class Microbatches:
         return list(names)
 
     def leave_out(self, samples: frozenset[int]) -> None:
-        """Do not count samples that the loader leaves out. Raises `DataError` if a microbatch has
-        no others, or if the step does not have them."""
+        """Exclude the samples that the loader leaves out from the step's number of samples. Raises
+        `DataError` if this would leave a microbatch empty, or if the step does not have these
+        samples."""
         everyone: list[int] = []
         for place in range(self.count):
             own = self.layout.samples_of(place)
@@ -446,12 +444,12 @@ class Microbatches:
         self.samples -= len(samples)
 
     def keep(self) -> None:
-        """Keep the batches, so that they can be computed again."""
+        """Keep the batches in memory, so that the microbatches can be computed again."""
         if self._kept is None:
             self._kept = list(self._items)
 
     def peek(self) -> Microbatch | None:
-        """This rank's first microbatch; None if it has none. Keeps the batches."""
+        """This rank's first microbatch; None if it has none. Calls `keep`."""
         self.keep()
         assert self._kept is not None, "kept just now"
         return self._kept[0] if self._kept else None
@@ -459,8 +457,8 @@ class Microbatches:
     def batches(
         self, passes: int, only: Microbatch | None = None
     ) -> Iterator[tuple[Microbatch, Any]]:
-        """Yields this rank's microbatches, or `only` another one, and their batches on the device,
-        each with its own random generators."""
+        """Yields this rank's microbatches (or only the microbatch `only`) with their batches on the
+        device, each under its own random generators."""
         mine = self._kept if self._kept is not None else self._items
         for item in mine if only is None else [only]:
             batch = to_device(item.batch, self._device)
@@ -468,7 +466,7 @@ class Microbatches:
             yield item, batch
 
     def others(self) -> list[Microbatch | None]:
-        """This rank's `Batching.recomputed_here`."""
+        """The microbatches of `Batching.recomputed_here`, fetched."""
         if self._others is None:
             self._others = [
                 None if index is None else next(self._fetched) for index in self._indices
@@ -476,7 +474,7 @@ class Microbatches:
         return self._others
 
     def _own(self) -> Iterator[Microbatch]:
-        self.others()  # are fetched first
+        self.others()  # they are fetched first
         yield from self._fetched
 
     def _record_origin(self, item: Microbatch) -> Microbatch:
@@ -491,8 +489,8 @@ class Microbatches:
         return item
 
     def position(self, item: Microbatch, passes: int) -> tuple[int, ...]:
-        """The key of a microbatch's random stream. `passes`: number of times that it was computed
-        before in this step."""
+        """The key of a microbatch's random stream. `passes`: number of times that the step has
+        computed the microbatch before."""
         return self._seed, RandomStream.FORWARD, self.step, item.index, passes
 
 
@@ -505,8 +503,8 @@ def from_data(
     left_out: SamplesLeftOut | None = None,
 ) -> Iterator[Microbatches]:
     """Yields the steps of a dataset from step `first` on, in the loader's order. Nothing is fetched
-    for earlier steps. `left_out`: samples that the loader leaves out of a step. Raises `DataError`
-    before the first step if it cannot."""
+    for earlier steps. `left_out`: samples that the loader leaves out of a step. Raises `DataError`,
+    before the first step, if it cannot leave them out."""
     if left_out is not None and first <= left_out.step < batching.steps:
         layout_only = Microbatches(left_out.step, batching, iter(()), seed=seed, order=loader.order)
         layout_only.leave_out(left_out.samples)
@@ -519,8 +517,8 @@ def from_data(
 
 
 def from_indices(batching: Batching, *, seed: int, first: int = 0) -> Iterator[Microbatches]:
-    """Yields steps from step `first` on, without data: a microbatch is a range of indices in the
-    batch, which is the same in all steps."""
+    """Yields steps without data from step `first` on: a microbatch is a range of indices in the
+    global batch, the same in all steps."""
     for step in range(first, batching.steps):
         start, _ = batching.span(step)
         batching.requested = step
@@ -546,7 +544,7 @@ def from_stream(
     positions: Mapping[int, Position] | None = None,
 ) -> Iterator[Microbatches]:
     """Yields the steps of a stream from step `first` on. `positions`: the positions of all shards
-    before step `first`; default: their beginnings."""
+    before step `first`; None: all shards are at their beginning."""
     begin = positions or {}
     count = batching.max_microbatches
     mine = batching.mine(0)  # the same in all steps

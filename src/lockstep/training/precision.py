@@ -25,8 +25,9 @@ GradScaler."""
 def autocast(
     precision: Precision, device: torch.device, *, keep_casts: bool = True
 ) -> AbstractContextManager[Any]:
-    """The context manager for forwards. Backwards run outside of it. `keep_casts`: cast each weight
-    once per forward, and add the gradients of its uses in autocast's precision."""
+    """The context manager for forwards; backwards run outside of it. `keep_casts`: cast each weight
+    once per forward, so that the gradients of the weight's uses are added in autocast's
+    precision."""
     dtype = AUTOCAST.get(precision)
     if dtype is None:
         return nullcontext()
@@ -34,8 +35,7 @@ def autocast(
 
 
 class _Autocast:
-    """A context that may be entered again inside itself. An object of torch.autocast would leave
-    autocast on."""
+    """A reentrant context. (Entered twice, one torch.autocast object would leave autocast on.)"""
 
     def __init__(self, make: Callable[[], torch.autocast]) -> None:
         self._make = make
@@ -52,22 +52,23 @@ class _Autocast:
 
 def keeps_casts(plan: Plan) -> bool:
     """True if autocast may keep cast weights. False under `shard`, where the casts of the full
-    model would be kept; with bitwise numerics False under every plan, to match `shard`."""
+    model would be kept; with bitwise numerics False under every plan, so that all plans match
+    `shard`."""
     return not plan.divides("parameters") and plan.numerics == "fast"
 
 
 class LossScale:
-    """The factor of an fp16 loss against underflow: halved when the norm overflows, doubled after
-    2000 good steps."""
+    """The factor that keeps fp16 gradients from underflow: halved when the norm overflows, doubled
+    after 2000 steps without overflow."""
 
     def __init__(self) -> None:
         self.value = 2.0**16
         self.in_a_row = 0  # steps without an overflow since the last change
-        self.overflows = 0  # consecutive steps, up to the latest, with an overflow
+        self.overflows = 0  # consecutive steps with an overflow, ending at the latest step
 
     @property
     def divisor(self) -> float | Tensor:
-        """The scale, on the device if it is there: reading `value` may make the host wait."""
+        """The scale, without waiting: a tensor if it is on the device."""
         return self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -121,7 +122,8 @@ class DeviceLossScale(LossScale):
 
     @property
     def divisor(self) -> Tensor:
-        # `update_by` changes the scale in place, and an optimizer may still hold what this returns
+        # a copy: `update_by` changes the scale in place while an optimizer may still hold the
+        # result
         return self._scale.clone()
 
     def update_by(self, found_inf: Tensor) -> None:
@@ -141,7 +143,7 @@ def loss_scale(precision: Precision, device: torch.device | None) -> LossScale |
 def candidates(device: torch.device) -> list[Precision]:
     """The precisions that `precision="auto"` chooses from: fp32, and on a GPU also bf16 (fp16 on
     older GPUs)."""
-    # a run keeps its precision, and may be resumed on a CPU without bf16 instructions
+    # on a CPU only fp32: the run may be resumed on a CPU without bf16 instructions
     if not accelerator.is_accelerator(device):
         return ["fp32"]
     if accelerator.computes_bf16(device):
@@ -164,8 +166,8 @@ def slow_on_this_cpu(precision: Precision, device: torch.device) -> str | None:
 
 
 def slow_without_tf32(precision: Precision, device: torch.device) -> str | None:
-    """The reason why products in fp32 are slow on this GPU; None if they are not, or if the user
-    has chosen a precision for them."""
+    """The reason why matrix products in fp32 are slow on this GPU; None if they are not, or if the
+    user has set their precision."""
     if precision != "fp32" or not accelerator.leaves_tf32_unused(device):
         return None
     return (

@@ -53,7 +53,7 @@ class ParallelModel(NamedTuple):
     parallel: Parallelized
     pretrained: PretrainedWeights | None
     routed: Sequence[RoutedLayer]
-    """The layers of experts, if they are balanced."""
+    """The layers of experts whose loads are balanced."""
 
 
 def build_model(

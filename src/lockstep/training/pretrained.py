@@ -34,8 +34,8 @@ class PretrainedWeights:
     weights: Weights
     tensors: TensorFiles
     theirs: Mapping[str, Sequence[str]]
-    """For each tensor of the model that is in the file, by its first name: its names in the file
-    (several if it is tied)."""
+    """First name of a model's tensor -> its names in the file (several if it is tied). Only tensors
+    that are in the file."""
     kept: Sequence[str]  # the model's tensors that are not in the file
 
     @classmethod
@@ -121,8 +121,8 @@ class PretrainedWeights:
 
 
 def left_out_in(model: nn.Module, weights: Weights, theirs: Kinds) -> set[str]:
-    """Return the parameters that are loaded even if the state dict leaves them out: trained ones,
-    and those in the file."""
+    """Return the names of parameters that are loaded although the state dict leaves them out:
+    trainable parameters, and parameters in the file."""
     named = dict(model.named_parameters())
     there = {_renamed(weights.names, name) for name in theirs}
     return {name for name, parameter in named.items() if name in there or parameter.requires_grad}
@@ -135,8 +135,8 @@ def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 def match_names(
     weights: Weights, theirs: Kinds, ours: Kinds, tied: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the names in the file of each tensor of the model. `ours`: first names of the model's
-    tensors; `tied`: their other names. Raises `RecipeError`."""
+    """Return, for each tensor of the model, its names in the file. `ours`: first names of the
+    model's tensors; `tied`: their other names. Raises `RecipeError`."""
     found: dict[str, str] = {}
     for name in theirs:
         if (target := _renamed(weights.names, name)) is None:
@@ -210,7 +210,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """The remedy for names that do not match; if they differ by a prefix, the `names=` to write."""
+    """The remedy for names that do not match: the `names=` to write, if they differ by a prefix."""
     wanted = set(missing)
     before = Counter(
         name[: -len(end)] for name in unexpected for end in _ends(name) if end in wanted
@@ -258,7 +258,7 @@ def _not_alike(path: str) -> str:
 
 
 def _exchange(call: Callable[[], tuple[T, Any]], world: World) -> tuple[T, list[Any]]:
-    """Call `call` on every rank. Return its first result on this rank, and its second result (JSON)
-    from every rank. The first `RecipeError` of any rank is raised on all ranks."""
+    """Call `call`, which returns a pair, on every rank. Return this rank's first item and every
+    rank's second item (JSON). The first `RecipeError` of any rank is raised on all ranks."""
     mine, told = raise_on_all_ranks(world, call, RecipeError)
     return mine, world.gather_values(told)

@@ -1,5 +1,5 @@
-"""Recovery in place of a run on this process: the state that it holds while it waits for its new
-rank, and the state from which all ranks continue training."""
+"""Recovery in place: the state that this process holds while it waits for a new rank, and the state
+from which all ranks continue training."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from lockstep.training.state import Stateful, StateReader, state_of
 from lockstep.training.training import Training
 
 MOST_BYTES = 2**26
-"""Size of the largest tensor or array that is read. For a larger tensor, torch's count of changes
-is compared instead."""
+"""Largest tensor or array whose content is compared. For a larger tensor, torch's count of in-place
+changes is compared instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class HookState:
-    """All values that a hook holds or uses, at one time."""
+    """The values that a hook holds or uses, at one time."""
 
     digests: Mapping[str, str]
     """Digests by path: attributes, closure variables of functions, and the variables of their
     modules."""
     unread: list[str]
-    """Paths of values that cannot be read, and so cannot be compared."""
+    """Paths of values that cannot be digested, and so cannot be compared."""
 
 
 def hook_states(training: Training) -> dict[str, HookState]:
@@ -139,17 +139,16 @@ class HeldState:
 
 
 def values_to_hold(training: Training, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values held in memory besides tensors: `values` of the state, and the recipe."""
+    """Return the values that are held besides tensors: `values`, and the recipe."""
     learned = {"recipe": training.context.recorder.summary.get("recipe"), "code": training.code}
     return {**values, **training.loop.values(), **learned, "step": training.run.step}
 
 
 class ReplicaReader:
-    """Reads a state that some of the ranks hold, like `CheckpointReader` reads a checkpoint. It
-    uses the newest state."""
+    """Reads the newest state that some ranks hold, as `CheckpointReader` reads a checkpoint."""
 
     def __init__(self, held: HeldState | None, world: World) -> None:
-        """Every rank makes one, with the state that it holds."""
+        """Every rank makes one. `held`: the state that this rank holds, if any."""
         steps = world.gather_values(-1 if held is None else held.step)
         newest = max(steps)
         self._source = steps.index(newest)
@@ -190,11 +189,11 @@ T = TypeVar("T")
 
 
 class Recovery:
-    """The recoveries of one run on this process. Each recovery opens the run again in the same
+    """The recoveries in place of one run on this process, which open the run again in the same
     process."""
 
     def __init__(self, rejoin: Rejoin, recipe: Recipe, watchers: Collection[Any] = ()) -> None:
-        """`watchers`: hooks and loggers, whose state the comparison of recipes leaves out."""
+        """`watchers`: hooks and loggers; their state is not compared with the recipe's."""
         self._rejoin, self._recipe, self._watchers = rejoin, recipe, watchers
         self.code = RecipeCode.of(recipe)
         """Digests of the recipe as the script gave it, before this process trained."""
@@ -216,20 +215,20 @@ class Recovery:
         self._held: HeldState | None = None
         self._distrusts = False  # True if the states in memory may be wrong
         self.why_no_state = "no process holds the state, and there is no image"
-        """The reason if `reader` returned None."""
+        """The reason why `reader` returned None."""
         self._is_restored = False
         self.can_replace = False
-        """True once the launcher knows that all processes can recover in place. The same on all
-        ranks."""
+        """True once all processes have told the launcher that they can recover in place. The same
+        on all ranks."""
         self.is_replica = False  # True if this process has the whole state
-        # for a survivor: the most steps that it has done since its state was last restored
+        # the largest step that this process has reached since its state was last restored
         self._reached = -1
         self._hooks_before: Mapping[str, HookState] = {}
         self.times = 0
-        """Recoveries that this process has survived."""
+        """Number of recoveries of this process."""
 
     def begin(self) -> None:
-        """Called before the run is opened, the first time or again."""
+        """Called each time before the run is opened."""
         self._is_restored = False
         prepare_process()
         self._rejoin.announce(self._too_late)
@@ -247,8 +246,8 @@ class Recovery:
                     self.close(failed=True)
                     is_mistake = isinstance(error, UserError) and not isinstance(error, PlanError)
                     if self.is_under_way and is_mistake:
-                        # No process made this mistake before the loss: processes that start anew
-                        # may not make it.
+                        # This error did not occur before the loss, so a new start of all processes
+                        # may avoid it.
                         self.refuse(error)
                         raise LockstepError(
                             f"the run cannot be opened again in this process: {error}"
@@ -275,19 +274,19 @@ class Recovery:
         )
 
     def distrust(self) -> None:
-        """Recover from a checkpoint next time, because a rank has computed wrong results."""
+        """Make the next recovery use a checkpoint, because a rank has computed wrong results."""
         self._distrusts = True
 
     def raise_if_lost(self) -> None:
         """Raise `ConnectionAbortedError` if the launcher has told every process to leave its
-        collectives. Called between two steps, because a process that waits for no other would not
-        notice."""
+        collectives. Called between steps: a process that waits in no collective would not notice
+        otherwise."""
         self._rejoin.raise_if_lost()
 
     def check_recipe(self, training: Training) -> None:
         """Raise `RecipeError` on all ranks if a function of the recipe uses an object that has
-        changed since the script passed it and that a recovery cannot set back. Every rank calls it,
-        with the model built."""
+        changed since the script passed it, and that a recovery could not restore. Every rank calls
+        it, once the model is built."""
         set_back = [*self._watchers, *training.stateful.values(), *_learned(training)]
         mine = code_and_objects_of(self._recipe, set_back)
         first, *others = training.context.world.gather_values(mine)
@@ -301,8 +300,8 @@ class Recovery:
                     )
 
     def announce(self, run: Run, data: Any) -> None:
-        """Tell the launcher whether the run can recover in place from now on; all of its processes
-        must be able to. Every rank calls it. `data`: the training data of the loop."""
+        """Tell the launcher whether this process can recover in place from now on; the run can if
+        all processes can. Every rank calls it. `data`: the training data of the loop."""
         plan = run.context.plan
         self.is_replica = not plan.state_divided and not isinstance(data, Stream)
         self._hooks_before = hook_states(run.training)
@@ -322,18 +321,19 @@ class Recovery:
         self._rejoin.report_hang(ranks, record)
 
     def offer_images(self, descriptors: Sequence[int]) -> None:
-        """Let the memory that holds this process's images outlive the process."""
+        """Give the memory of this process's images to the launcher, so that it outlives the
+        process."""
         self._rejoin.offer_images(descriptors)
 
     def note_all_offered(self) -> None:
-        """Called when all ranks have offered their images: images of earlier starts are then no
-        longer needed."""
+        """Called once all ranks have offered their images; images of earlier starts can then be
+        freed."""
         self._rejoin.note_all_offered()
 
     def reader(self, world: World, plan: Plan) -> tuple[str, StateReader] | None:
-        """A reader of the newest state that the survivors hold ("replica") or that the images of
-        all ranks hold ("image"), with that word. None if there is none. Every rank calls it.
-        `plan`: the run's plan from now on; if it splits tensors, only images can be read."""
+        """Return the newest state in memory as (source, reader): "replica" if a surviving process
+        holds it, "image" if the ranks' images do. None if there is none. Every rank calls it.
+        `plan`: the run's new plan; if it splits tensors, only images are read."""
         held = ReplicaReader(self._held if not plan.state_divided else None, world)
         self._reached = max(world.gather_values(self._reached))
         if any(world.gather_values(self._distrusts)):
@@ -348,9 +348,9 @@ class Recovery:
         return ("replica", held) if held.manifest.step >= 0 else None
 
     def restored(self, step: int) -> dict[str, float]:
-        """Record that this process has the state after `step` again (0: the state at a first
-        start). Returns the seconds from the loss until all processes were ready, the seconds from
-        then until now, and the number of steps to repeat."""
+        """Record that this process has restored the state after `step` steps. Returns, by name, the
+        seconds from the loss until all processes were ready, the seconds from then until now, and
+        the number of steps to repeat."""
         lost_at, rejoined_at = self._rejoin.lost_at, self._rejoin.rejoined_at
         figures = {
             "wait_seconds": round(rejoined_at - lost_at, 3),
@@ -360,16 +360,16 @@ class Recovery:
         self._held, self._is_restored, self._reached = None, True, -1
         self._distrusts = False
         self._rejoin.end_recovery()
-        # modules refer to themselves: collect the cycles here, so that memory is freed now
+        # modules contain reference cycles: collect them now, to free their memory
         gc.collect()
         return figures
 
     def rejoined(
         self, error: BaseException, run: Run | None, stop_watching: Callable[[], None] | None = None
     ) -> bool:
-        """True if `error` came from the loss of another process and this one has a new rank in its
-        environment. Waits for it. `run` and `stop_watching` belong to the open run, if there is
-        one: they keep this wait from being reported as a hang."""
+        """Wait for a new rank if `error` came from the loss of another process. Returns True once
+        the environment has the new rank. `run`: the open run, if any; `stop_watching` keeps its
+        watchdog from reporting this wait as a hang."""
 
         def hold() -> int | str:
             if stop_watching is not None:
@@ -388,8 +388,8 @@ class Recovery:
         self._rejoin.leave(partial(leave_groups, collect=False))
 
     def refuse(self, error: BaseException) -> None:
-        """Make all processes start again, because the run cannot be opened again in this
-        process."""
+        """Make the launcher start all processes again, because this process cannot open the run
+        again."""
         self._rejoin.refuse(str(error))
 
     def close(self, *, failed: bool) -> None:
@@ -397,8 +397,9 @@ class Recovery:
         self._rejoin.close(failed=failed)
 
     def _hold(self, run: Run | None) -> int | str:
-        """Keep the state of this process if its last step is complete. Returns that step; -1 if
-        none is kept and images are used; or the reason why images cannot be used."""
+        """Hold the state of this process if its last step is complete. Returns the held state's
+        step, -1 if none is held (images are used then), or the reason why this process cannot
+        recover in place."""
         if run is not None:
             self._reached = max(self._reached, run.step)
         if run is not None and self._is_restored and run.training.is_consistent and self.is_replica:

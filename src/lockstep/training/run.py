@@ -1,5 +1,5 @@
-"""The `Run` that hooks get: the facts of a run that they can read, and the calls with which they
-can influence it."""
+"""The `Run` that hooks get: the values of a run that they can read, and the calls by which they can
+influence it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Run:
         self.microbatch: int | None = None
         """Number of samples in a microbatch; None: one microbatch for each rank."""
         self.total_steps = 0
-        """Number of steps in the current loop, counted from its beginning."""
+        """Number of steps in the current loop, including those done."""
 
     @property
     def model(self) -> nn.Module:
-        """The user's module; the first one if there are several."""
+        """The user's module; the first prepared one if there are several."""
         return self.training.modules[0].model
 
     @property
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def stopping(self) -> str | None:
-        """The reason, once all ranks have agreed to stop."""
+        """The reason to stop, once all ranks have agreed to stop."""
         return self.training.stopping
 
     @property
@@ -94,12 +94,12 @@ class Run:
         return self.training.loss
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training. Any rank may call it; all ranks stop at the next logging
-        step, or after this evaluation."""
+        """Ask all ranks to stop training. Any rank may call it; all ranks stop at the next logging
+        step, or after the current evaluation."""
         self.training.stop = reason
 
     def freeze(self, *patterns: str) -> None:
-        """Stop training the parameters of `model` that have these names, from the next step on; `*`
+        """Stop training the parameters of `model` with these names, from the next step on; `*`
         stands for any text. Every rank calls it, between two steps. The optimizer keeps their
         state. Raises `RecipeError`."""
         self._set_trainable(patterns, to=False)
@@ -147,7 +147,7 @@ class Run:
                 "run.evaluate() without Recipe.evaluation; it measures the recipe's"
                 " evaluations; give ls.Evaluation(data=...)"
             )
-        with without_torch_function_modes():  # those around a hook
+        with without_torch_function_modes():  # modes may be active around a hook
             self.training.measure()
         return dict(self.metrics)
 

@@ -47,7 +47,7 @@ OWN_GPU_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HI
 
 
 class Remark(NamedTuple):
-    """An event of the run, and perhaps a line for the terminal."""
+    """An event of the run, with an optional line for the terminal."""
 
     event: str
     details: dict[str, Any]
@@ -154,7 +154,8 @@ def batchnorm(models: Sequence[nn.Module], batching: Batching) -> Remark | None:
 
 def refuse_single_samples(models: Sequence[nn.Module], batching: Batching) -> None:
     """Make the first forward raise `RecipeError` if BatchNorm will get a microbatch with one value
-    per channel: it has no variance, and torch would raise an error at the end of the epoch."""
+    per channel. One value has no variance, and torch would raise an error only at the end of the
+    epoch."""
     sizes = batching.last_of_epoch
     if 1 not in sizes or batching.assignment.slices:
         return
@@ -200,7 +201,7 @@ def idle_ranks(batching: Batching) -> Remark | None:
 
 
 def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
-    """Return a remark if measuring speeds has no effect, because no rank ever has more than one
+    """Return a remark if measured speeds have no effect, because no rank ever has more than one
     microbatch."""
     ranks, count = batching.assignment.ranks, batching.max_microbatches
     if plan.assignment == "equal" or ranks == 1 or count > ranks:
@@ -216,7 +217,7 @@ def fixed_assignment(plan: Plan, batching: Batching) -> Remark | None:
 def check_assignment(
     plan: Plan, assignment: MicrobatchAssignment, *, is_stream: bool, microbatch_is_fixed: bool
 ) -> None:
-    """Raise `PlanError` if the plan measures speeds and microbatches cannot move from rank to rank.
+    """Raise `PlanError` if the plan measures speeds but microbatches cannot move from rank to rank.
     `assignment`: the assignment of slices, if SyncBatchNorm splits microbatches."""
     if plan.assignment == "equal":
         return
@@ -258,19 +259,20 @@ def check_microbatch_is_fixed(plan: Plan, global_batch: int, microbatch: int | N
 
 
 RECOMPUTES = frozenset({"replicate", "shard", "pipeline", "tensor", "context"})
-"""The axes under which a replica (or a rank) can recompute another one's microbatch."""
+"""The axes under which a rank (or a replica of several ranks) can recompute another's
+microbatch."""
 
 
 def check_recomputation(plan: Plan, every: int) -> None:
-    """Raise `PlanError` if ranks cannot recompute microbatches of others under this plan. `every`:
-    the value of --recompute-every; 0: they need not."""
+    """Raise `PlanError` if ranks cannot recompute each other's microbatches under this plan.
+    `every`: the value of --recompute-every; 0: never."""
     if not every:
         return
     if plan.numerics != "bitwise":
         raise PlanError(
             f"--recompute-every {every} with numerics={plan.numerics}; only under bitwise does a"
-            " microbatch's gradient have the same bits on every process, so that one that differs"
-            " is wrong; give numerics=bitwise, or leave --recompute-every out"
+            " microbatch's gradient have the same bits on every process, so that a different"
+            " gradient is wrong; give numerics=bitwise, or leave --recompute-every out"
         )
     for axis in plan.axes():
         if axis.name not in RECOMPUTES and (size := getattr(plan, axis.name)) != 1:
@@ -368,8 +370,8 @@ def use_threads(number: int) -> None:
 
 
 def check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` or `RecipeError` unless all ranks' settings are equal. `everyone`: name ->
-    their texts."""
+    """Raise `PlanError` or `RecipeError` unless all ranks have equal settings. `everyone`: name ->
+    each rank's setting as text."""
     first, *others = everyone
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
@@ -474,7 +476,7 @@ def set_up_computation(
         stack.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    # past these limits torch stops compiling new shapes; ranks may reach them at different shapes
+    # past these limits torch stops compiling new shapes; ranks might reach them at different shapes
     if plan.compile:
         limits = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
         stack.enter_context(torch.compiler.config.patch(limits))  # type: ignore[attr-defined]  # torch adds it to its modules of settings
@@ -485,8 +487,8 @@ def set_up_computation(
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc keep up to 2 GiB of freed memory, for tensors of up to 32 MiB. Returns False if
-    the user has set this, or the C library is not glibc.
+    """Make glibc keep up to 2 GiB of freed memory, from tensors of up to 32 MiB. Returns False if
+    the user has set these limits, or the C library is not glibc.
 
     By default glibc returns the memory of a step's gradients to the system and gets it back page by
     page, which takes up to a fifth of a step.
@@ -504,8 +506,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
 
 def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark | None:
     """Make torch's GPU allocator use expandable segments, against fragmentation, unless the user
-    has settings. Returns a remark if the device cannot: some virtual GPUs, WSL and gVisor lack the
-    calls, and every allocation would fail."""
+    has settings. Returns a remark if the device cannot: on some virtual GPUs, WSL and gVisor, every
+    allocation would fail."""
     if any(name in environ for name in OWN_GPU_SETTINGS) or not set_allocator_settings(
         "expandable_segments:True"
     ):
@@ -517,8 +519,9 @@ def expand_segments(device: torch.device, environ: Mapping[str, str]) -> Remark 
 
 
 def cublas_workspace(environ: MutableMapping[str, str]) -> Remark | None:
-    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` did not. It then
-    returns a remark: torch reads the setting at the first product, which may be over."""
+    """Set the workspace with which cuBLAS is deterministic, if `import lockstep` did not. Then
+    returns a remark, because torch reads the setting at the first matrix product, which may be
+    over."""
     if cublas.VARIABLE in environ:
         return None
     environ[cublas.VARIABLE] = cublas.WORKSPACE

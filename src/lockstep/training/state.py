@@ -73,8 +73,8 @@ class Stateful(Protocol):
     """An object with state that a run must have to resume."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return tensors, numbers, text, None, and lists, tuples and dicts of them. Values are the
-        same on all ranks, or DTensors."""
+        """Return tensors, numbers, text, None, and lists, tuples and dicts of them. Values must be
+        the same on all ranks, or DTensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
@@ -90,13 +90,13 @@ class StateReader(Protocol):
         """Name -> dtype and shape of each saved tensor."""
 
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors. Every name in `state` must be saved.
+        """Load the saved values into the tensors of `state`, all of whose names must be saved.
         Every rank calls it."""
 
 
 @dataclass(slots=True)
 class State:
-    """The state of a session on this rank; the tensors are not copied."""
+    """The state of a session on this rank, without copies of tensors."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     # JSON; in a pipeline, the values of this rank's stages
@@ -112,10 +112,10 @@ def state_of(
 ) -> State:
     """Return the state of a session. Raises `CheckpointError` if a part of it cannot be saved.
 
-    `host`: the host's values for each module after the step that the tensors belong to; None: the
-    current values. `known`: a cache that one caller passes at each call. It saves the search for
-    the modules' tensors, which takes longer than copying a small model. The tensors are then the
-    modules' own, with their gradients: read them at once."""
+    `host`: the host's values for each module after the step whose values the tensors have; None:
+    the current values. `known`: a cache that a caller passes at each call, because searching a
+    small model for its tensors takes longer than copying them. The tensors are then the modules'
+    own, with their gradients: read them at once."""
     state = State()
     tensors = [
         (known or KnownTensors()).of(module, number) for number, module in enumerate(modules)
@@ -136,7 +136,7 @@ def state_of(
 
 @dataclass(frozen=True, slots=True)
 class _ModuleTensors:
-    """The tensors of a module in a state, and the dicts in which they were found."""
+    """A module's tensors by their names in a state, and the dicts that hold them."""
 
     tensors: dict[str, Tensor]
     optimizers: list[OptimizerState]
@@ -184,13 +184,13 @@ class _ModuleTensors:
 
 
 class KnownTensors:
-    """The tensors of modules, as `state_of` found them."""
+    """A cache of the tensors of modules, for `state_of`."""
 
     def __init__(self) -> None:
         self._found: dict[int, _ModuleTensors] = {}
 
     def of(self, module: TrainModule, number: int) -> _ModuleTensors:
-        """Return the tensors of the module with this number; searched again if it or its optimizers
+        """Return the tensors of module `number`. Searches again if the module or its optimizers
         hold other objects than before."""
         found = self._found.get(number)
         if found is None or not found.is_current():
@@ -239,7 +239,7 @@ def restore(
             mesh,
         )
         targets |= {name: _empty_like(now.get(name), *reader.tensors[name]) for name in encoded}
-        # anything that cannot be decoded is found before anything is loaded
+        # decode everything first: an error must come before anything is loaded
         decode([values["modules"], values["state"]], targets.__getitem__)
     reader.load_into(targets, mesh.world)
     left = iter(states)
@@ -300,7 +300,7 @@ def _checked(values: Any, form: Mapping[str, Any]) -> Any:
 def _model_targets(
     module: TrainModule, number: int, saved: Mapping[str, Any], there: Kinds
 ) -> dict[str, Tensor]:
-    """Return the tensors of a model that saved tensors are loaded into, by the saved names."""
+    """Return the model's tensors into which saved tensors are loaded, by the saved names."""
     named: dict[str, Tensor] = {
         **dict(module.model.named_parameters()),
         **dict(module.model.named_buffers()),
@@ -439,8 +439,9 @@ def _like_parameter(parameter: Tensor, value: Any) -> Any:
 
 
 def tensors_of(model: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers in the model's state dict, tied ones once, by their first names.
-    `also`: names of parameters to add although the state dict leaves them out."""
+    """Yield the first name and the tensor of each parameter and buffer in the model's state dict; a
+    tied tensor occurs once. `also`: names of parameters to add although the state dict leaves them
+    out."""
     saved = list(in_state(model, also))
     others = _aliases(saved)
     return ((name, tensor.detach()) for name, tensor in saved if name not in others)

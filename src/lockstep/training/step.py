@@ -57,8 +57,8 @@ class Step:
         self.samples = source.samples
         """Number of samples in the global batch."""
         self.count = source.count
-        """Number of microbatches in the global batch, over all ranks; of their slices if
-        SyncBatchNorm splits them."""
+        """Number of microbatches in the global batch, over all ranks; number of slices if
+        SyncBatchNorm splits microbatches."""
         self.source = source
         self.weights = source.weights
         """Each term's denominator over the global batch, if there is a weight function."""
@@ -79,7 +79,7 @@ class Step:
         # a second model's backward may reach the first model
         alone = self._compares and len(training.modules) == 1
         self._gradients = training.modules[0].reducer.gradient_versions() if alone else None
-        """The gradients after the last backward of this step or the previous one. None: not
+        """The versions of the gradients after the latest backward. None if they are not
         compared."""
         self._current: Microbatch | None = None
         self._recomputation: Recomputation | None = None
@@ -89,8 +89,8 @@ class Step:
         self._borrowed: tuple[Microbatch, MicrobatchChecksums] | None = None
         """The microbatch of another rank that is being recomputed."""
         self._held: list[tuple[Microbatch, Any, Routed]] | None = None
-        """Microbatches whose backward waits for the forwards of all others, with their losses.
-        None: no backward waits."""
+        """The microbatches, with their losses, whose backwards wait until all forwards are done.
+        None if backwards do not wait."""
         self._number = 0
         """The model whose gradient is accumulated, once `_has_begun`."""
         self._has_begun = False
@@ -98,8 +98,8 @@ class Step:
     def compute(
         self, inputs: Callable[[Any], Any] | None, loss: Callable[[Any, Any], Any] | Gathered
     ) -> None:
-        """Compute forward and backward of all of this rank's microbatches, under every plan, in a
-        session with one model. Every rank calls it.
+        """Compute forward and backward of all of this rank's microbatches, in a session with one
+        model. Works under every plan. Every rank calls it.
 
         `inputs` and `loss`: as in `Recipe`, or its `batch_loss`. Raises `LossError`, `RecipeError`.
         """
@@ -140,8 +140,8 @@ class Step:
             self._release(balance)
 
     def _recompute_for_others(self, compute: Callable[[], None]) -> Recomputation:
-        """Recompute a microbatch of another rank. Called before this rank's own microbatches.
-        `compute`: computes `batches`."""
+        """Recompute a microbatch of another rank, before this rank's own microbatches. `compute`:
+        computes the microbatches of `batches`."""
         before = self._phases.enter("data", interrupts=True)
         others = self.source.others()
         self._phases.enter(before)
@@ -158,7 +158,7 @@ class Step:
     def _recompute(
         self, item: Microbatch | None, compute: Callable[[], None]
     ) -> MicrobatchChecksums:
-        """Return the checksums of a microbatch's gradient, which is discarded."""
+        """Compute a microbatch's gradient, discard it, and return its checksums."""
         found = MicrobatchChecksums()
         if item is not None:
             self._borrowed = item, found
@@ -168,9 +168,9 @@ class Step:
         return found
 
     def _hold_backwards(self) -> bool:
-        """Let backwards wait until all forwards of the step are done, if that takes no more memory
-        than a plan allows: with one microbatch on each rank, or if blocks keep only their
-        inputs. The same on every rank. A pipeline has its own order."""
+        """Make backwards wait until all forwards of the step are done, if each rank has one
+        microbatch or blocks keep only their inputs: otherwise it would take too much memory.
+        Returns True if backwards wait; the same on every rank. A pipeline has its own order."""
         assigned, plan = self.source.layout.assignment, self._training.context.plan
         if plan.divides("layers"):
             return False
@@ -212,8 +212,8 @@ class Step:
         return () if balance is None else balance.term_names
 
     def balance_part(self, microbatch: Microbatch, batch: Any) -> Contribution | None:
-        """Return the terms of the balance in the latest forward of a pipeline's stage; None if it
-        has none."""
+        """Return the balance terms of the latest forward of a pipeline's stage; None if it has
+        none."""
         balance = self._module.balance
         if balance is None:
             return None
@@ -228,7 +228,7 @@ class Step:
         return self._contribution(terms, microbatch, balance_weights(self.weights))
 
     def _release(self, balance: ExpertBalance) -> None:
-        """Compute the backwards that were held."""
+        """Compute the backwards that have waited."""
         held, self._held = self._held or [], None
         balance.know_loads()
         for current, loss, routed in held:
@@ -275,8 +275,8 @@ class Step:
         self._seed_loop()
 
     def _seed_loop(self) -> None:
-        """Seed the generators for what a script's own loop draws outside of its microbatches, which
-        would go on from those of this rank's last one."""
+        """Seed the generators for the draws of a script's own loop outside of microbatches.
+        Otherwise they would continue this rank's last microbatch's streams."""
         if self._run.recipe is None:
             context = self._training.context
             at = (context.seed, RandomStream.LOOP, self._run.step, self._passes)
@@ -285,9 +285,9 @@ class Step:
 
     @property
     def is_dummy(self) -> bool:
-        """True while this rank's microbatch is a dummy: it belongs to another rank, and is computed
-        only because forwards have collectives. Its gradient is discarded; ignore everything else
-        that the loop computes from it."""
+        """True while this rank's microbatch is a dummy: it belongs to another rank and is computed
+        only because forwards have collectives. Its gradient is discarded; ignore all other results
+        of it."""
         return self._current is not None and self._current.is_dummy
 
     def backward(self, loss: Any, optimizer: Any = None) -> None:
@@ -295,8 +295,8 @@ class Step:
         the rank that computes it.
 
         `loss`: a scalar (the mean over this microbatch's samples), an `ls.Loss`, or with the
-        `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: the model's, if several models are
-        prepared; other models that the loss reaches get no gradient. Raises `LossError`.
+        `weight` of `steps`, an `ls.Sum` or a dict. `optimizer`: the model's optimizer, if several
+        models are prepared; other models that the loss reaches get no gradient. Raises `LossError`.
         """
         number = self._number_of(optimizer)
         _check_loop(self._modules[number])
@@ -333,7 +333,7 @@ class Step:
         grad_output = module.grad_output(part)
         if not current.is_dummy:
             if not self._is_repeated:
-                for statistics in self._statistics:  # the forward of one model may call others
+                for statistics in self._statistics:  # one model's forward may call other models
                     statistics.note_microbatch()
             self._note(current, part.value, part.weight, part)
             if self._probe is not None and not self._is_repeated:
@@ -353,13 +353,12 @@ class Step:
 
     @property
     def is_recomputing(self) -> bool:
-        """True while a microbatch of another rank is computed, to compare its gradient."""
+        """True while another rank's microbatch is computed, to compare its gradient."""
         return self._borrowed is not None
 
     def comparing(self, microbatches: Sequence[Microbatch]) -> AbstractContextManager[None]:
-        """A context in which the backwards of these microbatches are computed: it records the
-        gradient of a microbatch that ranks compare, and discards the gradient of another rank's
-        microbatch."""
+        """A context for the backwards of these microbatches. It records the gradient of a
+        microbatch that ranks compare, and discards the gradient of another rank's microbatch."""
         if self._borrowed is not None:
             return self._discarding(self._borrowed[1])
         if self._recomputation is None or (place := self._compared_among(microbatches)) is None:
@@ -374,7 +373,8 @@ class Step:
             yield
 
     def _compared_among(self, microbatches: Sequence[Microbatch]) -> int | None:
-        """Return the index of this rank's microbatch that ranks compare."""
+        """Return the index, among `microbatches`, of the one that ranks compare; None if there is
+        none."""
         if self._recomputation is None or self._is_repeated:
             return None
         mine = self._recomputation.mine
@@ -497,7 +497,7 @@ class Step:
             [],
             clip_norm,
         )
-        # The gradient may be finite all the same: torch.where can mask the loss.
+        # The gradient may be finite even then, because torch.where can mask the loss.
         if self._polls and not all(map(math.isfinite, numbers_of(stats.values))):
             result.check()
         self._training.begin_change()
@@ -525,9 +525,10 @@ class Step:
         self, number: int, first: StepResult, closure: Callable[[], object] | None
     ) -> Callable[[], Tensor]:
         """Make the closure for an optimizer, right before its step. The closure returns the loss
-        and sets the gradient. Its first call uses the gradient of this step, unless the optimizer
-        has changed it, or the parameters; later calls compute it again at the current parameters,
-        with the same random numbers. `closure`: the script's closure; None: repeat `compute`."""
+        and sets the gradient. Its first call uses the step's gradient, unless the optimizer has
+        changed the gradient or the parameters. Later calls compute the gradient at the current
+        parameters, with the same random numbers. `closure`: the script's closure; None: repeat
+        `compute`."""
         module, calls = self._modules[number], count()
         marks = _marks(module.parameters)
         repeat = closure or partial(self._train, number, *(self._computed or ()))
@@ -569,7 +570,7 @@ class Step:
 
     def skip(self, optimizer: Any = None) -> None:
         """Leave a model, its optimizer's state and its schedule unchanged in this step. Every rank
-        calls it, instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if `backward`
+        calls it instead of `commit`. `optimizer`: as in `commit`. Raises `LossError` if `backward`
         was called for the model in this step."""
         number = self._number_of(optimizer)
         self._check_open(number)
@@ -595,7 +596,7 @@ class Step:
             self._training.microbatches += 1
             self._training.exchange.is_dummy = current.is_dummy and only is None
             for statistics in self._statistics:
-                # undo the updates by forwards without a backward, and by recomputation
+                # undo updates by recomputation and by forwards without a backward
                 statistics.discard()
             position = self.source.position(current, passes)
             for number, streams in self._training.streams:
@@ -622,8 +623,8 @@ class Step:
     def _over_batch(
         self, module: TrainModule, inputs: Callable[[Any], Any] | None, loss: Gathered
     ) -> BatchLoss:
-        """Return the function that computes each microbatch's loss when the loss is over the whole
-        global batch."""
+        """Return the function that computes each microbatch's part of a loss over the whole global
+        batch."""
         _check_loop(module, "a batch loss", "choose replicate or shard, without Recipe.sequence")
         if self.source.weights is not None:
             raise RecipeError(
@@ -742,7 +743,8 @@ class Step:
             self._values: list[Number] = []
             self._forward_weights: list[Tensor] = []
             self._terms: list[dict[str, Tensor]] = []
-            """For each microbatch whose loss is on this rank: on the last stage of a pipeline."""
+            """The loss's terms for each microbatch whose loss is on this rank (in a pipeline, on
+            the last stage)."""
             self._kinds: list[LossKind] = []
         if self._number != number:
             raise LossError(
@@ -753,13 +755,13 @@ class Step:
 
     @property
     def _weights_of_forward(self) -> Sequence[Number] | None:
-        """The weight of each microbatch; None if `Recipe.weight` or the sample count gives the
-        denominators."""
+        """The weight of each microbatch, if the loss returns it; None if `Recipe.weight` or the
+        number of samples gives the denominators."""
         return self._forward_weights if self._module.forward_knows_weight else None
 
     def _check_gradients(self) -> None:
-        """Raise `LossError` if gradients have changed since `_note_gradients`: the script has
-        called a backward."""
+        """Raise `LossError` if gradients have changed since `_note_gradients`, because the script
+        has called a backward."""
         if self._gradients is None or self._is_repeated:
             return
         if self._gradients != self._modules[0].reducer.gradient_versions():
@@ -794,7 +796,7 @@ class Step:
             )
         for place, kind in zip(
             self._seen, self._kinds, strict=False
-        ):  # earlier stages of a pipeline have no loss
+        ):  # only a pipeline's last stage has the loss
             if kind.repeats != module.repeats:
                 raise LossError(
                     f"after step {self.index}, microbatch {place}: the batch has {kind.repeats}"

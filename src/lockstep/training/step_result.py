@@ -19,18 +19,18 @@ from lockstep.training.train_module import TrainModule
 
 @dataclass(slots=True)
 class StepResult:
-    """The numbers of a step. They stay on the device until they are read."""
+    """The numbers of a step, which stay on the device until they are read."""
 
     layout: StepLayout
     module: TrainModule
     values: Tensor | list[float]
-    """Shape (microbatches,): each microbatch's part of the loss; its raw total if `weights` is
-    given."""
-    # (microbatches,); None if `Recipe.weight` or the sample count gives them
+    """Shape (microbatches,): each microbatch's part of the loss; if `weights` is given, its
+    undivided total."""
+    # (microbatches,); None if `Recipe.weight` or the number of samples gives the denominators
     weights: Tensor | None
     norm: Tensor | float
     """The gradient's global norm before clipping. If nothing needs the norm (no log, no clipping):
-    a number that is finite exactly if the norm is."""
+    a number that is finite if and only if the norm is."""
     # True if the model was updated. None: the device decided; see `was_applied`.
     applied: bool | None
     flags: Tensor | bool  # see `StepStats`

@@ -69,8 +69,8 @@ def held_by(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.P
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """The host's values of a module's state after a step. They change before the device's tensors
-    do."""
+    """The part of a module's state after a step that the host holds. It changes before the tensors
+    on the device do."""
 
     schedule: list[dict[str, Any]]
     prescale: Tensor | None
@@ -107,14 +107,14 @@ class TrainModule:
         self.may_draw = any(
             not type(each).step.__module__.startswith("torch.optim.") for each in optimizers
         )
-        """True if an optimizer may draw random numbers in its step."""
+        """True if an optimizer's step may draw random numbers."""
         self.held = held_by(model, optimizers)
         """The parameters that the optimizers hold, by name, including frozen ones."""
         self.modes = OptimizerModes(optimizers, self.held)
         self.balance: ExpertBalance | None = None
-        """The balance of the recipe's experts, set after the model was built."""
+        """The balance of the model's experts, set once the model is built."""
         self.left_out: LeftOut | None = None
-        """Tensors that are saved only if they change. None in a run that saves nothing."""
+        """Tensors that are saved only if they have changed. None in a run that saves nothing."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.mesh = context.mesh
         self._sums_partial = any(axis.sums == "partial" for axis in context.mesh.larger)
@@ -150,7 +150,7 @@ class TrainModule:
         self.agreement = self._new_agreement()
         self._reducer: GradientReducer | None = None
         self._max_microbatches = 0
-        self._chosen_trainable: list[str] | None = None  # by `set_trainable`
+        self._chosen_trainable: list[str] | None = None  # the names last given to `set_trainable`
         self._tied = self._tied_gradients()
         self._counted = self._counted_now()
         self._complex = [each for each in self.parameters if each.is_complex()]
@@ -174,8 +174,8 @@ class TrainModule:
         fused = all(
             group.get("fused") for optimizer in optimizers for group in optimizer.param_groups
         )
-        # In fp16 the host must know if a step was skipped: torch schedulers do not count it, and
-        # compression discards what it kept.
+        # In fp16 the host must know if a step was skipped: torch schedulers must not count it, and
+        # compression must discard its residuals.
         host_must_know = context.precision == "fp16" and (
             self._compression is not None or self.schedule.counts_updates
         )
@@ -194,13 +194,14 @@ class TrainModule:
         self._optimizer_unscales = (
             fused and is_plain and not self._bitwise and all(map(divides_gradients, optimizers))
         )
-        """True if the optimizers divide the gradient by the scale themselves, as for torch's
-        GradScaler, which saves a pass over it. False with bitwise numerics: sharded gradients are
-        multiplied by the reciprocal, which rounds differently."""
+        """True if the optimizers divide the gradient by the scale themselves, as with torch's
+        GradScaler; this saves a pass over the gradient. False with bitwise numerics, because other
+        gradients are multiplied by the scale's reciprocal, which rounds differently."""
 
     def set_trainable(self, names: Collection[str]) -> None:
         """Make exactly these parameters trainable, between two steps. Every rank calls it with the
-        same `names`. The optimizers keep the state of the others. Raises `RecipeError`."""
+        same `names`. The optimizers keep the state of the other parameters. Raises
+        `RecipeError`."""
         if self._compression is not None or self.parallel.pipeline is not None:
             what = "gradient compression" if self._compression is not None else "a pipeline"
             raise RecipeError(
@@ -243,8 +244,9 @@ class TrainModule:
         return StepAgreement(self.mesh.summed(), [cut.reads], cut.counts)
 
     def check_counts(self) -> None:
-        """Check the counts that differed between ranks in the latest step, or evaluation, if a
-        model of sequences has read any. Every rank calls it. Raises `RecipeError`."""
+        """For a model of sequences: check the counts that its forward has read, if they differed
+        between ranks in the latest step or evaluation. Every rank calls it. Raises
+        `RecipeError`."""
         if (step := self.agreement.unchecked()) is None:
             return
         cut, streams = self.parallel.cut, self.parallel.streams
@@ -285,7 +287,8 @@ class TrainModule:
 
     @property
     def names_of_leaves(self) -> list[str]:
-        """The name of each parameter and leaf of which the reducer sums gradients."""
+        """The names of the parameters and leaves whose gradients the reducer sums. A leaf has its
+        parameter's name."""
         return [*self.names, *(() if self._tied is None else self._tied.names_of_leaves)]
 
     @property
@@ -295,7 +298,7 @@ class TrainModule:
         return [*self.parameters, *(leaf.parameter for leaf in parts)]
 
     def by_parameter(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
-        """Return name -> gradient of that parameter, which is summed over the parts that share it.
+        """Return each parameter's gradient by name, summed over the parts that share the parameter.
         `gradients`: the gradients of `leaves`."""
         found: dict[str, Tensor | None] = {}
         for name, gradient in zip(self.names_of_leaves, gradients, strict=True):
@@ -313,8 +316,7 @@ class TrainModule:
 
     @property
     def overflows(self) -> int:
-        """Number of consecutive steps, up to the latest, whose gradient overflowed at its loss
-        scale."""
+        """Number of consecutive steps with an overflow, ending at the latest step."""
         return 0 if self.loss_scale is None else self.loss_scale.overflows
 
     @property
@@ -343,12 +345,12 @@ class TrainModule:
     def reduce(
         self, values: Sequence[Number], weights: Sequence[Number] | None, *, flag: bool
     ) -> StepStats:
-        """Sum the gradients over all ranks and parts that have them. See
+        """Sum the gradients over all ranks, and over parts that share a parameter. See
         `GradientReducer.reduce`."""
         self.agreement.refuse_late()
         for parameter in self._complex:
             if parameter.grad is not None:
-                # torch may conjugate it only when it is read
+                # torch may conjugate a gradient lazily, when it is read
                 parameter.grad = parameter.grad.resolve_conj()
         stats = self.reducer.reduce(values, weights, flag=flag)
         if stats.agreement is not None:
@@ -400,12 +402,12 @@ class TrainModule:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def counted_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return the gradients by name. A gradient that several stages of a pipeline share is that
-        of the first of them."""
+        """Return the gradients by name. For a parameter that several stages of a pipeline share,
+        only the first stage has the gradient."""
         return [(name, each.grad) for name, each in self._counted if each.grad is not None]
 
     def _counted_now(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that this rank counts in the norm."""
+        """The parameters whose gradients this rank adds to the norm."""
         named = zip(self.names, self.parameters, strict=True)
         return [each for each in named if self._tied is None or self._tied.counts(each[1])]
 
@@ -422,11 +424,11 @@ class TrainModule:
         measure: bool,
         closure: Callable[[], Closure] | None = None,
     ) -> tuple[Tensor | float, bool | None]:
-        """Unscale and clip the reduced gradient and step the optimizers; if it is not finite, do
-        nothing.
+        """Unscale and clip the reduced gradient and step the optimizers; do nothing if the gradient
+        is not finite.
 
         Returns `StepResult.norm` and `StepResult.applied`. `measure`: True if the norm itself is
-        needed. `closure`: makes the closure that optimizers need, when the gradient is final.
+        needed. `closure`: makes the optimizers' closure, once the gradient is final.
         """
         gradients = self.gradients()
         divisor: Tensor | float = 1.0
@@ -492,7 +494,7 @@ class TrainModule:
 
     @contextmanager
     def _around_stage(self, stage: int) -> Iterator[None]:
-        self.statistics[stage].discard()  # discard the updates by recomputation
+        self.statistics[stage].discard()  # undo updates by recomputation
         with self.autocast:
             yield
 
@@ -500,13 +502,13 @@ class TrainModule:
         self.statistics[stage].note_microbatch()
 
     def steps_whole_tensors(self, optimizer: Optimizer) -> bool:
-        """True if each tensor is updated by one rank, which has it whole."""
+        """True if the optimizer gets whole tensors, each updated by one rank."""
         return id(optimizer) in self._steppers
 
     def model_state(self) -> Mapping[str, Any]:
-        """The state of the whole trained model: its state dict, plus tensors that this leaves out
-        but that an optimizer holds or that have changed. Buffers with persistent=False are left
-        out. Every rank calls it."""
+        """The state of the whole trained model: its state dict, plus tensors outside of it that an
+        optimizer holds or that have changed. Buffers with persistent=False are left out. Every rank
+        calls it."""
         changed = {} if self.left_out is None else self.left_out.changed()
         return self.mesh.union(complete_state_dict(self.model, self.held, changed, self.mesh.world))
 
@@ -519,7 +521,7 @@ class TrainModule:
         return HostValues(self.schedule.state_dict(), self.prescale, self._chosen_trainable, groups)
 
     def state_dict(self, host: HostValues) -> dict[str, Any]:
-        """Return the state except that of the model and of the optimizers."""
+        """Return the state besides the model's and the optimizers' tensors."""
         return {
             "schedule": host.schedule,
             "loss_scale": (
@@ -577,8 +579,8 @@ class TrainModule:
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Call `optimizer.step()`, without the 8 µs of torch's profiler record if there is no profiler
-    and no step hook."""
+    """Call `optimizer.step()`; if there is no profiler and no step hook, without torch's profiler
+    record, which takes 8 µs."""
     step = type(optimizer).step
     if (
         not getattr(step, "hooked", False)
@@ -595,8 +597,8 @@ _CALLED_NOTHING = "'nonetype' object is not callable"
 
 
 def _step_without_closure(optimizer: Optimizer) -> None:
-    """Call `optimizer.step()`. Raises `RecipeError` if it fails for want of a closure, or of an
-    operation on sharded tensors."""
+    """Call `optimizer.step()`. Raises `RecipeError` if it fails because it needs a closure, or an
+    operation that DTensors lack."""
     kind = type(optimizer).__name__
     try:
         step_optimizer(optimizer)
@@ -617,7 +619,7 @@ def _step_without_closure(optimizer: Optimizer) -> None:
 
 
 def _is_of_distributed_tensors(error: Exception) -> bool:
-    """True if it was raised while torch computed with DTensors."""
+    """True if torch raised the error while it computed with DTensors."""
     return any(
         frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
         for frame, _ in traceback.walk_tb(error.__traceback__)

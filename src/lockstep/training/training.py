@@ -1,5 +1,5 @@
-"""The private side of a run: its models, the step in progress, and the decision of all ranks what
-to do next."""
+"""The private side of a run: its models, the step in progress, and the decision of all ranks to
+stop, save or end."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from lockstep.training.train_module import TrainModule
 
 @dataclass(slots=True)
 class LoopState:
-    """The position of a run in its loops of steps: saved in checkpoints as JSON."""
+    """The position of a run in its loops of steps, saved in checkpoints as JSON."""
 
     loops: int = 0
     steps_before: int = 0  # optimizer steps done in earlier loops
-    # each stream shard that this rank reads
+    # the position in each stream shard that this rank reads
     shards: dict[str, Position] = field(default_factory=dict)
     agreed: int | None = None
     """Number of steps done when ranks last recomputed each other's microbatches and got the same
-    gradients. A later state may be wrong. None: ranks do not recompute."""
+    gradients. Later states are not yet checked. None if ranks do not recompute."""
     data: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     """Loop number -> sample name -> digests of the parts of that sample, for some samples."""
     digest: Callable[[], Digests] | None = None
-    """Returns the current digests of the loop's samples. None: nothing can have changed the
-    samples, or loader workers hold them."""
+    """Returns the current digests of the loop's samples. None if nothing can have changed the
+    samples, or if loader workers hold them."""
     # the JSON of the checkpoint that the run was resumed from, with `step`
     resumed: Mapping[str, Any] | None = None
 
@@ -66,7 +66,7 @@ class LoopState:
         return int(self.resumed["step"]) - self.steps_before
 
     def refresh_data(self) -> None:
-        """Compute the digests again, before a save: a hook may have changed the dataset since."""
+        """Compute the digests again before a save, because a hook may have changed the dataset."""
         if self.digest is not None and str(self.loops) in self.data:
             self.data[str(self.loops)] = dict(self.digest().samples)
 
@@ -101,8 +101,8 @@ class LoopState:
 
 
 class Hooks:
-    """A list of hooks. At each moment, only the hooks that override its method are called; users'
-    hooks with seeded generators."""
+    """A list of hooks. At each moment, only hooks that override the moment's method are called;
+    users' hooks are called with seeded generators."""
 
     def __init__(self, hooks: Sequence[Hook], context: Context) -> None:
         self.all = list(hooks)
@@ -116,7 +116,7 @@ class Hooks:
 
     def call(self, moment: str, *arguments: Any) -> None:
         """Call method `moment` of all hooks, in order."""
-        if moment not in self._at:  # bound only now: a hook may set its methods in `on_start`
+        if moment not in self._at:  # looked up late: a hook may set its methods in `on_start`
             self._at[moment] = [
                 self._method(hook, moment)
                 for hook in self.all
@@ -129,7 +129,7 @@ class Hooks:
     def _method(self, hook: Hook, moment: str) -> Callable[..., None]:
         method: Callable[..., None] = getattr(hook, moment)
         if moment == "on_event" or type(hook).__module__.startswith("lockstep."):
-            return method  # an event may be recorded in the middle of a microbatch
+            return method  # not seeded: an event may occur in the middle of a microbatch
         number = [*vars(Hook), *vars(ControlHook)].index(moment)
         own = key(self._context.seed, RandomStream.HOOK, self.all.index(hook), number)
         seeded = partial(_call_seeded, method, own, self._context.device)
@@ -172,8 +172,8 @@ def _with_full_draws(method: Callable[..., None], run: Run, *arguments: Any) -> 
 
 
 class Training:
-    """The private side of a `Run`. The loop reports its progress to it, and lockstep's own hooks
-    read it. Together with the other ranks it decides whether to stop, save or end."""
+    """The private side of a `Run`. The loop reports its progress here, and lockstep's own hooks
+    read it. It also decides, together with the other ranks, whether to stop, save or end."""
 
     def __init__(self, context: Context, hooks: Sequence[Hook]) -> None:
         self.context = context
@@ -188,9 +188,10 @@ class Training:
         """(model's number, its random streams) in the current loop, for each model that has random
         streams."""
         self.stateful: dict[str, Stateful] = {"run": self}
-        """Further objects whose state is saved in checkpoints, by name."""
+        """The objects besides models whose state is saved in checkpoints, by name."""
         self.results: dict[int, StepResult] = {}
-        """Results of the latest step, by the model's number; none for a model that skipped it."""
+        """Results of the latest step, by the model's number. A model that skipped the step has
+        none."""
         self.latest: StepResult | None = None
         """The result of the first model in the latest step that it did not skip."""
         self.measure: Callable[[], None] | None = None
@@ -204,7 +205,8 @@ class Training:
         self.progress = DeviceProgress() if accelerator.has_streams(context.device) else None
         """The progress of the device, if the host may be ahead of it."""
         self.is_consistent = True
-        """False from the first change of a model in a step until the script's part has ended."""
+        """False from the first change of a model in a step until the script's part of the step has
+        ended."""
         self.is_consistent_in_steps = True
         """False if the script itself may change the saved state during a step."""
         self.stopping: str | None = None
@@ -224,7 +226,7 @@ class Training:
         self.stop: str | None = None
         """The reason why this rank asks to stop."""
         self._devices_of: dict[int, list[torch.device]] = {}
-        """Number of models -> result of `_devices`."""
+        """Cache of `_devices`, by the number of models."""
         self._has_ended = False
         self._saved_loss = math.nan
 
@@ -241,7 +243,7 @@ class Training:
 
     @property
     def loss(self) -> float:
-        """The loss, see `Run.loss`."""
+        """See `Run.loss`."""
         return self._saved_loss if self.latest is None else self.latest.loss()
 
     @property
@@ -256,8 +258,8 @@ class Training:
         self.run.metrics_at |= dict.fromkeys(metrics, self.run.step)
 
     def metric(self, name: str, of: str) -> float | None:
-        """Return a metric if it was measured after the latest step, else None. `of`: the setting
-        that needs the metric, for the `RecipeError` if no evaluation has it."""
+        """Return a metric if it was measured after the latest step, else None. Raises `RecipeError`
+        if no evaluation has the metric; `of` names the setting that needs it."""
         run = self.run
         if name in run.metrics:
             return run.metrics[name] if run.metrics_at[name] == run.step else None
@@ -276,7 +278,7 @@ class Training:
             self.context.recorder.message(remark.line)
 
     def include_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Save the state of each of the user's hooks that has one with the run."""
+        """Save the state of each user's hook that has a state_dict with the run."""
         for place, hook in enumerate(hooks):
             if isinstance(hook, Stateful):
                 self.run.include(f"{place}-{type(hook).__qualname__}", hook)
@@ -339,7 +341,7 @@ class Training:
         self.hooks.call("on_agreement", self.run, agreed)
 
     def agree_to_stop(self) -> None:
-        """Let a request to stop take effect now. Every rank calls it."""
+        """Set `stopping` now if a rank asks to stop. Every rank calls it."""
         self.stopping = self.consensus.agree_to_stop()
 
     def _request(self) -> Request:

@@ -35,7 +35,7 @@ class OptimizerModes:
             name: parameter for name, parameter in held.items() if id(parameter) in theirs
         }
         self.training_values: dict[str, Tensor] = {}
-        """By name, the parameters' training-mode values while evaluation mode is on; otherwise
+        """The parameters' training-mode values by name, while evaluation mode is on; otherwise
         empty."""
         self._groups: dict[int, list[dict[str, Any]]] = {}
 

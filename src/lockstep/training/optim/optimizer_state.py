@@ -221,7 +221,8 @@ def _own_states(optimizer: Optimizer) -> tuple[dict[Any, Any], dict[str, Any]]:
     except (AttributeError, KeyError, TypeError, NotImplementedError) as error:
         raise CheckpointError(
             f"{type(optimizer).__name__}.state_dict() cannot be saved ({type(error).__name__}:"
-            f" {error}); return a dict with the keys state and param_groups, as torch's does"
+            f" {error}); it must be a dict with the keys state and param_groups, as torch's is;"
+            " return such a dict"
         ) from error
     # restore dicts that state_dict() has changed: torch's state dict shares them with the optimizer
     for key, values in kept.items():

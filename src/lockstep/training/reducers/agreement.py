@@ -58,8 +58,8 @@ class StepAgreement:
         self.doing = Doing()
         """The part of the step; the reducer sets it, and each exchange reports it."""
         self._late: tuple[Tensor, torch.Event, StepCounts | None] | None = None
-        """Of the previous step, while it is copied to the host: two flags (the ranks' numbers
-        differed; their counts differed), its event, and this rank's counts."""
+        """The previous step's two flags (the ranks' numbers differed; their counts differed) while
+        they are copied to the host, the event of that copy, and this rank's counts."""
         self._unchecked: StepCounts | None = None
         """This rank's counts in a step in which the ranks' counts differed."""
 
