@@ -45,7 +45,7 @@ def test_two_ranks_on_one_gpu_are_refused_unless_both_are_to_share_it() -> None:
         check_devices([*gpus("GPU-c/0", host="node2"), *several])
     assert (
         str(refused.value)
-        == "3 processes on node1 and 2 GPUs: ranks 1, 2 have one between them; each process sees 1"
+        == "3 processes on node1 and 2 GPUs: ranks 1, 2 share one GPU; each process sees 1"
         f" (CUDA_VISIBLE_DEVICES={one}); each process needs its own GPU; start 2 processes"
         " there, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU, or give"
         " --share-devices (LOCKSTEP_SHARE_DEVICES=1) to try a plan on fewer GPUs than it needs"

@@ -173,9 +173,9 @@ def test_a_shard_that_has_become_shorter_than_what_was_seen_of_it_is_refused():
     with pytest.raises(DataError) as caught:
         read(1, window=4, open=lambda shard, epoch, start: iter(range(start, 5)), position=7)
     assert (
-        str(caught.value)
-        == "shard 0 of the stream ends before sample 7 of epoch 0, where it stood; what a shard"
-        " gives must follow from shard and epoch only; give the shards that the run began with"
+        str(caught.value) == "shard 0 of the stream ends before sample 7 of epoch 0, from which the"
+        " run continues; a shard's samples must depend on shard and epoch only; give the shards that"
+        " the run began with"
     )
 
 

@@ -112,7 +112,7 @@ def test_two_ranks_on_one_device_are_refused_and_the_remedies_train(
     first, second = devices.run(2, on_device, with_one_device, str(tmp_path))
     assert first == second
     (said, _), (shared, events) = first
-    assert "and 1 GPU: ranks 0, 1 have one between them" in said
+    assert "and 1 GPU: ranks 0, 1 share one GPU" in said
     assert "each process needs its own GPU; start 1 process there, or hide the GPUs" in said
     assert (
         "or give --share-devices (LOCKSTEP_SHARE_DEVICES=1) to try a plan on fewer GPUs than it"
@@ -214,7 +214,7 @@ def test_a_launcher_starts_several_processes_for_one_device(
     refused = command("lockstep", "run", RUN_DIR="refused")
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
-    assert "have one between them" in refused.stderr
+    assert "share one GPU" in refused.stderr
     torchrun = ("torch.distributed.run", "--nproc-per-node", "2")
     runs = [
         command("lockstep", "run", "--share-devices", RUN_DIR="run"),

@@ -32,7 +32,7 @@ class AverageMember:
     """The model's name in errors."""
     model: StateDictReader
     weight: float = 1.0
-    """Weight of the model, relative to the others."""
+    """Weight of the model, relative to the weights of the other models."""
 
 
 class WeightAverage:
@@ -47,13 +47,13 @@ class WeightAverage:
             (member, share) for member, share in zip(members, shares, strict=True) if share > 0
         ]
         self.differing: dict[str, str] = {}
-        """Tensors that are not averaged but differ between models -> the first model that
-        differs."""
+        """Name of a tensor that is not averaged but differs between models -> the first model in
+        which it differs."""
 
     @property
     def model(self) -> StateDictReader:
-        """The mean. Reading it raises `CheckpointError` for NaN, and for infinities that not all
-        models have."""
+        """The mean model. Reading a tensor raises `CheckpointError` for NaN, and for infinities
+        that not all models have."""
         return StateDictReader(self._members[0][0].model.specs, self.read)
 
     @property
@@ -83,8 +83,8 @@ class WeightAverage:
         for other, other_share in others:
             if not mean.add(_tensor(other, name), other_share):
                 raise CheckpointError(
-                    f"{name!r} has infinities in {first.name} or {other.name} where the other has"
-                    " none; their mean is not a weight; leave one of the two out"
+                    f"{name!r} has infinities in only one of {first.name} and {other.name}; their"
+                    " mean is not a weight; leave one of the two out"
                 )
         return mean.result().view(torch.uint8).numpy().data
 
@@ -108,7 +108,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 
 def check_alike(first: AverageMember, other: AverageMember) -> None:
-    """Raise `CheckpointError` unless both have the same tensors, shapes and types."""
+    """Raise `CheckpointError` unless both models have the same tensors, shapes and types."""
     for one, two in ((first, other), (other, first)):
         if missing := [name for name in one.model.specs if name not in two.model.specs]:
             raise CheckpointError(
@@ -126,7 +126,8 @@ def check_alike(first: AverageMember, other: AverageMember) -> None:
 
 
 class _TensorMean:
-    """The weighted sum of one tensor in float64, piece by piece; shares add up to 1."""
+    """The weighted sum of one tensor in float64, computed piece by piece. The weights (shares) add
+    up to 1."""
 
     def __init__(self, first: Tensor, share: float) -> None:
         import torch
@@ -159,12 +160,12 @@ class _TensorMean:
 
 
 def _pieces(tensor: Tensor) -> list[slice]:
-    """Slice a tensor of one dim, so that temporary copies stay small."""
+    """Return slices of a one-dimensional tensor, so that temporary copies stay small."""
     return [slice(start, start + _PIECE) for start in range(0, len(tensor), _PIECE)]
 
 
 def _tensor(member: AverageMember, name: str) -> Tensor:
-    """Return a tensor of one dim. Raises `CheckpointError` for NaN."""
+    """Read a tensor as one-dimensional. Raises `CheckpointError` for NaN."""
     import torch
 
     data, dtype = member.model.read(name), torch_dtype(member.model.specs[name][0])

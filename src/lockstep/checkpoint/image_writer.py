@@ -1,9 +1,9 @@
-"""Writes images of the state to memory: every few steps each rank copies its part, and the copy
-outlives the rank.
+"""Writes images of the state to memory: every few steps each rank copies its part of the state, and
+the copy outlives the rank.
 
 The launcher holds each rank's memory through `/proc/<process>/fd/<descriptor>`. After a loss, all
 ranks of the next start load the images of all old ranks, under any plan. The two slots take twice
-the bytes of this rank's part; a tensor that several ranks hold is in only one part.
+the bytes of this rank's part. A tensor that several ranks hold is in only one part.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lockstep.comm.world import World
 
 
 class ImageWriter:
-    """Writes this rank's images. Every rank makes one, and makes the same calls of `prepare` and
-    `write`."""
+    """Writes this rank's images. Every rank makes one, and calls `prepare` and `write` at the same
+    points."""
 
     def __init__(self, world: World, attempt: str, metadata: JsonObject) -> None:
         """`attempt`: see `CheckpointName`; each start that repeats steps needs a new one.
@@ -50,7 +50,7 @@ class ImageWriter:
         self._described = b""
         self.size_bytes = 0
         self.sending_seconds = 0.0
-        """Seconds that the last write waited for the network."""
+        """Seconds that the last write has waited for the network."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -59,8 +59,8 @@ class ImageWriter:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Assign shards to the ranks that copy them, and allocate memory, unless the layout is
-        unchanged. Every rank calls it, or none, and then the first `write` does it. If one rank
-        lacks memory, all raise `CheckpointError`."""
+        unchanged. All ranks call it, or none (then the first `write` does this). If one rank lacks
+        memory, all raise `CheckpointError`."""
         self._agree(tensors, ())
 
     def write(
@@ -75,7 +75,7 @@ class ImageWriter:
 
         `tensors`: tensors of this rank. `values`: JSON; the reader merges the values of all ranks.
         After an error, the newest image that all ranks have is still complete. Returns the maximum
-        of each of `figures` over the ranks, at no extra exchange.
+        of each of `figures` over the ranks, which needs no extra exchange.
         """
         common, largest = self._agree(tensors, figures)
         slot = self._memory.oldest_but(common)
@@ -99,9 +99,11 @@ class ImageWriter:
     def _agree(
         self, tensors: Mapping[str, Tensor], figures: Sequence[float]
     ) -> tuple[int, list[float]]:
-        """Plan again if the layout changed on any rank. Returns the newest step whose image all
-        ranks have (no rank may overwrite it), and the maximum of each figure over the ranks."""
-        # finding a DTensor's shard takes 100 µs; comparing what it depends on takes almost no time
+        """Lay out the shards again if they have changed on any rank. Returns the newest step whose
+        image all ranks have (no rank may overwrite it), and the maximum of each figure over the
+        ranks."""
+        # finding a DTensor's shard takes 100 µs; comparing the properties on which it depends takes
+        # almost no time
         last = self._last
         kinds = {
             name: last[name][1] if name in last and last[name][0] is tensor else _kind(tensor)
@@ -156,8 +158,8 @@ _HEADER_TAG, _FILE_TAG, _TEXT_TAG = range(3)
 
 
 def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
-    """Return each rank's buddy, on the next host, evenly distributed. `local_sizes`: number of
-    ranks of each host; at least two hosts."""
+    """Return each rank's buddy on the next host; ranks are distributed evenly over buddies.
+    `local_sizes`: number of ranks on each of at least two hosts."""
     starts = [0, *accumulate(local_sizes)]
     buddies = []
     for host, size in enumerate(local_sizes):
@@ -167,10 +169,10 @@ def buddy_of_each(local_sizes: Sequence[int]) -> list[int]:
 
 
 class Buddies:
-    """Copies of images on other hosts: the loss of a whole host loses no state. Each rank sends its
-    image to a *buddy* on the next host, which keeps it in two slots and writes the header last, so
-    that either process may be killed at any moment. Every rank makes one and makes the same calls.
-    On a single host they do nothing."""
+    """Copies of images on other hosts, so that the loss of a whole host loses no state. Each rank
+    sends its image to a *buddy* on the next host. The buddy keeps it in two slots and writes the
+    header last, so that either process may be killed at any moment. Every rank makes the same
+    calls. On a single host they do nothing."""
 
     def __init__(self, world: World) -> None:
         self._world = world

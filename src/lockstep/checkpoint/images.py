@@ -1,5 +1,5 @@
-"""Images of the state in memory: their layout, and how to read them under any plan, on any number
-of ranks, when each rank may see only the parts on its own machine.
+"""Images of the state in memory: their layout, and reading them under any plan, on any number of
+ranks. A rank may see only the parts on its own machine.
 
 The memory of one rank has two slots, one of which is always complete. The memory has no name, and
 exists as long as any process holds its descriptor. A slot starts at a multiple of `SLOT_BYTES`, and
@@ -86,7 +86,7 @@ class Slot:
         """Allocate memory, and keep the current image. Raises `OSError`."""
         size = FILE_START + file_bytes
         self.file = torch.empty(0, dtype=torch.uint8)
-        # this raises if memory is short; a first access would end the process
+        # raises if memory is short; without it, the first access would end the process
         os.posix_fallocate(self._descriptor, self._start, size)
         # page faults make the first write several times slower than later ones
         populated = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -116,7 +116,7 @@ class Slot:
 
 
 class ImageMemory:
-    """Two slots, used in turn: while one is written, the other is complete."""
+    """Two slots that are written in turn: while one is written, the other is complete."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("lockstep-image")
@@ -145,7 +145,7 @@ class ImageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A complete image of one rank, mapped."""
+    """The mapped memory of one rank's complete image."""
 
     header: Header
     memory: mmap.mmap
@@ -177,7 +177,7 @@ def parts_in(path: str) -> list[Part]:
 
 
 class Images:
-    """The complete images: each of their parts is visible to some rank."""
+    """The images of which every part is visible to some rank."""
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
         """Every rank makes one from the parts that it sees, after all writers have stopped."""
@@ -200,7 +200,7 @@ class Images:
             for (name, size), ranks in sorted(seers.items())
             if len(ranks) == size
         }
-        """For each image and each old rank: the ranks that see the old rank's part."""
+        """Image -> for each old rank, the ranks that see the old rank's part."""
 
     @property
     def names(self) -> list[CheckpointName]:
@@ -244,7 +244,8 @@ class ImageReader:
             metadata=in_order[0]["metadata"],
         )
         self._saved: dict[TensorShard, int | None] = {}
-        """Shard -> the rank that sends it to ranks that do not see it; None if all see it."""
+        """Shard -> the rank that sends it to the ranks that do not see it; None if all ranks see
+        it."""
         self._seen: dict[TensorShard, Tensor] = {}
         """Memory of the shards that this rank sees."""
         for rank, text in enumerate(in_order):
@@ -263,8 +264,8 @@ class ImageReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Copy the values into this rank's tensors; every name must be saved, with the same shape.
-        Every rank calls it. Parts that some rank does not see are sent, shard by shard."""
+        """Copy the saved values into the tensors of `state`, which must all be saved with the same
+        shapes. Every rank calls it. Parts that some rank does not see are sent, shard by shard."""
         copies = copies_by_shard(state, list(self._saved))
         for shard, targets in copies.items():
             if shard in self._seen:
@@ -292,8 +293,8 @@ class ImageReader:
 def open_images(paths: Sequence[str], world: World) -> Images:
     """Map the images behind `paths`, such as /proc/4711/fd/12. Raises `OSError`.
 
-    Every rank calls it. An image is included if all its parts, written in one start of the run, are
-    visible to ranks of `world`.
+    Every rank calls it. An image is included if the ranks of `world` together see all its parts,
+    written in one start of the run.
     """
     return Images([part for path in paths for part in parts_in(path)], world)
 

@@ -22,7 +22,7 @@ REMEDY = "have its state_dict return those, or leave it out"
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor], remedy: str = REMEDY) -> Any:
-    """Convert `value` to JSON. Its tensors are added to `tensors` by path, as in
+    """Convert `value` to JSON. Its tensors are added to `tensors` by path, such as
     `average/fc.weight`.
 
     Accepts JSON's types, tuples, tensors, and NumPy numbers and arrays. Raises `CheckpointError`,

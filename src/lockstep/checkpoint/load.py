@@ -1,8 +1,9 @@
-"""Load and reshard a checkpoint. Each rank reads and verifies the blocks that it needs; the ranks
-divide the blocks that no rank needs among them, and verify those too.
+"""Loads and reshards a checkpoint. Each rank reads and verifies the blocks that it needs. The
+blocks that no rank needs are divided among the ranks and verified too.
 
 If file and tensor have the same layout, bytes are read directly into the tensor and hashed there.
-Small parts, other shards, other dtypes and GPU tensors go through a buffer.
+Otherwise (other shards, another dtype, a tensor on a GPU), and for small parts, they go through a
+buffer.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class _Span:
         self._data = self.own
 
     def _ends(self, copy: ShardCopy) -> tuple[int, int]:
-        """Return the range [first, last) of the shard's elements that contains all elements to
-        copy."""
+        """Return the smallest range [first, last) of the shard's elements that contains all
+        elements to copy."""
         sides = list(zip(copy.source, self._strides, strict=True))
         first = sum(side.start * stride for side, stride in sides)
         return first, 1 + sum((side.stop - 1) * stride for side, stride in sides)
@@ -78,13 +79,13 @@ class _Span:
 
     @property
     def data(self) -> Tensor:
-        """The memory to read into: that of the target, or a buffer."""
+        """The memory to read into: the target's, or a buffer."""
         if self._data is None:
             self._data = torch.empty(self.stop - self.start, dtype=torch.uint8)
         return self._data
 
     def finish(self) -> None:
-        """Copy the bytes to the target. Called once all are read."""
+        """Copy the bytes to the target. Called once all bytes are read."""
         if self.own is None:
             values = self.data.view(self._dtype)
             for copy in self._wanted:
@@ -126,10 +127,10 @@ class CheckpointReader:
 
     @torch.no_grad()
     def load_into(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Load the saved values into this rank's tensors. Every tensor must be saved, with the same
-        shape. Every rank calls it.
+        """Load the saved values into the tensors of `state`, which must all be saved with the same
+        shapes. Every rank calls it.
 
-        If any rank raises `UnreadableError`, all do; the state is then partly loaded.
+        If any rank raises `UnreadableError`, all ranks do; the state is then partly loaded.
         """
         blocks = list(self._blocks(state))
         done: dict[str, list[int]] = {file: [] for file in self.manifest.files}
@@ -193,7 +194,7 @@ class CheckpointReader:
         start, stop = block.hashes.span(block.number)
         try:
             spare = self._spare.pop()
-        except IndexError:  # checking first would race with another thread
+        except IndexError:  # a check before would race with another thread
             spare = bytearray(BLOCK_BYTES)
         other = memoryview(spare)[: stop - start]
         bytes_ = torch.frombuffer(spare, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint (hashes of blocks of its files, positions of shards, all other
 state), and reads that are verified with it. Needs no torch.
 
-Thanks to blocks, a part of a file can be read and checked alone (law 6).
+A part of a file can be read and checked alone, block by block (law 6).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ JsonObject = Mapping[str, Any]
 FORMAT = 1
 BLOCK_BYTES = 4 << 20
 HASH_BYTES = 16
-"""Number of bytes of BLAKE3's 32 that are used."""
+"""Number of bytes that are kept of BLAKE3's 32."""
 MOST_BYTES = 1 << 30
 """Largest manifest that is read."""
 _HEAD_BYTES = 1 << 20
-"""Number of bytes of a manifest that are read first. If the file is not a manifest, no more are
-read."""
+"""Number of bytes of a manifest that are read first. If they are not a manifest's beginning, no
+more are read."""
 DAMAGE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -60,7 +60,8 @@ class UnreadableError(LockstepError):
 
 
 class DamagedError(UnreadableError):
-    """A checkpoint with other bytes than were written. The text says which bytes."""
+    """A checkpoint whose bytes are not those that were written. The error's text names the
+    bytes."""
 
 
 class UnknownFormatError(UnreadableError):
@@ -68,7 +69,7 @@ class UnknownFormatError(UnreadableError):
 
 
 class UnreachableError(UnreadableError):
-    """A checkpoint that cannot be read at the moment; the text has the reason."""
+    """A checkpoint that cannot be read at the moment. The error's text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,8 @@ class Manifest:
 
 
 def merge_objects(parts: Sequence[JsonObject]) -> dict[str, Any]:
-    """Merge JSON objects recursively. Other values are taken from the first rank."""
+    """Merge the ranks' JSON objects recursively. Values that are no objects are taken from the
+    first rank that has them."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -225,7 +227,7 @@ def read_block(
     block: int,
     parts: Sequence[memoryview],
 ) -> None:
-    """Read a block into `parts`, which have its size together, and check its hash. Raises
+    """Read a block into `parts`, whose sizes add up to the block's, and check its hash. Raises
     `DamagedError`, `UnreachableError`."""
     start, stop = hashes.span(block)
     length = 0
@@ -237,7 +239,7 @@ def read_block(
             yield part
 
     with _storage_errors(file):
-        digest = hash_bytes(read())  # hash what was just read, while it is in the processor's cache
+        digest = hash_bytes(read())  # hash bytes while they are in the processor's cache
     if length < stop - start:
         raise DamagedError(_too_short(file, start + length, hashes))
     if digest != hashes.blocks[block]:

@@ -19,7 +19,7 @@ from lockstep.base.urls import has_password, without_password
 from lockstep.checkpoint.storage import MANIFEST, CheckpointName, FolderStorage, Storage
 
 PART_BYTES = 16 << 20
-"""Bytes of one part of an upload, in memory at once. S3 allows 10,000 parts."""
+"""Bytes of one part of an upload, which is held in memory. S3 allows 10,000 parts."""
 WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
 """Protocols whose drivers would create a bucket if asked for a folder."""
 CALL_SECONDS = 120.0
@@ -46,8 +46,8 @@ def open_storage(place: Path | str) -> Storage:
         return FolderStorage(Path(path if separator else place))
     if protocol == "memory":
         raise RunDirectoryError(
-            f"{place} is memory of one process, and another writes the checkpoints; give a path, or"
-            " a URL of a store"
+            f"{place} is memory of one process, but another process writes the checkpoints; give a"
+            " path, or a URL of a store"
         )
     return ObjectStorage(str(place))
 
@@ -57,10 +57,10 @@ class ObjectStorage:
 
     wait_seconds = 0.5
     readers = 16
-    """A store answers slowly, but answers many requests at the same time."""
+    """A store answers each request slowly, but many at the same time."""
 
     def __init__(self, url: str) -> None:
-        """Does not contact the store yet. Raises `RunDirectoryError`."""
+        """Raises `RunDirectoryError`. Does not contact the store yet."""
         import fsspec  # type: ignore[import-untyped]  # imported here to save memory in writer processes that write to a path
         from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 

@@ -1,5 +1,5 @@
-"""Pretrained weights from safetensors and torch.save files, read in parts, without running code
-that they contain (law 6)."""
+"""Reads pretrained weights from safetensors and torch.save files, in parts, without running code
+that the files contain (law 6)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OURS = {theirs: ours for ours, theirs in DTYPES.items()}
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
     specs: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> dtype (torch's name, if it has one) and shape."""
+    """Name -> dtype (torch's name for it, if any) and shape."""
     read: Callable[[str, Box], Tensor]
     """Reads a part of a tensor to the CPU. Raises `RecipeError`."""
     close: Callable[[], None]
@@ -133,7 +133,8 @@ def _indexed(index: Path) -> TensorFiles:
 
 
 def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
-    """Open safetensors files. Each comes with the names to read; None: all names."""
+    """Open safetensors files. `files`: each file with the names to read from it; None: all
+    names."""
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     slices: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
@@ -150,7 +151,7 @@ def _safetensors(files: Mapping[Path, list[str] | None]) -> TensorFiles:
                     f"weights {str(path)!r} cannot be read as safetensors ({_first_line(error)});"
                     " fetch it again"
                 ) from error
-        stack.callback(slices.clear)  # before the files are closed
+        stack.callback(slices.clear)  # must precede the closing of files
         close = stack.pop_all().close
 
     def read(name: str, box: Box) -> Tensor:

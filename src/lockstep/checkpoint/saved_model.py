@@ -63,7 +63,7 @@ class StoredCheckpoint:
 
     @property
     def other_state(self) -> list[str]:
-        """Names of saved state other than the models. Raises `DamagedError`."""
+        """Names of the saved state besides the models. Raises `DamagedError`."""
         with self._parsing():
             return sorted(self.manifest.values["state"].keys())
 
@@ -128,7 +128,7 @@ class StoredCheckpoint:
 
 
 def read_safetensors(path: Path) -> StateDictReader:
-    """Open a file that the user named; nothing verifies its bytes. Raises `DamagedError`,
+    """Open a file that the user named, without verifying its bytes. Raises `DamagedError`,
     `OSError`."""
     return _safetensors(path.name, lambda: FileIO(open_named(path)))
 
@@ -189,7 +189,7 @@ def _check_spans(
             raise ValueError(f"{key!r} has the bytes from {start} to {stop}")
         at = stop
     if at != size:
-        raise ValueError(f"its tensors have {at:,} bytes, and {size:,} are there")
+        raise ValueError(f"its tensors have {at:,} bytes, and it has {size:,}")
 
 
 CONFIGURATION = "huggingface"

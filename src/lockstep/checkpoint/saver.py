@@ -1,5 +1,5 @@
-"""Asynchronous saves: training waits for a copy into shared memory; a writer process hashes, writes
-and commits.
+"""Asynchronous saves: training waits only for a copy into shared memory; a writer process hashes,
+writes and commits.
 
 If the device can register that memory, copies are queued between the kernels of two steps, and the
 host does not wait for them.
@@ -39,7 +39,7 @@ from lockstep.comm.mesh import to_local
 from lockstep.comm.world import World
 
 GROUP_BYTES = 16 << 20
-"""Number of bytes of small shards that are copied at once. A copy takes at most this much memory on
+"""Largest number of bytes of small shards that are copied at once, which take this much memory on
 the device."""
 END_SECONDS = 5.0
 """Seconds that the writer process has to end before it is killed."""
@@ -49,17 +49,17 @@ END_SECONDS = 5.0
 class SaveResult:
     step: int
     error: str | None
-    """The reason why the save failed; None: it did not."""
+    """The reason why the save failed; None if it did not."""
     not_deleted: str | None = None
-    """The reason why an old checkpoint could not be deleted; None: all were deleted."""
+    """The reason why an old checkpoint could not be deleted; None if all were deleted."""
     device_seconds: float = 0.0
-    """Seconds without training, from the last kernel before `Saver.begin` to the end of the copies;
-    0 if the host waited for them."""
+    """Seconds during which the device did not train, from its last kernel before `Saver.begin` to
+    the end of the copies; 0 if the host waited for the copies."""
 
 
 class Saver:
-    """Saves a run, one save at a time. Every rank makes one, and makes the same calls of `prepare`
-    and `save`."""
+    """Saves a run, one save at a time. Every rank makes one, and calls `prepare` and `save` at the
+    same points."""
 
     def __init__(self, world: World, folder: Path | str, attempt: str) -> None:
         """`folder`: see `open_storage`. `attempt`: see `CheckpointName`. Raises
@@ -72,7 +72,7 @@ class Saver:
         self._writer: _Writer | None = None
         self._memory: _FileContent | None = None
         self._began: dict[torch.device, torch.Event] = {}
-        """Device -> the end of its kernels before training stopped for the save."""
+        """Device -> an event after the last kernel before training stopped for the save."""
         self._under_way: int | None = None
         self._waiting: dict[str, Any] | None = None
         """The job for the writer, to be sent once the copies are complete."""
@@ -81,7 +81,7 @@ class Saver:
         """Assign shards to the ranks that write them, allocate memory and start the writer, unless
         the layout is unchanged.
 
-        Every rank calls it between saves, or none, and then the first `save` does it. Returns an
+        All ranks call it between saves, or none (then the first `save` does this). Returns an
         identifier that distinguishes the next save's notes from earlier ones.
         """
         shards = local_shards(state)
@@ -148,7 +148,7 @@ class Saver:
 
     @property
     def not_registered(self) -> str | None:
-        """The reason why the host waits for slow copies; None: it does not wait."""
+        """The reason why the host waits for slow copies; None if it does not wait."""
         return None if self._memory is None else self._memory.not_registered
 
     @property
@@ -162,7 +162,8 @@ class Saver:
         self._under_way = self._waiting = None
 
     def poll(self, timeout_seconds: float = 0.0) -> SaveResult | None:
-        """Wait up to `timeout_seconds` for a save. Returns its result; None if none ended."""
+        """Wait up to `timeout_seconds` for a save to end. Returns its result; None if none has
+        ended."""
         step, writer = self._under_way, self._writer
         if step is None or writer is None or not self._send_if_copied(timeout_seconds):
             return None
@@ -170,7 +171,7 @@ class Saver:
         if answer is None:
             return None
         self._under_way = None
-        # the failed process may still wait for the storage; the next save gets a new process
+        # close the writer: it may still wait for the storage, and the next save gets a new one
         if answer["error"] is not None:
             self._close_writer()
         device_seconds = 0.0 if self._memory is None else self._memory.device_seconds()
@@ -184,7 +185,8 @@ class Saver:
         self._memory = self._shards = None
 
     def _send_if_copied(self, timeout_seconds: float) -> bool:
-        """Send the writer its job once all bytes are copied. Returns True if the job was sent."""
+        """Send the writer its job if all bytes are copied within `timeout_seconds`. Returns True if
+        the job was sent."""
         if self._waiting is not None:
             assert self._memory is not None
             assert self._writer is not None
@@ -233,7 +235,8 @@ class MappedShards:
 
 
 def _neighbours(layout: FileLayout) -> list[list[TensorShard]]:
-    """Return the shards in the file's order: small ones in groups of at most `GROUP_BYTES`."""
+    """Return the shards in the file's order, in groups that are copied at once: small shards up to
+    `GROUP_BYTES` together, each large one alone."""
     groups: list[list[TensorShard]] = []
     room = -1
     for shard in sorted(layout.starts, key=layout.span):
@@ -250,7 +253,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 _left: list[tuple[SharedFile, Tensor]] = []
-"""Memory to which a hanging device may still copy."""
+"""Memory into which a hanging device may still copy."""
 
 
 class _FileContent:
@@ -264,14 +267,14 @@ class _FileContent:
             "bytes": layout.bytes,
             "shards": [[*shard.to_json(), start] for shard, start in layout.starts.items()],
         }
-        """The layout for the writer: size in bytes, and positions of the shards."""
+        """The layout, for the writer: the size in bytes, and the positions of the shards."""
         self.file = SharedFile(layout.bytes)
         everything = torch.frombuffer(self.file.mapped, dtype=torch.uint8)
         everything.zero_()  # page faults make the first write ten times slower than later ones
         self.file.mapped[: len(layout.header)] = layout.header
         self._device = device
         self._copies: list[tuple[torch.Event, torch.Event]] = []
-        """For each device, an event when training stopped, and one at the end of the copies."""
+        """For each device: an event at which training stopped, and one at the end of the copies."""
         self.not_registered: str | None = None
         self._registered: Tensor | None = None
         self.streams: list[torch.device] = []
@@ -285,7 +288,8 @@ class _FileContent:
 
     def copy(self, state: Mapping[str, Tensor], began: Mapping[torch.device, torch.Event]) -> None:
         """Copy the current values of this rank's tensors; later computation does not affect the
-        copies. `began`: events at which training stopped, if it was earlier."""
+        copies. `began`: by device, the event at which training stopped, if that was before this
+        call."""
         assert self._shards is not None
         started = [
             began.get(device) or accelerator.recorded_event(device, timed=True)
@@ -311,7 +315,7 @@ class _FileContent:
             _left.append((self.file, registered))
 
     def _is_unregistered(self, memory: Tensor) -> bool:
-        """Undo the registration. Returns False if a device may still copy."""
+        """Undo the memory's registration. Returns False if a device may still copy."""
         with suppress(RuntimeError):  # a device has failed
             return self.is_copied(END_SECONDS) and accelerator.unregister_memory(
                 memory, self._device, END_SECONDS
@@ -320,7 +324,7 @@ class _FileContent:
 
 
 class _Writer:
-    """The writer process, as the training process uses it."""
+    """The writer process, seen from the training process."""
 
     def __init__(self, content: _FileContent) -> None:
         command = own_python("-m", "lockstep.checkpoint.writer", content.file.name)
@@ -335,7 +339,7 @@ class _Writer:
         self.send(content.layout)
 
     def _read(self) -> None:
-        """Receive answers. At the end of the process, an empty answer is added."""
+        """Receive answers; at the end of the writer process, add an empty one."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(line)
@@ -363,7 +367,7 @@ class _Writer:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # the process ends at the end of its input, whatever it is doing
+        # the process ends with its input, whatever it is doing
         self._process.stdin.close()
         try:
             self._process.wait(END_SECONDS)
@@ -375,7 +379,7 @@ class _Writer:
 
 
 def assign_to_this_rank(shards: Mapping[str, TensorShard], world: World) -> list[TensorShard]:
-    """Return the shards, of all ranks, that this rank writes. Every rank calls it."""
+    """Return the shards that this rank writes. Every rank calls it with its own shards."""
     everyone = world.gather_values([shard.to_json() for shard in shards.values()])
     return assign_writes(
         [[TensorShard.from_json(shard) for shard in theirs] for theirs in everyone]

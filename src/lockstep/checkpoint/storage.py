@@ -24,14 +24,14 @@ from lockstep.base.system import BINARY
 MANIFEST = "manifest.json"
 PAGE_BYTES = 4096
 READ_BYTES = 1 << 20
-"""Number of bytes read at once: few enough to stay in the processor's cache until they are
+"""Number of bytes read at once, so few that they stay in the processor's cache until they are
 hashed."""
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """The name of a checkpoint: step-00000500-1c9e02d4."""
+    """The name of a checkpoint, such as step-00000500-1c9e02d4."""
 
     step: int
     attempt: str
@@ -57,7 +57,8 @@ class Storage(Protocol):
     """Number of threads that read at the same time."""
 
     def __str__(self) -> str:
-        """Return the path or URL with which `open_storage` opens it in another process."""
+        """Return the path or URL with which `open_storage` opens this storage in another
+        process."""
 
     def names(self) -> list[CheckpointName]:
         """Return the complete checkpoints, in order."""
@@ -67,10 +68,11 @@ class Storage(Protocol):
         between saves."""
 
     def free_bytes(self) -> int | None:
-        """Return the free space in bytes; None if unknown."""
+        """Return the free space in bytes; None if it is unknown."""
 
     def begin(self, name: CheckpointName) -> None:
-        """Begin a checkpoint; any rank may call it. Raises `FileExistsError` if it is complete."""
+        """Begin a checkpoint; any rank may call it. Raises `FileExistsError` if the checkpoint is
+        complete."""
 
     def write(self, name: CheckpointName, file: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write a file of an uncommitted checkpoint to the disk."""
@@ -95,7 +97,7 @@ class Storage(Protocol):
     def read(
         self, name: CheckpointName, file: str, start: int = 0, stop: int | None = None
     ) -> bytes:
-        """Return the bytes [start, stop) of a file; fewer if it is shorter."""
+        """Return the bytes [start, stop) of a file, or fewer if the file is shorter."""
 
     def read_into(
         self, name: CheckpointName, file: str, start: int, parts: Iterable[memoryview]
@@ -228,9 +230,10 @@ class FolderStorage:
 
 @contextmanager
 def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[list[str]]:
-    """Yield a list for names of files that this process may remove: its own, or all if no other
-    process writes any more. They are removed if `OSError` is raised: the disk may be full. An
-    object store, which may be down, is left to the next start."""
+    """Yield a list, to which the body adds the names of files that this process may remove: its
+    own, or all if no other process writes any more. If the body raises `OSError`, they are removed,
+    because the disk may be full. (An object store, which may be down, is cleaned at the next
+    start.)"""
     files: list[str] = []
     try:
         yield files
@@ -242,7 +245,7 @@ def discarding_after_failure(folder: Storage, name: CheckpointName) -> Iterator[
 
 def _write_some(opened: int, data: memoryview) -> int:
     """Write without the page cache if possible, which takes a tenth of the CPU time. Returns the
-    number of bytes written."""
+    number of bytes that were written."""
     if sys.platform == "linux" and len(data) % PAGE_BYTES == 0:
         import fcntl
 

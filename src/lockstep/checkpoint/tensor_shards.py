@@ -1,10 +1,10 @@
-"""Shards of a state: the rank that writes each, its position in a file, and the saved shards that
-fill a rank's tensors.
+"""Shards of a state: the rank that writes each shard, the shard's position in a file, and the saved
+shards that fill a rank's tensors.
 
 Planning works as in `torch.distributed.checkpoint` (DCP), but on plain values: ranks exchange JSON
-where DCP would pickle. A state is a dict of tensors, some of which may be DTensors; ranks may have
-different names. A *shard* is a box-shaped part of a tensor, or the whole tensor. Torch is imported
-in functions only, so that checkpoints can be read without it.
+where DCP would pickle. A state is a dict of tensors, some of which may be DTensors; names may
+differ between ranks. A *shard* is a box-shaped part of a tensor, or the whole tensor. Torch is
+imported in functions only, so that checkpoints can be read without it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Box = tuple[slice, ...]
 ALIGNMENT = 64
 SMALL_BYTES = 1 << 20
-"""Shards of up to this size are adjacent in a file. A device copies them together: it takes 20 µs
-to start a copy, and 20 µs to copy this many bytes."""
+"""Shards of up to this size are adjacent in a file. A device copies them together, because starting
+a copy takes 20 µs, as long as copying this many bytes."""
 MOST_DIMS = 64
 """Torch's limit on the number of dims."""
 _MOST_SPLIT_DIMS = 8
@@ -62,7 +62,8 @@ class TensorShard:
 
     @property
     def key(self) -> str:
-        """The tensor's name, with the box unless it is the full tensor: `weight[0:4,8:16]`."""
+        """The tensor's name and, unless the shard is the full tensor, its box:
+        `weight[0:4,8:16]`."""
         if self.lengths == self.shape:
             return self.name
         spans = zip(self.offsets, self.lengths, strict=True)
@@ -92,12 +93,12 @@ class TensorShard:
 
 
 class FileLayout:
-    """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed before
-    its data exists.
+    """The layout of a safetensors file (https://huggingface.co/docs/safetensors), computed without
+    its data.
 
-    Shards whose size is a multiple of 64 bytes come first, and the small ones are the last of
-    these. The other shards follow by element size, largest first. So each shard is aligned for its
-    dtype and can be used in place.
+    Shards whose size is a multiple of 64 bytes come first, the small ones at the end. The other
+    shards follow by element size, largest first. So each shard is aligned for its dtype and can be
+    used in place.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class ShardCopy:
 
 
 def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """Return this rank's shard of each tensor, by name; no empty ones."""
+    """Return this rank's shard of each tensor, by name, without empty shards."""
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     items = create_default_local_save_plan(dict(state), is_coordinator=True).items
@@ -154,8 +155,8 @@ def local_shards(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def assign_writes(everyone: Sequence[Sequence[TensorShard]]) -> list[list[TensorShard]]:
-    """Return the shards that each rank writes: each shard once, with the bytes balanced over ranks.
-    Raises `CheckpointError` unless the shards cover each tensor."""
+    """Return the shards that each rank writes. One rank writes each shard; the bytes are balanced
+    over ranks. Raises `CheckpointError` unless the shards cover each tensor."""
     try:
         check_cover(shard for shards in everyone for shard in shards)
     except ValueError as error:
@@ -221,7 +222,7 @@ def _is_tiled(shape: Sequence[int], boxes: Iterable[TensorShard]) -> bool:
     """Return True if the boxes cover each element exactly once.
 
     The number of boxes that cover an element is determined by its differences along all dims, which
-    are nonzero only at corners of boxes. So the boxes tile the shape exactly if their signed
+    are nonzero only at corners of boxes. So the boxes tile the shape if and only if their signed
     corners add up to the signed corners of the full shape.
     """
     split = [

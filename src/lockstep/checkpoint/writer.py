@@ -1,10 +1,10 @@
 """The writer process, which hashes, writes and commits saves: `python -m lockstep.checkpoint.writer
 MEMORY`. It does not import torch.
 
-MEMORY names the `SharedFile` that contains this rank's file. Standard input gets the file's layout,
-then one save per line; standard output gets one result per line, all in JSON. The process ends at
-the end of its input. Every rank writes its file, and a note with its block hashes; rank 0 waits for
-the notes, writes the manifest and commits.
+MEMORY names the `SharedFile` that contains this rank's file. Standard input has the file's layout,
+then one save per line; standard output has one result per line, all in JSON. The process ends at
+the end of its input. Every rank's writer writes the rank's file, and a note with its block hashes;
+rank 0's waits for the notes, writes the manifest and commits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SharedFile:
 
     @property
     def name(self) -> str:
-        """The argument of `map_shared_file`."""
+        """The name to pass to `map_shared_file`."""
         return str(self._descriptor) if self._path is None else self._path
 
     @property
@@ -86,8 +86,8 @@ def map_shared_file(name: str, size_bytes: int) -> mmap.mmap:
 
 
 def save(job: dict[str, Any], shards: Mapping[TensorShard, int], content: memoryview) -> None:
-    """Write this rank's file; on rank 0 also commit the checkpoint. Raises `OSError`, and removes
-    what it wrote."""
+    """Write this rank's file; on rank 0 also commit the checkpoint. After an `OSError`, removes its
+    own files and raises."""
     folder, name = open_storage(job["folder"]), _name(job)
     folder.begin(name)
     with discarding_after_failure(folder, name) as written:
@@ -162,8 +162,8 @@ def checkpoints_to_delete(
 
     Keeps these checkpoints: the `last` newest (at least 1); multiples of `every` steps;
     `sparse_steps`, if `sparse`; the newest with at most `agreed` steps; the earliest with the best
-    of `scores` (NaN counts as no score). Checkpoints later than `newest` were found damaged when
-    the run was resumed, and are not deleted.
+    of `scores` (NaN counts as no score); and checkpoints later than `newest`, which were damaged
+    when the run was resumed.
     """
     ordered = sorted(name for name in names if name <= newest)
     kept = set(ordered[-last:])
@@ -181,12 +181,12 @@ def checkpoints_to_delete(
 
 
 def sparse_steps(steps: Sequence[int]) -> set[int]:
-    """Return which of `steps` (ascending, without duplicates) are kept. A step is deleted if the
-    distance between its neighbours is at most the distance from the later neighbour to the last
+    """Return the steps to keep among `steps` (ascending, without duplicates). A step is not kept if
+    the distance between its neighbours is at most the distance from the later neighbour to the last
     step.
 
     So distances between neighbours double with age, and about 2 log2(n) of n equidistant steps are
-    kept. As the last step moves on, distances that were allowed stay allowed.
+    kept. A step that is deleted now would also be deleted later.
     """
     kept: list[int] = []
     for step, following in itertools.pairwise(steps):

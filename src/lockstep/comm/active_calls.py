@@ -1,7 +1,7 @@
 """The collectives that this process is executing now, from torch's flight recorders and
-shared-memory groups. An accelerator's backend has its own recorder. Its collectives run on the
-device. The process only queues them; the device waits in the first unfinished one, or will reach
-it.
+shared-memory groups. An accelerator's backend has its own recorder. The process only queues its
+collectives, which run on the device; the device waits in the first unfinished one, or has not
+reached it yet.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lockstep.comm.shared_memory import SharedMemoryGroup
 class CollectiveCall:
     name: str
     group: str
-    """The process group's name in torch. "default_pg" is all processes."""
+    """The process group's name in torch; "default_pg" for all processes."""
     sequence: int
     tensors: str
-    """Dtype and shape of this process's tensor: float32 (4,)."""
+    """Dtype and shape of this process's tensor, such as float32 (4,)."""
     on_device: bool = False
-    """True if the device executes the call, independently of the process."""
+    """True if the device executes the call; False if this process does."""
     label: str = ""
     """The purpose of the call, such as "gathers block 'a'"; "" if it is not known."""
 
@@ -48,8 +48,8 @@ def announce(call: CollectiveCall) -> Iterator[None]:
 
 
 def active_calls() -> list[CollectiveCall]:
-    """Return the collectives that this process is executing, then the unfinished ones of its
-    device, oldest first. Any thread may call it."""
+    """Return the collectives that this process is executing, then those that its device has not
+    finished, oldest first. Any thread may call it."""
     calls = [
         *_announced,
         *(
@@ -73,7 +73,7 @@ def active_calls() -> list[CollectiveCall]:
 
 def open_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the unfinished entries of an accelerator's recorder. A group's collectives run in
-    order: an entry before a finished one is finished too, even if it is not marked (as in a
+    order, so an entry before a finished one is finished too, even if it is not marked so (in a
     coalesced call)."""
     latest: dict[Hashable, int] = {}
     for entry in entries:

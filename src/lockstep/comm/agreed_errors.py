@@ -1,4 +1,4 @@
-"""Errors of one rank that every rank raises."""
+"""Makes every rank raise the error of one rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ E = TypeVar("E", bound=LockstepError)
 
 
 def raise_on_all_ranks(world: World, compute: Callable[[], T], base: type[LockstepError]) -> T:
-    """Return `compute()`. Every rank calls it. If it raises a `base` on any rank, all ranks raise
-    the error of the first of these ranks."""
+    """Return `compute()`. Every rank calls it. If it raises a `base` on any ranks, all ranks raise
+    the error of the first of these."""
     mine, message = None, None
     try:
         result = compute()

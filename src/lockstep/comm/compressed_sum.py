@@ -16,8 +16,8 @@ from lockstep.comm.world import World
 BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _LARGEST = {"fp16": 32752.0, "int8": 127.0}
-"""The largest encoded number in a block; for fp16 it is below the maximum, so that rounding stays
-in range."""
+"""The number to which the largest number of a block is scaled; for fp16 it is below the maximum, so
+that rounding stays in range."""
 _INT8_DIVISOR = 127.0001
 """Slightly more than 127, so that 127 times the scale of float32's largest number is finite."""
 _LEAST_SCALE = 2.0**-126
@@ -27,10 +27,10 @@ _SCALE_BYTES = 4
 
 class Rounding:
     """The format `bf16`, `fp16` or `int8`. `bf16` has a relative error of at most 2**-8; numbers
-    close to float32's largest become infinite. The others have a scale for each block of `BLOCK`
-    numbers. The error of `fp16`, whose scale is a power of two, is at most 2**-11 of the number or
-    2**-38 of the largest number in the block. The error of `int8` is at most 1/254 of the largest
-    number in the block, or 2**-127. A non-finite number makes its whole block non-finite; with
+    close to float32's largest become infinite. `fp16` and `int8` have a scale for each block of
+    `BLOCK` numbers. The error of `fp16`, whose scale is a power of two, is at most 2**-11 of the
+    number or 2**-38 of the block's largest number. The error of `int8` is at most 1/254 of the
+    block's largest number, or 2**-127. A non-finite number makes its whole block non-finite; with
     `bf16`, only the number itself."""
 
     def __init__(self, name: str) -> None:
@@ -38,14 +38,14 @@ class Rounding:
         self._dtype = _DTYPES[name]
 
     def bytes(self, numbers: int) -> int:
-        """Return the number of bytes in an encoded row of `numbers` numbers, a multiple of
-        `BLOCK`."""
+        """Return the number of bytes in an encoded row of `numbers` numbers. `numbers` is a
+        multiple of `BLOCK`."""
         scales = 0 if self.name == "bf16" else numbers // BLOCK * _SCALE_BYTES
         return numbers * self._dtype.itemsize + scales
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Return uint8 (rows, `bytes(numbers)`) of float32 (rows, numbers), a multiple of `BLOCK`
-        in each row."""
+        """Return the encoded rows, uint8 of shape (rows, `bytes(numbers)`). `rows`: float32 of
+        shape (rows, numbers), where `numbers` is a multiple of `BLOCK`."""
         if self.name == "bf16":
             return rows.to(self._dtype).view(torch.uint8)
         blocks = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)
@@ -56,7 +56,7 @@ class Rounding:
         return torch.cat([part.flatten(1).view(torch.uint8) for part in (scales, codes)], dim=1)
 
     def decode(self, sent: Tensor) -> Tensor:
-        """Return the numbers that `encode` turned into these rows: float32, (rows, numbers)."""
+        """Return the decoded numbers: float32, (rows, numbers)."""
         if self.name == "bf16":
             return _numbers_in(sent, self._dtype).float()
         blocks = sent.shape[1] // self.bytes(BLOCK)
@@ -82,9 +82,9 @@ def _numbers_in(sent: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """The ranks that exchange compressed numbers: the leader of each host, if there are several
-    hosts and a host has several ranks; otherwise all ranks. Leaders get the uncompressed numbers of
-    the ranks on their host."""
+    """The ranks that exchange compressed numbers. These are the leaders of hosts, if there are
+    several hosts and one of them has several ranks; otherwise all ranks. A leader gets the
+    uncompressed numbers of the ranks on its host."""
 
     group: Any
     """Torch's process group of the senders. None: all processes."""
@@ -136,7 +136,7 @@ class CompressedAllReduce:
         if self._keeps_residual:
             self.residual = rows - self._rounding.decode(sent)
             """This sender's rounding errors, of shape (senders, numbers for each sender). `fold`
-            adds the errors of its slice's sum."""
+            adds the rounding errors of its slice's sum."""
         outgoing = torch.cat([_in_rows(exact, size, 1).view(torch.uint8), sent], dim=1)
         self._exact_bytes = outgoing.shape[1] - sent.shape[1]
         self._received = torch.empty_like(outgoing)

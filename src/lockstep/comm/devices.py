@@ -1,8 +1,8 @@
 """The device and the backend of each process.
 
-NCCL detects two ranks on one GPU only while it connects, and if one rank has another backend, all
-wait. So the ranks compare their devices over the store before they make the process group, and all
-raise the same error.
+NCCL detects two ranks on one GPU only while it connects, and if ranks have different backends, all
+wait. So the ranks compare their devices through the store before they make the process group, and
+all raise the same error.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _NOT_FOR_TRAINING = ("undefined", "fake")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDevice:
-    """The device of a rank, for the other ranks."""
+    """The device of a rank, as it describes it to the other ranks."""
 
     host: str
     type: str
     """Torch's name for the kind of device; empty if the device cannot be used."""
     id: str = ""
-    """Equal for two ranks on one device. Empty for the CPU."""
+    """The same for two ranks on one device. Empty for the CPU."""
     visible: int = 0
-    """The devices that the process sees."""
+    """Number of devices that the process sees."""
     why: str = ""
-    """The reason why the process sees only these: the variable that hides others, or the error."""
+    """The reason why the process sees no more: the variable that hides devices, or the error."""
     shares: bool = False
     """True if the rank was given --share-devices."""
     refusal: str = ""
@@ -65,8 +65,8 @@ class RankDevice:
 
 def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDevice]:
     """Return the accelerator of this process, or the CPU, and its description for the other ranks.
-    A process that sees fewer accelerators than there are local ranks takes one of them: each
-    process may see a different one."""
+    A process that sees fewer accelerators than the machine has ranks takes one of them, because
+    each process may see a different one."""
     host, cpu = socket.gethostname(), torch.device("cpu")
     visible, hidden = accelerator.count(), accelerator.hiding(os.environ)
     if not visible:
@@ -91,16 +91,16 @@ def find_device(local_rank: int, *, shares: bool) -> tuple[torch.device, RankDev
 
 
 def _boot_id() -> str:
-    """Return text that distinguishes this machine from another of the same name, as for NCCL; the
-    text may be empty."""
+    """Return text, perhaps empty, that distinguishes this machine from another with the same name,
+    as NCCL does."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
 def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankDevice]:
-    """Return the device of every rank. Every rank calls it equally often. Rank 0 returns last: it
-    may hold the store, and a refusal would end it."""
+    """Return the device of every rank. Every rank calls it equally often. Rank 0 returns last,
+    because it may hold the store and may end after a refusal."""
     # a script may continue after a refusal, with another group and store
     turn = store.add(f"lockstep/devices/{rank}", 1)
     key = f"lockstep/devices/{turn}"
@@ -116,7 +116,7 @@ def exchange(store: Store, rank: int, size: int, mine: RankDevice) -> list[RankD
 def check_devices(everyone: Sequence[RankDevice]) -> int:
     """Return the number of ranks on the busiest device. Every rank calls it with the same devices.
     Raises `LaunchError` if a device or a backend cannot be used, if only some ranks have a device,
-    or if two share one without --share-devices."""
+    or if two ranks share a device without --share-devices."""
     for rank, each in enumerate(everyone):
         who = f"rank {rank} on {each.host}"
         if not each.type:
@@ -155,8 +155,8 @@ def _several_on_one(everyone: Sequence[RankDevice], ranks: Sequence[int]) -> str
         sees += " and to NCCL all MIG instances of a machine's GPU are one"
     return (
         f"{len(on_host)} processes on {each.host} and {gpus} GPU{'s' if gpus > 1 else ''}: ranks"
-        f" {', '.join(map(str, ranks))} have one between them{sees}; each process needs its own"
-        f" GPU; start {gpus} process{'es' if gpus > 1 else ''} there, or hide the GPUs"
+        f" {', '.join(map(str, ranks))} share one GPU{sees}; each process needs its own GPU; start"
+        f" {gpus} process{'es' if gpus > 1 else ''} there, or hide the GPUs"
         f" ({accelerator.how_to_hide()}) to compute on the CPU, or give {_SHARE} to try a plan on"
         " fewer GPUs than it needs"
     )
@@ -203,7 +203,7 @@ def chosen_backend(
                 " process, or give --backend gloo, which is slow, and carries replicate only"
             )
         return usual
-    asked = asked.lower()  # as torch takes it
+    asked = asked.lower()  # torch ignores case
     fitting = sorted(name for name, devices in available.items() if device.type in devices)
     remedy = f"give one of {', '.join(fitting)}, or leave --backend out for {usual}"
     if asked not in available:
@@ -252,8 +252,8 @@ def check_own_group(asked: str | None, device: torch.device) -> None:
 
 
 def check_carries(plan: Plan, device: torch.device) -> None:
-    """Raise `PlanError` if the process group has Gloo for an accelerator's tensors, and the plan an
-    axis other than `replicate`. Every rank calls it, after the group is made.
+    """Raise `PlanError` if the process group uses Gloo for an accelerator's tensors, and the plan
+    has an axis other than `replicate`. Every rank calls it, after the group is made.
 
     On a GPU, a thread of Gloo crashed at the end of a run with `shard` (torch 2.11), and torch's
     documentation does not list send and receive of GPU tensors for Gloo.
@@ -273,8 +273,8 @@ def check_carries(plan: Plan, device: torch.device) -> None:
 
 
 def group_backends(backend: str, device: torch.device) -> str:
-    """Return the backends of a process group, in torch's syntax: that of the accelerator, and Gloo
-    for CPU tensors."""
+    """Return the backends of a process group in torch's syntax: `backend` for the accelerator, and
+    Gloo for CPU tensors."""
     if device.type == "cpu":
         # torch makes no store for a plain mpi
         return backend if backend == "gloo" else f"cpu:{backend}"

@@ -1,6 +1,6 @@
 """The first error of a run. The rank that raises it tells the other ranks through torch's store.
 
-The others see only that an exchange failed. With this, the error of each rank names the cause.
+The other ranks would see only that an exchange failed; this way, each rank's error names the cause.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.comm.world import World
 
 MOST_CHARACTERS = 4000
 MOST_SECONDS = 2.0
-"""The longest that a rank waits for the store, which may be lost."""
+"""The longest time that a rank waits for the store, which may be lost."""
 _LOOK_SECONDS = 0.02
 
 
@@ -40,7 +40,7 @@ class PeerError:
         return f"{self.kind}: {self.text}"
 
     def as_user_error(self) -> UserError | None:
-        """Return the same error, if it is one that every rank raises; else None."""
+        """Return the same error if it is of a kind that every rank raises, else None."""
         return named_error(self.kind, self.text, UserError)
 
 
@@ -52,7 +52,7 @@ class FirstFailure:
         group."""
         self._rank = world.rank
         store: Store = default_store()
-        # a store may serve several runs, not all of them with the same ranks
+        # a store may serve several runs with different ranks
         number = store.add("lockstep/runs", 1) if world.rank == 0 else 0
         self._store, self._key = store, f"lockstep/failure/{sum(world.gather_values(number))}"
 
@@ -70,7 +70,7 @@ class FirstFailure:
 
     def cause(self, *, wait_seconds: float) -> PeerError | None:
         """Return the error that another rank has reported, or reports within `wait_seconds`; None
-        if there is none, or if the store is lost."""
+        if no rank does, or if the store is lost."""
         errors: list[PeerError] = []
         end = time.monotonic() + wait_seconds
 
@@ -88,8 +88,8 @@ class FirstFailure:
 
 
 def _bounded(request: Callable[[], None]) -> None:
-    """Call a function of a store, for at most `MOST_SECONDS`: a lost store answers late, or not at
-    all. An error of the store is no error of the run."""
+    """Call a function that asks the store, and wait at most `MOST_SECONDS`: a lost store answers
+    late or not at all. Errors of the store are ignored."""
 
     def call() -> None:
         with suppress(Exception):

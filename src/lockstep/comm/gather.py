@@ -1,4 +1,5 @@
-"""Gathers over ranks: rows with a gradient, the mean of values, rows of microbatches in order."""
+"""Gathers over ranks: differentiable rows, a mean of values, and rows in the order of
+microbatches."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ def mean(values: Tensor, world: World) -> float:
 
 
 def in_order(rows: Tensor, count: int, assignment: MicrobatchAssignment, data: World) -> Tensor:
-    """All-gather one row per microbatch, in the order of the microbatches: (count, ...). Every rank
-    of `data` calls it. `rows`: the rows of the microbatches that `assignment` gives to this
-    rank."""
+    """All-gather one row per microbatch, in the order of the microbatches: shape (count, ...).
+    Every rank of `data` calls it. `rows`: this rank's rows, for the microbatches that `assignment`
+    gives it."""
     everyone = data.gather_rows(rows, [len(share) for share in assignment.indices_by_rank(count)])
     if not assignment.round_robin:
         return everyone

@@ -1,9 +1,9 @@
 """The connected sockets of torch's Gloo groups, and of a store, in this process; shutting them down
 wakes the threads that wait for them. On torch 2.13 and 2.15 neither `abort` nor `shutdown` of a
-Gloo group wakes a thread in one of its collectives, but the end of a connection does. Gloo has a
-named thread for each group, which sleeps in epoll. The kernel shows the thread's epoll
-(/proc/self/task/*/syscall) and that epoll's sockets (/proc/self/fdinfo). So these sockets are
-Gloo's, of any group, and never other code's. Linux only.
+Gloo group wakes a thread in one of its collectives, but the end of a connection does. Each Gloo
+group has a thread with a known name, which sleeps in epoll. The kernel shows the thread's epoll
+(/proc/self/task/*/syscall) and this epoll's sockets (/proc/self/fdinfo), which belong to no other
+code. Linux only.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ T = TypeVar("T")
 GLOO_THREAD = "gloo_tcp_loop"
 """The name of the thread in which Gloo serves the sockets of one process group."""
 _EPOLL_CALLS = frozenset({22, 232, 281, 441})
-"""The numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86-64, and on other processors."""
+"""The system call numbers of epoll_wait, epoll_pwait and epoll_pwait2, on x86-64 and other
+processors."""
 _FILE_IN_EPOLL = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 _PROCESS = Path("/proc/self")
-# A running thread does not show where it will sleep, so it is read several times.
+# A running thread shows no system call, so it is read several times.
 _LOOKS, _LOOK_SECONDS = 5, 0.001
 
 
 def gloo_threads() -> list[str]:
-    """Return the ids of the threads that serve Gloo's sockets: one for each process group that is
-    not freed yet."""
+    """Return the ids of the threads that serve Gloo's sockets, one for each process group that
+    still exists."""
     return [task for task in _entries("task") if _read(f"task/{task}/comm").strip() == GLOO_THREAD]
 
 
@@ -52,8 +53,8 @@ def shut_down_gloo_sockets() -> bool:
 
 
 def with_own_connection(store: Store) -> tuple[Store, int | None]:
-    """Return a clone of the store with its own connection, and the inode of its socket, for
-    `shut_down`. None: the store is no `TCPStore`, and keeps no connection."""
+    """Return a clone of the store with its own connection, and the inode of its socket for
+    `shut_down`; None as the inode if the store is no `TCPStore`, and so keeps no connection."""
     server = store
     while isinstance(server, PrefixStore):
         server = server.underlying_store
@@ -87,7 +88,7 @@ def _shut_down_those_of(thread: str) -> bool:
     if epoll is None:
         return not (_PROCESS / "task" / thread).exists()
     descriptors = _FILE_IN_EPOLL.findall(_read(f"fdinfo/{epoll}"))
-    # the group was freed meanwhile, and the number may now belong to another file
+    # if the group was freed meanwhile, the number may now belong to another file
     if _epoll_of(thread) != epoll:
         return False
     for number, inode in descriptors:
@@ -102,8 +103,8 @@ def _epoll_of(thread: str) -> int | None:
 
 
 def _with_socket(number: int, inode: int, function: Callable[[socket.socket], T]) -> T | None:
-    """Call the function with a duplicate of a connected TCP socket. None if the descriptor does not
-    (or no longer) belong to that socket."""
+    """Call the function with a duplicate of a connected TCP socket. Returns None if the descriptor
+    does not (or no longer) belong to the socket `inode`."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.dup(number)
         opened.callback(os.close, descriptor)

@@ -1,9 +1,9 @@
 """Hierarchical all-reduce over several hosts: shared memory inside each host, torch between one
 leader rank per host.
 
-Each host sends as many bytes as one rank would. The alternative, in which every rank exchanges a
-slice with its counterparts on other hosts, sends as many bytes. Between two network namespaces of
-two ranks it was no faster, and below 1 MB slower.
+Each host sends as many bytes as one rank would. In the alternative, every rank exchanges a slice
+with its counterparts on other hosts. This sends as many bytes; between two network namespaces of
+two ranks it was no faster, and slower below 1 MB.
 
 (No `from __future__ import annotations` here: DDP reads its hooks' annotations, and needs classes.)
 """
@@ -31,7 +31,7 @@ class HierarchicalAllReduce:
     def __init__(self, shared_memory: SharedMemoryGroup | None, leaders: Sequence[int]) -> None:
         """`leaders`: the first rank of each host, numbered among all processes."""
         self.shared_memory = shared_memory
-        """The group of this host's ranks; None if this is the only one."""
+        """The group of this host's ranks; None if the host has one rank."""
         self.leader_group: Any = None
         """Torch's process group of the leaders; None on the other ranks."""
         self.leaders = tuple(leaders)
@@ -39,9 +39,9 @@ class HierarchicalAllReduce:
 
     @classmethod
     def create(cls, group: Any, hosts: Sequence[int]) -> "HierarchicalAllReduce | Unavailable":
-        """Share memory inside each host. Every rank calls it; all ranks get an object, or all get
-        the same `Unavailable`. `hosts`: the number of each rank's host. Every process must call
-        `connect` before the first all-reduce."""
+        """Share memory inside each host. Every rank calls it; all ranks get a
+        `HierarchicalAllReduce`, or all get the same `Unavailable`. `hosts`: the number of each
+        rank's host. Every process must call `connect` before the first all-reduce."""
         if len(set(hosts)) == len(hosts):
             return Unavailable("no two of its ranks are on one host")
         host = hosts[dist.get_rank(group)]
@@ -59,8 +59,8 @@ class HierarchicalAllReduce:
     def connect(
         leaders_of_all: Iterable[tuple[int, ...]], created_here: "Iterable[HierarchicalAllReduce]"
     ) -> None:
-        """Make the leaders' process groups. Every process calls it, with the `leaders` of all
-        processes' objects."""
+        """Make the leaders' process groups. Every process calls it. `leaders_of_all`: `leaders` of
+        every process."""
         for leaders in leaders_of_all:
             group = _new_group(leaders)
             for each in created_here:

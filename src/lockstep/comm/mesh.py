@@ -1,4 +1,4 @@
-"""The processes of a run laid out on the axes of its plan."""
+"""The layout of a run's processes on the axes of its plan."""
 
 from __future__ import annotations
 
@@ -30,29 +30,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The processes of a run on the axes of its plan, as this rank sees them. Made once."""
+    """The process groups of this rank along the axes of the plan. Made once in a run."""
 
     world: World
     larger: Sequence[Axis]
     """The axes with more than one rank, outermost first."""
     torch_mesh: DeviceMesh | None
-    """Torch's mesh of these axes, by name. Several axes over which parameters are sharded make one
-    dim of the mesh, such as `shard_context`. None if there is at most one axis and the state
-    is not sharded."""
+    """Torch's mesh of these axes, with their names as names of dims. Several axes over which
+    parameters are sharded are joined into one dim, such as `shard_context`. None if there is at
+    most one axis and the state is not sharded."""
     expert_mesh: DeviceMesh | None
-    """Torch's mesh for experts. `expert` divides experts, so it is not part of the dim over which
-    they are sharded. Without the axes `shard` and `expert` together it is `torch_mesh`."""
+    """Torch's mesh for the parameters of experts. The axis `expert` divides experts, so it is not
+    joined into the dim over which they are sharded. Unless the plan has both `shard` and `expert`,
+    it is `torch_mesh`."""
     groups: Mapping[tuple[str, ...], World]
     """The processes along one axis, or along several axes together, by the names of the axes."""
     without_shared_memory: Mapping[str, str]
-    """Axis over which gradients are summed -> why some or all of its ranks do not share memory."""
+    """Axis over which gradients are summed -> the reason why some or all of its ranks do not share
+    memory."""
     bitwise: bool = False
     """True if the ranks of `tokens` sum losses and gradients in each microbatch's backward."""
     alone: World = field(init=False)
     """This process."""
     data: World = field(init=False)
-    """The data ranks. Together they compute all microbatches of a step; on the other axes they have
-    the same position as this rank."""
+    """The data ranks: together they compute all microbatches of a step. On all other axes they have
+    this rank's position."""
     replicas: World = field(init=False)
     """The ranks that hold the same state."""
     stages: World = field(init=False)
@@ -85,7 +87,7 @@ class Mesh:
     def of(cls, world: World, plan: Plan) -> Mesh:
         """Place the processes on the axes of a resolved plan. Every rank calls it: it makes process
         groups."""
-        atexit.unregister(_at_exit)  # a single handler serves all meshes
+        atexit.unregister(_at_exit)  # register only one handler
         atexit.register(_at_exit)
         larger = plan.larger
         together = [
@@ -122,7 +124,7 @@ class Mesh:
         return self.groups.get((name,)) or self.alone
 
     def along(self, asked: Callable[[Axis], bool]) -> World:
-        """Return the processes along all axes of which `asked` is true."""
+        """Return the processes along all axes for which `asked` returns True."""
         return self._world_along(_names(self.larger, asked))
 
     def _world_along(self, names: tuple[str, ...]) -> World:
@@ -147,12 +149,12 @@ class Mesh:
 
     def shards(self, parameter: Tensor | None = None) -> World:
         """Return the processes over which a parameter is sharded: this one alone if `shard` is 1.
-        `parameter=None`: a parameter that is no expert's."""
+        `parameter=None`: any parameter that belongs to no expert."""
         is_expert = parameter is not None and self.is_expert(parameter)
         return self._world_along((_sharded_experts if is_expert else _sharded)(self.larger))
 
     def shard_mesh(self, parameter: Tensor | None = None) -> DeviceMesh:
-        """Return torch's mesh of the processes in `shards`. `shard` has several ranks."""
+        """Return torch's mesh of the processes in `shards`, if `shard` has several ranks."""
         is_expert = parameter is not None and self.is_expert(parameter)
         names = (_sharded_experts if is_expert else _sharded)(self.larger)
         torch_mesh = self.expert_mesh if is_expert else self.torch_mesh
@@ -166,8 +168,8 @@ class Mesh:
         return self._world_along(_copies_of_dense(self.larger))
 
     def is_first(self, tensor: Tensor) -> bool:
-        """True if this rank is the first one that holds its part of a parameter or gradient. Stages
-        of a pipeline hold other parameters."""
+        """True if this rank is the first of the ranks that hold its part of a parameter or
+        gradient. (Stages of a pipeline hold different parameters.)"""
         divided = divided_over(tensor)
         return all(
             axis.name in divided or _stacks(axis) or self.axis(axis.name).rank == 0
@@ -175,8 +177,8 @@ class Mesh:
         )
 
     def union(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state dict of the whole model; in a pipeline, a rank has only a part of it.
-        Every rank calls it."""
+        """Return the state dict of the whole model. `state`: this rank's state dict, which in a
+        pipeline is only a part. Every rank calls it."""
         return state if self.stages.size == 1 else PipelineStateDict(state, self.stages)
 
 
@@ -258,7 +260,8 @@ def _divided_dims(tensor: Tensor) -> list[str]:
 
 
 def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
-    """Return the dim along which a DTensor is sharded over an axis, None if it is not."""
+    """Return the dim along which a DTensor is sharded over an axis; None if it is not sharded over
+    it."""
     names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
     placements: Any = getattr(tensor, "placements", ())
     found = dict(zip(names, placements, strict=True)).get(axis)
@@ -267,8 +270,8 @@ def shard_dim_over(tensor: Tensor, axis: str) -> int | None:
 
 class PipelineStateDict(Mapping[str, Tensor]):
     """The state dict of a model in pipeline stages: name -> full tensor, on every rank. Every rank
-    makes it and reads the same entries in the same order: reading an entry is a broadcast. Iterates
-    in the order of names."""
+    makes it and reads the same entries in the same order, because reading an entry is a broadcast.
+    Iterates in the order of names."""
 
     def __init__(self, mine: Mapping[str, Any], pipeline: World) -> None:
         self._mine = mine
@@ -303,8 +306,8 @@ class PipelineStateDict(Mapping[str, Tensor]):
 
 
 _meshes: dict[Any, tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]] = {}
-"""Meshes with their groups. Each is made once in the life of the process group, because torch
-caches the meshes of distributed tensors and confuses equal meshes."""
+"""Meshes with their groups. Each is made once while the default process group exists, because torch
+caches meshes of DTensors and confuses equal ones."""
 _Dims = tuple[tuple[str, ...], ...]
 
 
@@ -315,7 +318,7 @@ def _make_meshes(
     meshes: tuple[_Dims, ...],
 ) -> tuple[list[DeviceMesh], Mapping[tuple[str, ...], Any]]:
     """Return torch's meshes of these axes, and the process groups along the `wanted` ones.
-    `meshes`: for each mesh, the axes of each dim. Equal entries give one mesh.
+    `meshes`: for each mesh, the axes of each dim. Equal entries share one mesh.
 
     The groups are made here. If torch's mesh made the groups itself, it would split them from a
     group that is bound to a device, and give Gloo the options of NCCL (torch 2.13 to 2.15): Gloo
@@ -346,7 +349,7 @@ def _make_meshes(
 
 
 def _merged(ranks: Tensor, dims: Sequence[Sequence[int]]) -> Tensor:
-    """Return the mesh `ranks` with one dim for each sequence of its dims."""
+    """Return the tensor `ranks` with each sequence of dims in `dims` joined into one."""
     ordered = ranks.permute([dim for several in dims for dim in several])
     return ordered.reshape([math.prod(ranks.shape[dim] for dim in several) for several in dims])
 
@@ -356,9 +359,8 @@ def _group(ranks: Tensor, dims: Sequence[int], axis: str) -> Any:
     rank calls it.
 
     All ranks make each group, one after another. With `use_local_synchronization` only the members
-    would make a group, and torch would name it by the number of groups that the rank has: if a
-    script has made groups of some ranks before, members would use different names and wait for
-    ever.
+    would make it, and torch would name it by the number of groups that the rank has. If a script
+    had made groups of some ranks before, members would use different names and wait for ever.
     """
     size = math.prod(ranks.shape[dim] for dim in dims)
     rows = ranks.movedim(list(dims), list(range(-len(dims), 0))).reshape(-1, size).tolist()
@@ -376,8 +378,8 @@ def _with_shared_memory(
     data: tuple[str, ...],
     summed: tuple[str, ...],
 ) -> tuple[dict[tuple[str, ...], World], dict[str, str]]:
-    """Give the groups along axes over which gradients are `summed` shared memory. Returns all
-    groups, and the reason for each group that some ranks could not make."""
+    """Give shared memory to the groups along axes over which gradients are `summed`. Returns all
+    groups and, for each group in which some ranks cannot share memory, the reason."""
     with_memory = dict(groups)
     mine, hierarchies = dict[str, str](), dict[str, HierarchicalAllReduce]()
     by_label = {
@@ -421,8 +423,8 @@ def forget_meshes() -> None:
 
 
 def _at_exit() -> None:
-    """Drop the meshes first. The default group's threads end with the last reference to the group,
-    and modules hold references to it in cycles."""
+    """Drop the meshes when the process ends, before the default group is destroyed: the group's
+    threads end only with the last reference to it, and modules in reference cycles hold some."""
     forget_meshes()
     gc.collect()
 
@@ -466,10 +468,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(tensor, DTensor)
-    # collectives run on the device; an offloaded part is on the CPU
+    # the gather runs on the device, but an offloaded part is on the CPU
     gathered: Any = tensor.to(tensor.device_mesh.device_type)
     placements = list(tensor.placements)
-    # one axis at a time: torch warns of gathers that it cannot merge
+    # one axis at a time, because torch warns of gathers that it cannot merge
     for axis in range(len(placements)):
         placements[axis] = Replicate()
         gathered = gathered.redistribute(placements=placements)

@@ -1,4 +1,4 @@
-"""A function that is called before native code ends this process.
+"""Calls a function before native code ends this process.
 
 Gloo ends the process if ranks exchange tensors of different sizes: its thread throws an exception,
 and C++ calls `std::terminate`. Linux with libstdc++ only.
@@ -21,7 +21,7 @@ class NativeEnd:
         self._set: Any = None
         try:
             self._set = getattr(ctypes.CDLL("libstdc++.so.6"), _SET_TERMINATE)
-        except (OSError, AttributeError):  # another C++ library
+        except (OSError, AttributeError):  # another C++ runtime than libstdc++
             return
         self._set.argtypes, self._set.restype = [ctypes.c_void_p], ctypes.c_void_p
 
@@ -35,7 +35,7 @@ class NativeEnd:
         self._former: int = self._set(ctypes.cast(self._handler, ctypes.c_void_p))
 
     def close(self) -> None:
-        """May be called again."""
+        """Stop calling `before`. May be called again."""
         if self._set is not None:
             self._set(self._former)
             self._set = None

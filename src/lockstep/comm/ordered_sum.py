@@ -1,9 +1,10 @@
 """A sum over microbatches in a fixed order: its bits do not depend on the number of processes.
 
-Each rank has a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split into
-one slice per rank. An all-to-all brings all nodes of a slice to one rank, which adds them in the
-tree's order, and an all-gather distributes the sums. If every rank holds one node, this sends as
-many bytes as a ring all-reduce; a rank with k nodes sends k times as much in the all-to-all.
+Each rank holds a few complete nodes of the canonical tree (`lockstep.tree`). The vector is split
+into one slice per rank. An all-to-all sends every node's part of a slice to one rank, which adds
+them in the tree's order; an all-gather distributes the sums. If every rank holds one node, this
+sends as many bytes as a ring all-reduce; a rank with k nodes sends k times as much in the
+all-to-all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class TreeNodes:
 
     @classmethod
     def of(cls, shares: Sequence[range]) -> TreeNodes:
-        """Return the nodes for ranks with these microbatches: consecutive contiguous ranges."""
+        """Return the nodes of each rank. `shares`: each rank's microbatches, which are consecutive
+        ranges."""
         count = sum(map(len, shares))
         return cls(
             count, tuple(tuple(tree.cover(share.start, share.stop, count)) for share in shares)
@@ -37,8 +39,8 @@ class TreeNodes:
 
 
 class OrderedSum:
-    """The ordered sum of one vector. Every rank starts, folds and finishes the same sums in the
-    same order."""
+    """The ordered sum of one vector. Every rank calls `start`, `fold` and `finish` of the same sums
+    in the same order."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class OrderedSum:
         tree_nodes: TreeNodes,
         world: World,
     ) -> None:
-        """`nodes`: this rank's nodes, in order, each of shape (length,). `world`: the ranks."""
+        """`nodes`: this rank's nodes, in order, each of shape (length,)."""
         self._shared_memory = world.shared_memory
         self._group = world.group
         self._rank = world.rank

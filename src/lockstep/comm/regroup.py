@@ -8,24 +8,24 @@ join.
     store = PrefixStore("generation 2", store)
     world = join_over(store, rank=…, size=…, local_rank=…, local_size=…)
 
-Call `abort_collectives` once for each lost process, and `leave_groups` after it: a late abort
-would end the next group. Before `leave_groups` the main thread drops everything that refers to the
-old groups: the exception (its traceback's frames hold their variables), every `World` and `Mesh`,
-DDP and FSDP2 modules, `DTensor`s, pipeline stages. Groups that are kept alive cost descriptors and
-threads, but cannot be used, and their names are not used again.
+Call `abort_collectives` once for each lost process, and then `leave_groups`: a late abort would end
+the next group. Before `leave_groups` the main thread drops everything that refers to the old
+groups: the exception (its traceback's frames hold their variables), every `World` and `Mesh`, DDP
+and FSDP2 modules, `DTensor`s, pipeline stages. A group that something still refers to keeps
+descriptors and threads, but cannot be used, and its name is not used again.
 
 [Note: A lost wake-up] If a connection ends while a message is on its way, a wait in Gloo sometimes
-ends only at the group's timeout (torch 2.13 to 2.15). Ranks that waited for a lost rank were woken
-in every trial. An abort during a tight loop of barriers failed about once in ten trials, during
-FSDP2's steps less often, whether connections were shut down for reading, writing or both. So the
+ends only at the group's timeout (torch 2.13 to 2.15). In trials, ranks that waited for a lost rank
+always woke. Ranks in a tight loop of barriers failed to wake in about one of ten trials, and less
+often during FSDP2's steps, whether connections were shut down for reading, writing or both. So the
 caller of `abort_collectives` sets a time limit, and treats a process that has not left by then as
 lost too.
 
 [Note: Reconfigure] torch 2.15 gives a Gloo group new peers in place (`_reconfigure`, in 1 to 20 ms
-at 4 ranks), and ends the waits in it. It is not used: making a new group takes as long, and the
-groups of axes, FSDP2's meshes and shared memory must be made again in any case. It also ends
-connections, so the same wake-up may be lost. On NCCL a run is started again instead of being
-recovered in place, so `_reconfigure` has no use there either.
+at 4 ranks), and ends the waits in it. It is not used here: making a new group takes as long, and
+the groups of axes, FSDP2's meshes and shared memory must be made again in any case. It also ends
+connections, so a wake-up may be lost too. With NCCL a run restarts instead of recovering in place,
+so `_reconfigure` has no use there either.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from lockstep.comm.segment import ExchangeError
 from lockstep.comm.shared_memory import SharedMemoryGroup
 from lockstep.comm.world import World, join, leave, owns_group
 
-# An abort is repeated, at first this often, because another thread may be making a group.
+# Interval at which an abort is repeated, at first and at most: another thread may be making a
+# group.
 _AGAIN_SECONDS, _MAX_AGAIN_SECONDS = 0.02, 0.5
 
 
@@ -64,7 +65,7 @@ class CollectivesAborted(LockstepError):
 
 
 class _Abort:
-    """An abort, which lasts until the process leaves its groups."""
+    """An abort. It lasts until the process leaves its groups."""
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
@@ -94,9 +95,10 @@ _abort = _Abort()
 _lock = threading.Lock()
 """Held while `_abort` begins, ends or is replaced."""
 _store_connection: int | None = None
-"""The inode of the socket by which the group in use, or in the making, reaches its store."""
+"""The inode of the socket that connects the current group (or the group that `join_over` is making)
+to its store."""
 _names_used = 0
-"""The number of names that process groups of this process have had."""
+"""Number of process group names that this process has used."""
 
 
 def abort_collectives() -> None:
@@ -104,10 +106,10 @@ def abort_collectives() -> None:
     is called later: in shared memory, in Gloo and on an accelerator. Any thread may call it at any
     time; further calls do nothing until `leave_groups`.
 
-    Takes a few milliseconds. A wait in shared memory ends within 20 ms; a wait in Gloo may rarely
-    continue, see [Note: A lost wake-up]. Waits for the store end too, in a group that `join_over`
-    made or is making. A computation is not interrupted: its next collective raises, or it can call
-    `is_aborted`.
+    Takes a few milliseconds. A wait in shared memory ends within 20 ms; a wait in Gloo may in rare
+    cases continue, see [Note: A lost wake-up]. Waits for the store end too, in a group that
+    `join_over` made or is making. A computation is not interrupted: its next collective raises, or
+    it can call `is_aborted`.
 
     It has never been tested on an accelerator. NCCL's abort ends its kernels, so synchronizing the
     device returns normally, but with wrong numbers: call `is_aborted` before you use them. Set
@@ -127,8 +129,8 @@ def is_aborted(within_seconds: float = 0.0) -> bool:
 
 class abortable:
     """Turn an error of a collective in the body into `CollectivesAborted`, if collectives were
-    aborted before, or are aborted within this time: a lost peer may cause the error before this
-    process learns of the abort. The exception keeps no variables of the body alive."""
+    aborted, or are aborted within `within_seconds` of the error: a lost peer may cause the error
+    before this process learns of the abort. The exception keeps no variables of the body alive."""
 
     def __init__(self, within_seconds: float = 0.0) -> None:
         self._within_seconds = within_seconds
@@ -137,7 +139,7 @@ class abortable:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        # the new exception's traceback contains this frame, with its variables
+        # the new exception's traceback contains this frame and its variables
         del trace
         if isinstance(error, CollectivesAborted):
             text = str(error)
@@ -164,20 +166,20 @@ def _first_line(error: BaseException) -> str:
 def leave_groups(*, collect: bool = True) -> int:
     """Leave all process groups and shared memory, so that `join_over` or `join` can be called
     again. The main thread calls it, independently of the other processes. Returns the number of
-    Gloo groups that are still referred to: 0 if the caller has dropped everything. `collect`: also
-    free groups in reference cycles, such as FSDP2's modules; this takes about 0.3 s in a process
-    that has imported FSDP2, and the caller may do it later (`gc.collect`), once the new group
-    works.
+    Gloo groups that something still refers to: 0 if the caller has dropped everything. `collect`:
+    also free groups in reference cycles, such as those of FSDP2's modules. This takes about 0.3 s
+    in a process that has imported FSDP2; the caller may call `gc.collect` later instead, once the
+    new group works.
 
     Raises `LaunchError` if the script made the process group itself.
     """
     global _abort, _names_used, _store_connection
     if dist.is_initialized() and not owns_group():
         raise LaunchError(
-            "the script has made the process group itself (init_process_group), and lockstep cannot"
-            " replace it; leave that to lockstep"
+            "the script has made the process group itself (init_process_group), and lockstep"
+            " cannot replace it; leave init_process_group to lockstep"
         )
-    with _lock:  # the error may come before the abort is finished: let it finish
+    with _lock:  # wait until the abort has finished: the error may come earlier
         _abort.end()
     # a group waits for its pending collectives when it is freed
     while not gloo_sockets.shut_down_gloo_sockets():
@@ -209,9 +211,9 @@ def join_over(
     `PrefixStore` with a prefix that no group has used, over a `TCPStore` that outlives every
     process of the group.
 
-    The group has its own connection to the store, so that `abort_collectives` ends this call, which
-    then raises `CollectivesAborted`, and every later group. Numbers in group names continue after
-    those used by any process, so that a mesh of an earlier group finds no group.
+    The group has its own connection to the store. So `abort_collectives` can end this call, which
+    then raises `CollectivesAborted`, and waits of the group. Group names have numbers that no
+    process has used before, so that a mesh of an earlier group finds no group.
     """
     global _store_connection
     with abortable():

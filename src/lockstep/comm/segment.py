@@ -1,13 +1,13 @@
-"""A shared memory segment for the processes of one host. It has a counter for each rank, on which
-the other ranks wait.
+"""A shared memory segment of the processes of one host, with a counter for each rank on which the
+other ranks wait.
 
-The memory is a memfd of rank 0, which the others open through /proc. It has no name: the kernel
-frees it with the last process that maps it, even if processes are killed. It is not in /dev/shm,
-whose limit (64 MB in a container) does not apply. Its pages are allocated at the start, so a later
-write cannot fail.
+The memory is a memfd of rank 0, which the other ranks open through /proc. It has no name, so the
+kernel frees it with the last process that maps it, even if processes are killed. It is not in
+/dev/shm, whose limit (64 MB in a container) does not apply. Its pages are allocated at the start,
+so a later write cannot fail.
 
-It starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at fault),
-then each rank's current call. Each word is written by one rank and read by the others. On x86-64
+The memory starts with 64-bit words: a cache line for each rank (its counter, its state, the rank at
+fault), then each rank's current call. One rank writes a word, and the others read it. On x86-64
 stores become visible in order, so a counter that is stored after its data needs no barrier. Other
 processors reorder stores, so they are refused.
 """
@@ -37,19 +37,19 @@ from torch import Tensor
 from lockstep.base.container import ONE_CONTAINER, process_id_space
 from lockstep.base.errors import LockstepError
 
-# a store of one rank does not slow down loads of others: each rank's words have their own cache
-# line
+# each rank's words have their own cache line, so that a rank's stores do not slow down other ranks'
+# loads
 LINE_BYTES = 64
 _LINE = LINE_BYTES // 8
 _COUNTER, _STATE, _CULPRIT = range(3)
 _LIVE, _LEFT, _DIED, _LATE, _DIFFER, _STOPPED = range(6)
 _PAGE_BYTES = 4096
-# A wait spins for this long (about as long as a sleep and its wake-up take), and yields in each
-# iteration, because the other rank may need this processor. Spinning longer would hurt: on a busy
-# machine a yielding process waits for other processes' time slices, but a sleeping one runs as soon
-# as it is woken.
+# A wait spins for this long, about the time of a sleep and its wake-up. It yields in each
+# iteration, because the other rank may need this processor. A longer spin would be slower: on a
+# busy machine a yielding process waits for other processes' time slices, but a sleeping one runs as
+# soon as it is woken.
 _SPIN_SECONDS = 3e-5
-# A sleep ends when the counter changes, or after this time, to check whether the other ranks are
+# A sleep ends when the counter changes, or after this time, to check that the other ranks are
 # alive.
 _LOOK_SECONDS = 0.02
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # of x86-64
@@ -62,8 +62,8 @@ class ExchangeError(LockstepError):
     def __init__(self, ranks: Sequence[int], text: str) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
-        """The ranks at fault, numbered in their group. The text of the error has their numbers
-        among all processes."""
+        """The ranks at fault, numbered in their group. (The error's text has their numbers among
+        all processes.)"""
 
     def copy(self) -> ExchangeError:
         """Return an equal error without a traceback."""
@@ -75,8 +75,8 @@ class PeerDied(ExchangeError):
 
 
 class PeersLate(ExchangeError):
-    """Ranks did not reach the collective within the timeout. They are alive: they hang, are
-    stopped, or compute for longer."""
+    """Ranks did not reach the collective within the timeout, although their processes exist: they
+    hang, are stopped, or compute for longer."""
 
 
 class CallsDiffer(ExchangeError):
@@ -87,8 +87,8 @@ class CallsDiffer(ExchangeError):
     ) -> None:
         super().__init__(ranks, text)
         self.calls = calls
-        """Two ranks, numbered among all processes -> their calls, if these have labels. None if
-        they have none, or if another rank has compared them."""
+        """For two ranks (numbered among all processes), their calls. None if the calls have no
+        labels, or if another rank has compared them."""
 
     def copy(self) -> CallsDiffer:
         return CallsDiffer(self.ranks, str(self), self.calls)
@@ -113,7 +113,7 @@ class Unavailable:
 
     reason: str
     hosts: tuple[int, ...] = ()
-    """The number of each rank's host, if several hosts are the reason."""
+    """The number of each rank's host, if the ranks are on several hosts."""
 
 
 class Segment:
@@ -138,11 +138,11 @@ class Segment:
         self.memory = memory
         self.words = memoryview(memory)[: _words_bytes(self.size)].cast("q")
         self.data_bytes = _words_bytes(self.size)
-        """Offset of the data in bytes. The words before it, from `calls(0, 0)` on, hold the ranks'
-        calls."""
+        """Offset of the data in bytes. The words before the data, from `calls(0, 0)` on, hold the
+        ranks' calls."""
         self.peers = [peer for peer in range(self.size) if peer != rank]
         self.counters = [_line(peer) + _COUNTER for peer in range(self.size)]
-        # a segment may be dropped without a call of `close`
+        # nobody may call `close` before the segment is freed
         self._close_ends = weakref.finalize(self, _close, ends)
         self._poll = select.poll()
         self._ranks = {end: peer for peer, end in enumerate(ends) if end >= 0}
@@ -199,13 +199,13 @@ class Segment:
                     self._look(target, waited)
 
     def _look(self, target: int, waited: float) -> None:
-        """Raise if a missing rank has ended or left, if any rank has stopped, or if the timeout is
-        over."""
+        """Raise if a rank that has not reached `target` has ended or closed the group, if any rank
+        has stopped, or if the timeout is over."""
         words = self.words
         dead = [self._ranks[end] for end, _ in self._poll.poll(0)]
         closed = [peer for peer in self.peers if words[_line(peer) + _STATE] == _LEFT]
         stopped = [peer for peer in range(self.size) if words[_line(peer) + _STATE] > _LEFT]
-        # Read after the states: actions of a rank before its end count.
+        # Read after the states, to see what a rank did before it ended.
         missing = [peer for peer in self.peers if words[self.counters[peer]] < target]
         for kind, ranks in ((_DIED, dead), (_LEFT, closed)):
             if gone := [peer for peer in ranks if peer in missing]:
@@ -254,7 +254,7 @@ class Segment:
         self._closed = True
         self.words.release()
         self._close_ends()
-        del self.memory  # unmapped with the last tensor that is a view of it
+        del self.memory  # the last tensor that views it unmaps it
 
 
 def _line(rank: int) -> int:
@@ -277,10 +277,10 @@ def open_segment(
     among: Sequence[int] | None = None,
 ) -> Segment | Unavailable:
     """Open a segment of `data_bytes` zeros for the ranks of `group`. Every rank calls it; all ranks
-    get one, or all get the same reason. `among`: the ranks of `group` that share a segment with
-    this one; each rank passes its own list. The kernel, not the launcher, decides if ranks are on
-    one host: they must have the same boot id and namespace of process ids, and each must find rank
-    0's random token in the memory that it opened."""
+    get a segment, or all get the same reason. `among`: the ranks of `group` that share a segment
+    with this one; each rank passes its own list. Ranks are on one host if they have the same boot
+    id and namespace of process ids, and each finds rank 0's random token in the memory that it
+    opened. (What the launcher says is not used.)"""
     here, everyone_size = dist.get_rank(group), dist.get_world_size(group)
     if everyone_size == 1:
         return Unavailable("there is one process, which has nobody to share memory with")
@@ -329,7 +329,7 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str]:
     follows."""
     try:
         return call(), ""
-    # AttributeError: not Linux, or an old one
+    # AttributeError if this is not Linux, or an old version
     except (OSError, AttributeError, ValueError) as error:
         return None, f"{type(error).__name__}: {error}"
 
@@ -381,8 +381,9 @@ def _offer(rank: int, size_bytes: int, opened: contextlib.ExitStack) -> dict[str
 
 
 def _open(everyone: Sequence[dict[str, Any]], rank: int) -> tuple[mmap.mmap, list[int]]:
-    """Return the memory, and for each peer a descriptor that becomes readable when it ends. The
-    next collective proves that the peers are alive, so the process ids belonged to them."""
+    """Return the memory and, for each peer, a descriptor that becomes readable when its process
+    ends. The next collective proves that the peers were alive, so that their process ids were not
+    reused."""
     first = everyone[0]
     descriptor = os.open(
         f"/proc/{first['process']}/fd/{first['descriptor']}", os.O_RDWR | os.O_CLOEXEC

@@ -1,4 +1,4 @@
-"""Collectives on CPU tensors through shared memory of the processes of one host: 0.02 to 0.2 ms,
+"""Collectives on CPU tensors through memory that the processes of one host share: 0.02 to 0.2 ms,
 where Gloo takes 1 to 2 ms. The protocol is described in [Note: Rounds] in
 `lockstep.comm.shared_rounds`; the memory is a segment of `lockstep.comm.segment`.
 """
@@ -38,9 +38,9 @@ from lockstep.comm.shared_rounds import (
 
 P = ParamSpec("P")
 
-# The size of each of a rank's two buffers. With half the size, an all-reduce of 16 MiB took a tenth
-# longer, because of more rounds; with four times the size too, because pieces leave the processor's
-# cache (1 MiB) between write and read.
+# The size of each of a rank's two buffers. An all-reduce of 16 MiB took a tenth longer with half
+# the size, which needs more rounds, and with four times the size, where pieces leave the
+# processor's cache (1 MiB) between write and read.
 BUFFER_BYTES = 1 << 20
 _MIN_CELL_BYTES = 4096
 # Up to this many ranks, or for tensors up to this size, every rank adds all elements. Compared with
@@ -52,8 +52,7 @@ _DIRECT_BYTES = 256 << 10
 def _collective(
     method: Callable[Concatenate["SharedMemoryGroup", P], None],
 ) -> Callable[Concatenate["SharedMemoryGroup", P], None]:
-    """Wrap a collective: if it raises, the other ranks get an error too, and this rank's group is
-    unusable."""
+    """Wrap a collective: if it raises, the other ranks raise too, and the group is unusable."""
 
     @functools.wraps(method)
     def wrapped(self: "SharedMemoryGroup", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -81,10 +80,10 @@ class PendingAllGather(dist.Work):
 class SharedMemoryGroup(Closing):
     """The collectives of the ranks of a process group on one host. Made by `create`; used by one
     thread at a time. Every rank makes the same calls in the same order, with contiguous CPU
-    tensors. A call returns when this rank's part is complete. Sums are added in the order of the
-    ranks, so they have the same bits on every rank, in every run. If a rank fails, every rank
-    raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`). After any
-    exception in a collective, the group is unusable."""
+    tensors. A call returns once this rank has sent and received everything. Sums are added in the
+    order of the ranks, so they have the same bits on every rank, in every run. If a rank fails,
+    every rank raises an `ExchangeError` (`PeerDied`, `PeersLate`, `PeerStopped`, `CallsDiffer`).
+    After any exception in a collective, the group is unusable."""
 
     def __init__(self, segment: Segment, buffer_bytes: int, name: str) -> None:
         self.rank = segment.rank
@@ -141,9 +140,10 @@ class SharedMemoryGroup(Closing):
         return cls(segment, buffer_bytes, f"shared memory{of}")
 
     def label(self, text: str) -> int:
-        """Return the number of a label for collectives, which is compared like their sizes: ranks
-        that exchange different things of one size raise `CallsDiffer`. Every rank gives the same
-        texts in the same order. `text`: the purpose of the call, such as "gathers block 'a'"."""
+        """Return the number of a label for collectives. Labels are compared as sizes are, so that
+        ranks that exchange different tensors of one size raise `CallsDiffer`. Every rank labels the
+        same texts in the same order. `text`: the purpose of the call, such as "gathers block
+        'a'"."""
         labels = self._rounds.labels
         if text not in labels:
             labels.append(text)
@@ -161,8 +161,8 @@ class SharedMemoryGroup(Closing):
 
     @_collective
     def reduce_scatter(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
-        """Write the sum of this rank's chunk into `output`. `tensor`: one chunk per rank. They must
-        not overlap. `label`: see `label`."""
+        """Write the sum of this rank's chunk into `output`. `tensor`: one chunk per rank; it must
+        not overlap `output`. `label`: result of the method `label`."""
         into, numbers = flat(output), flat(tensor)
         if len(into) * self.size != len(numbers) or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -187,14 +187,14 @@ class SharedMemoryGroup(Closing):
     @_collective
     def all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> None:
         """Write all ranks' tensors into `output` in rank order. `tensor` may be this rank's part of
-        `output`. `label`: see `label`."""
+        `output`. `label`: result of the method `label`."""
         for _ in self._gathering(output, tensor, label):
             pass
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, label: int = 0) -> PendingAllGather:
-        """Start an all-gather. `output` is complete, and `tensor` may be changed, after `wait` on
-        the result or the group's next call. If `tensor` is larger than a buffer, only its first
-        piece is exchanged before that."""
+        """Start an all-gather. After `wait` on the result, or the group's next call, `output` is
+        complete and `tensor` may be changed. If `tensor` is larger than a buffer, only its first
+        piece is exchanged before."""
         rest = self._gathering(output, tensor, label)
         self._call("all_gather", next, rest)
         self.pending = PendingAllGather(self, rest)
@@ -231,7 +231,7 @@ class SharedMemoryGroup(Closing):
             self._is_called = False
 
     def _gathering(self, output: Tensor, tensor: Tensor, label: int) -> Iterator[None]:
-        """Run an all-gather, yielding once, before the first wait."""
+        """Run an all-gather. Yields once, before the first wait."""
         into, mine = flat(output), flat(tensor)
         if len(into) != len(mine) * self.size or tensor.dtype is not output.dtype:
             raise ValueError(
@@ -282,14 +282,14 @@ class SharedMemoryGroup(Closing):
     ) -> None:
         """Send each rank a chunk of `tensor`, with `sizes` elements, and receive chunks of
         `output_sizes` elements into `output`, in rank order. The tensors must not overlap. `label`:
-        see `label`."""
+        result of the method `label`."""
         into, numbers = flat(output), flat(tensor)
         fits = sum(output_sizes) == into.numel() and sum(sizes) == numbers.numel()
         if not fits or tensor.dtype is not output.dtype:
             raise ValueError(
                 f"all_to_all of {described(tensor)} in chunks of {list(sizes)} into"
-                f" {described(output)} in chunks of {list(output_sizes)}; sizes add up to the"
-                " tensors', which have one dtype"
+                f" {described(output)} in chunks of {list(output_sizes)}; sizes must add up to the"
+                " tensors' sizes, and both tensors must have one dtype"
             )
         refuse_overlap(output, tensor)
         views = self._rounds.start("all_to_all", numbers, label, sizes)
@@ -364,12 +364,12 @@ class SharedMemoryGroup(Closing):
             parts[self.rank].copy_(piece)
             self._rounds.meet(first=index == 0)
             if self.rank < 2:
-                parts[self.rank] = piece  # this rank's own values, still in the processor's cache
+                parts[self.rank] = piece  # this rank's own piece is still in the processor's cache
             add(parts, piece)
 
     def _reduce_by_slices(self, numbers: Tensor, views: BufferViews) -> None:
-        """An all-reduce in which every rank adds its slice of a piece, and shows the sum together
-        with the next piece."""
+        """An all-reduce in which every rank adds its slice of a piece, and publishes the sum
+        together with the next piece."""
         room = views.results[0][0].numel()
         pieces = split(numbers, room * self.size)
         earlier: tuple[Tensor, ...] = ()

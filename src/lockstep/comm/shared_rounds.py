@@ -1,12 +1,13 @@
 """The rounds of which each collective in shared memory consists, and functions on its tensors. In a
-round, each rank shows data to the others.
+round, each rank writes data that the other ranks read.
 
 [Note: Rounds] Every collective consists of a number of rounds, the same on every rank. In round n a
 rank writes into its buffer n % 2, sets its counter to n, waits until all counters have reached n,
-and reads the others' buffers n % 2. A rank whose counter is n has finished reading round n - 1. So
-once all counters have reached n, the buffers of round n - 1 are free for round n + 1. Nothing is
-reset, and a round has one wait. In the first round of a call each rank also writes its collective's
-name, and all compare: a mismatch is an error, not a wrong sum.
+and reads the other ranks' buffers n % 2. A rank whose counter is n has finished reading round n -
+1. So once all counters have reached n, the buffers of round n - 1 are free for round n + 1.
+Counters are never reset, and a round has one wait. In the first round of a call each rank also
+writes its collective's name, and all ranks compare the names: a mismatch is an error, not a wrong
+sum.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ class BufferViews:
 
     dtype_code: int
     elements_per_line: int
-    """Number of elements in a cache line: the slices of two ranks are in different cache lines."""
+    """Number of elements in a cache line. The slices of two ranks lie in different cache lines."""
     whole: list[list[Tensor]]
-    """The data that a rank shows to all."""
+    """The data that a rank writes for all ranks."""
     results: list[list[Tensor]]
     """The sum of a rank's slice."""
     sent: list[list[Tensor]]
-    """This rank's cell for each other rank; empty for itself."""
+    """This rank's cell for each other rank; the one for itself is empty."""
     received: list[list[Tensor]]
     """Each rank's cell for this rank."""
 
 
 class Rounds:
-    """One rank's part in the rounds of a group. Used by one thread at a time."""
+    """One rank's side of a group's rounds. Used by one thread at a time."""
 
     def __init__(self, segment: Segment, buffer_bytes: int) -> None:
         self.others = segment.peers
         self.number = 0
         """The last round that this rank has announced."""
         self.signature = 0
-        """This rank's current or latest call; see `called`."""
+        """This rank's current or latest call as one number; see `called`."""
         self._rank = segment.rank
         self._size = segment.size
         self._segment = segment
@@ -71,16 +72,16 @@ class Rounds:
 
     @property
     def buffer(self) -> int:
-        """The buffer of the next round, 0 or 1. Until the round is announced, only this rank uses
-        its buffer."""
+        """The index of the next round's buffer, 0 or 1. Until the round is announced, only this
+        rank uses its buffer."""
         return self.number & 1
 
     def start(
         self, collective: str, tensor: Tensor, detail: int = 0, sizes: Sequence[int] | None = None
     ) -> BufferViews:
-        """Write this rank's collective, which the other ranks compare with theirs. `detail`: the
-        source rank of a broadcast; of other collectives, the number of their label. `sizes`: the
-        sizes of an all_to_all."""
+        """Write this rank's call, which the other ranks compare with theirs. `detail`: the source
+        rank of a broadcast; for other collectives, the number of their label. `sizes`: the sizes of
+        an all_to_all."""
         views = self._views.get(tensor.dtype) or self._make_views(tensor.dtype)
         length = tensor.numel() if sizes is None else 0
         self.signature = signature_of(collective, views.dtype_code, length, detail)
@@ -139,12 +140,12 @@ class Rounds:
         self._views.clear()
 
     def _difference(self, peer: int, signatures: Sequence[int]) -> CallsDiffer:
-        """Return the error, with the same text on all ranks. `signatures`: the signatures of all
-        ranks' calls."""
+        """Return the error for a call that differs from `peer`'s. Its text is the same on all
+        ranks. `signatures`: the signatures of all ranks' calls."""
         other = next(rank for rank, each in enumerate(signatures) if each != signatures[0])
         pair = [(self._segment.names[rank], signatures[rank]) for rank in (0, other)]
         texts = [f"rank {name} called {{}} of {{}}".format(*called(each)) for name, each in pair]
-        text = f"{' and '.join(texts)}; all ranks of a group call the same, in the same order"
+        text = f"{' and '.join(texts)}; all ranks of a group make the same calls in the same order"
         done = {name: self._purpose(each) for name, each in pair}
         has_labels = any(label_of(each) for _, each in pair) and len(set(done.values())) > 1
         return CallsDiffer((peer,), text, done if has_labels else None)
@@ -165,8 +166,8 @@ class Rounds:
                 f" {', '.join(map(str, DTYPES))}"
             )
         item, size = dtype.itemsize, self._size
-        # A buffer has room for one slice per rank and one more for a sum (`room` elements each); or
-        # for one cell per other rank.
+        # A buffer holds one slice per rank and one more for a sum (`room` elements each); or one
+        # cell per other rank.
         room = self._buffer_bytes // (size + 1) // LINE_BYTES * LINE_BYTES // item
         cell = self._buffer_bytes // (size - 1) // LINE_BYTES * LINE_BYTES // item
         buffers = torch.frombuffer(

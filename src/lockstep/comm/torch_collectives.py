@@ -1,4 +1,4 @@
-"""Contexts that count the time in torch's collectives, hide the process group, or refuse
+"""Contexts that count waits in torch's collectives, hide the process group, or refuse
 collectives."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class CollectiveCalled(Exception):
 @contextmanager
 def as_one_process(*, watched: bool = True) -> Iterator[None]:
     """Make `torch.distributed.is_initialized()` return False while the body runs, so that
-    torchmetrics and similar code do not synchronise. It is for functions of the user that each rank
-    calls separately. `watched`: also refuse collectives, which would count values twice or wait for
+    torchmetrics and similar code do not synchronise. For a user's function that each rank calls
+    separately. `watched`: also refuse collectives, which would count values twice or wait for
     ever."""
     is_initialized = dist.is_initialized
     dist.is_initialized = lambda: False

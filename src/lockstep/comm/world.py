@@ -41,10 +41,10 @@ from lockstep.comm.hierarchical import HierarchicalAllReduce
 from lockstep.comm.shared_memory import SharedMemoryGroup
 
 BUCKET_NUMBERS = 2**22
-"""Approximate numbers in a bucket of `sum_each`."""
+"""Approximate number of elements in a bucket of `sum_each`."""
 _HEAD_BYTES = 64
-"""Size of the head of a JSON text, which is sent first. It contains the text's length, and the text
-if that fits, else its digest."""
+"""Size of the head of a JSON text. The head is sent first; it contains the text's length, and the
+text itself if it fits, else a digest."""
 _IN_HEAD_BYTES = _HEAD_BYTES - 8
 IN_PLACE_BYTES = 2**17
 """With shared memory, and on accelerators, a tensor of at least this size is summed in place, not
@@ -73,7 +73,7 @@ class World:
     """The all-reduce for CPU tensors over several hosts with several processes each. None with
     bitwise numerics."""
     ranks_per_device: int = 1
-    """Ranks on the busiest device. More than 1 only with `--share-devices`."""
+    """Number of ranks on the busiest device: more than 1 only with `--share-devices`."""
 
     @property
     def host_shared_memory(self) -> SharedMemoryGroup | None:
@@ -81,8 +81,8 @@ class World:
         return self.shared_memory if self.hierarchy is None else self.hierarchy.shared_memory
 
     def _memory_for(self, tensor: Tensor) -> SharedMemoryGroup | None:
-        """Return the shared memory through which this tensor is exchanged, if any. After a run, a
-        script may still call a model: its collectives then go through torch's group."""
+        """Return the shared memory through which this tensor is exchanged, if any. None once it is
+        closed: if a script calls a model after a run, collectives go through torch's group."""
         memory = self.shared_memory
         return memory if memory is not None and tensor.is_cpu and not memory.is_closed else None
 
@@ -93,8 +93,8 @@ class World:
             dist.barrier()
 
     def end_process(self) -> NoReturn:
-        """End the process, without an error. Every rank calls it. They wait for each other: the
-        first process that ends may take the store of the rendezvous with it."""
+        """End the process, without an error. Every rank calls it. The ranks wait for each other,
+        because the store of the rendezvous may end with the first process."""
         if self.size > 1:
             dist.barrier()
         raise SystemExit(0)
@@ -119,8 +119,8 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace `tensor`, which is contiguous and has the same size on all ranks, by its sum.
-        Every rank calls it."""
+        """Replace `tensor`, which is contiguous and has the same size on all ranks, by its sum over
+        ranks. Every rank calls it."""
         if self.size == 1:
             return
         if (memory := self._memory_for(tensor)) is not None:
@@ -138,9 +138,9 @@ class World:
         *,
         label: int = 0,
     ) -> Tensor:
-        """Send each rank `sent` rows of `tensor`, which is contiguous. Returns the `received` rows
-        of each, in rank order. None: equally many. `label`: see `SharedMemoryGroup.label`. Every
-        rank calls it."""
+        """Send rows of `tensor`, which is contiguous, to each rank, and return the received rows in
+        rank order. `sent`, `received`: number of rows for each rank; None: the same number.
+        `label`: see `SharedMemoryGroup.label`. Every rank calls it."""
         if self.size == 1:
             return tensor
         rows = len(tensor) if received is None else sum(received)
@@ -171,7 +171,7 @@ class World:
                 together.append(tensor)
             elif tensor.is_cpu:
                 self.all_reduce(tensor)
-            else:  # the next tensor need not wait for this one
+            else:  # a device need not end this sum before the next begins
                 pending.append(dist.all_reduce(tensor, group=self.group, async_op=True))
         for bucket in _buckets(together):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
@@ -183,7 +183,7 @@ class World:
             work.wait()
 
     def _sums_in_place(self, tensor: Tensor) -> bool:
-        """True if copying the tensor into a bucket would take longer than summing it alone."""
+        """True if copying the tensor into a bucket would take longer than summing it in place."""
         if not tensor.is_contiguous() or tensor.nbytes < IN_PLACE_BYTES:
             return False
         if tensor.is_cpu:
@@ -200,8 +200,8 @@ class World:
 
     def gather_values(self, value: Any) -> list[Any]:
         """All-gather a JSON value, in rank order. Every rank calls it; for set-up and rare events.
-        Equal values may be the same object. Values that are short, or equal on all ranks, take one
-        collective; others take two."""
+        Equal values may be returned as one object. Values that are short, or equal on all ranks,
+        take one collective, others two."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -263,7 +263,7 @@ class World:
 _made: weakref.ref[Any] | None = None
 """The process group that `join` made; None if it made none."""
 _compared: tuple[weakref.ref[Any], int] | None = None
-"""The process group whose ranks have compared their devices, and the ranks on the busiest
+"""The process group whose ranks have compared their devices, and the number of ranks on the busiest
 device."""
 _excepthooks: tuple[Any, Any] = (None, None)
 """`sys.excepthook` before `join` made the group, and after it."""
@@ -300,7 +300,7 @@ def join(
     try:
         chosen = chosen_backend(backend, device, rank, size, os.environ) if mine.type else ""
     except LaunchError as error:
-        if size == 1 or backend is not None:  # all ranks were given the same --backend
+        if size == 1 or backend is not None:  # --backend is the same on all ranks, so all raise
             raise
         # tell the other ranks, so that they do not wait for this one
         mine = replace(mine, refusal=str(error))
@@ -359,7 +359,7 @@ def leave() -> None:
     if owns_group():
         dist.destroy_process_group()
     atexit.unregister(_at_exit)
-    # torch prepends another hook at each `init_process_group`
+    # remove torch's hook: it adds one at each `init_process_group`
     if sys.excepthook is _excepthooks[1]:
         sys.excepthook = _excepthooks[0]
     _made, _excepthooks = None, (None, None)
@@ -378,8 +378,9 @@ def owns_group() -> bool:
 
 
 def _at_exit() -> None:
-    """Destroy the group when the process ends. NCCL's shutdown waits for the other ranks of the
-    machine, and these may wait in a collective for this one; so a failed process aborts instead."""
+    """Destroy the group when the process ends. A failed process aborts the group instead, because
+    NCCL's shutdown waits for the machine's other ranks, which may wait in a collective for this
+    one."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
     if owns_group() and not (has_failed and abort_accelerator_groups()):
@@ -441,6 +442,6 @@ def exact_sum(values: Sequence[float]) -> float:
     """Return the correctly rounded sum, in any order of `values`. NaN and infinity pass through."""
     try:
         return math.fsum(values)
-    # infinities of both signs, or a sum beyond a float's range
+    # infinities of both signs, or a sum outside a float's range
     except (ValueError, OverflowError):
         return sum(values)

@@ -15,8 +15,8 @@ from lockstep.base.nested import map_parts
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on `device`: tensors in dicts, lists, tuples and dataclasses, and objects
     with a method `to`. On the CPU it returns the batch itself. On a device with streams, a separate
-    stream copies during the previous microbatch, and later computation waits for the copy; the host
-    does not wait if the memory is pinned."""
+    stream copies during the previous microbatch, and computation that is queued later waits for the
+    copy. The host does not wait if the memory is pinned."""
     if device.type == "cpu":
         return batch
     if not accelerator.has_streams(device):
@@ -30,8 +30,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return tensor.to(device)
         with copies:
             moved = tensor.to(device, non_blocking=True)
-        # The memory belongs to the stream of the copies: this prevents its reuse before the
-        # computation has ended.
+        # The copy stream owns the memory; this prevents its reuse before the computation has ended.
         moved.record_stream(compute)
         return moved
 

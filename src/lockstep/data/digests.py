@@ -1,4 +1,4 @@
-"""Digests of some samples, which ranks compare to find out that their data differ. Cheap for any
+"""Digests of some samples, which ranks compare to detect that their data differ. Cheap for any
 dataset."""
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from lockstep.base.errors import DataError, first_few
 
 SAMPLES = 16
 SECONDS = 0.5
-"""No further sample is fetched after this time; ranks compare the samples that all have fetched."""
+"""No further sample is fetched after this time. Ranks compare the samples that all of them have
+fetched."""
 COLLATIONS = 5
-"""Number of times that `collate` makes the same batch again."""
+"""Number of times that `collate` repeats one batch."""
 COLLATED = 4
-"""Largest number of samples in that batch."""
-_PARTS = 64  # parts of a sample that have a digest each
+"""Largest number of samples in the repeated batch."""
+_PARTS = 64  # most parts of a sample that have their own digest
 _UNREAD = "not read"  # instead of a digest
 
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
     again: bool = True
-    """True: make samples, and a batch by `collate`, a second time, to find samples that change."""
+    """True to make samples, and a batch by `collate`, a second time, to detect changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,12 @@ class Digests:
     samples: list[tuple[str, dict[str, str]]]
     """Name -> digests of a sample's parts by path: `[0].label`."""
     changing: str | None
-    """The first part of a sample, or of a batch made by `collate`, that differs when it is made
+    """The first part of a sample, or of a batch of `collate`, that differs when it is made
     again."""
     unread: str | None = None
     """The sample or batch that could not be made, and the error."""
     counted: str | None = None
-    """Numbers of the dataset that each fetch changes."""
+    """The dataset's attributes (numbers) that each fetch changes."""
 
     @classmethod
     def of(
@@ -52,9 +53,9 @@ class Digests:
         again: bool = True,
         numbers: Callable[[], Numbers] = dict,
     ) -> Digests:
-        """Fetch samples. `fetch`: position in `names` -> sample. `collated`: a function that makes
-        a batch by the user's `collate`. `again`: see `DigestRequest`. `numbers`: a function that
-        returns the numbers of the dataset."""
+        """Fetch samples and digest them. `fetch`: index in `names` -> sample. `collated`: function
+        that makes a batch by the user's `collate`. `again`: see `DigestRequest`. `numbers`:
+        function that returns the dataset's attributes that are numbers."""
         before = numbers()
         began = time.monotonic()
         samples: list[tuple[str, dict[str, str]]] = []
@@ -71,14 +72,15 @@ class Digests:
                 return cls(samples, f"{name}{part}")
             if time.monotonic() - began > SECONDS:
                 break
-        else:  # after the same samples, the place of the latest one is the same
+        else:  # an attribute with the index of the latest sample is equal after the same samples
             counted = first_few(changed_each_time(before, between, numbers())) or None
         of_collate = (None, None) if collated is None else _collated_again(collated)
         return cls(samples, *of_collate, counted)
 
 
 def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None]:
-    """Return `changing` and `unread`. A random change may not show at once."""
+    """Return `changing` and `unread` for a batch that is made several times, because a random
+    change may not show at once."""
     began = time.monotonic()
     try:
         first = sample_digests(collated())
@@ -87,21 +89,21 @@ def _collated_again(collated: Callable[[], Any]) -> tuple[str | None, str | None
                 return f"the batch of collate{part}", None
             if time.monotonic() - began > SECONDS:
                 break
-    except Exception as error:  # it may accept batches of one size only
+    except Exception as error:  # `collate` may accept batches of one size only
         return None, f"whether collate gives the same batch twice ({type(error).__name__}: {error})"
     return None, None
 
 
 def spread(length: int) -> list[int]:
-    """Return up to `SAMPLES` indices: the first, the last, and others evenly between."""
+    """Return up to `SAMPLES` evenly spaced indices, with the first and the last."""
     count = min(SAMPLES, length)
     indices = [place * (length - 1) // max(count - 1, 1) for place in range(count)]
     return [*indices[:1], *indices[:0:-1]]
 
 
 def sample_digests(sample: Any) -> dict[str, str]:
-    """Return the digest of each part by path; `not_compared` finds the parts that cannot be
-    read."""
+    """Return the digest of each part of a sample by path. A part that cannot be read is marked, for
+    `not_compared`."""
     digests, unread = contents.digest_parts(Reader().parts(sample), _PARTS)
     return digests | {path: f"{_UNREAD} {digests[path]}" for path in unread}
 
@@ -115,7 +117,7 @@ def check_same_samples(
     name: str, everyone: Sequence[Digests], *, lengths_only: bool = False
 ) -> None:
     """Raise `DataError` if two ranks' samples differ. `name`: name of the dataset. `lengths_only`:
-    compare only lengths, not contents."""
+    compare lengths, not contents."""
     known = [(rank, digests.samples) for rank, digests in enumerate(everyone) if digests.samples]
     for rank, samples in known[1:]:
         first, expected = known[0]
@@ -165,8 +167,8 @@ def changing(name: str, everyone: Sequence[Digests]) -> str | None:
 
 
 def counting(name: str, everyone: Sequence[Digests]) -> str | None:
-    """Return text that names the numbers of the dataset that each fetch changes; None if there are
-    none."""
+    """Return text that names the dataset's attributes (numbers) that each fetch changes; None if
+    there are none."""
     for rank, digests in enumerate(everyone):
         if digests.counted is not None:
             return (

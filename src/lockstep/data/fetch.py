@@ -27,9 +27,10 @@ CPU = torch.device("cpu")
 GATHERED_BYTES = 2**17
 GATHERED_REQUESTS = 16
 """Largest number of microbatches of a TensorDataset whose rows are copied at once, up to
-GATHERED_BYTES: they stay in the cache of the processor until they are used."""
+GATHERED_BYTES, so that they stay in the processor's cache until they are used."""
 ALIGNMENT_BYTES = 64
-"""The alignment of torch's allocations: with another one, a matrix product may round differently.
+"""The alignment of torch's allocations. With another alignment, a matrix product may round
+differently.
 """
 
 
@@ -52,19 +53,19 @@ class ShardRequest(NamedTuple):
     step: int
     microbatch: int
     are_dummies: tuple[bool, ...]
-    """One `is_dummy` (see `Span`) for each time that the microbatch is computed."""
+    """`Span.is_dummy` for each time that the microbatch is computed."""
     shard: int
     size: int
     begin: Position | None
-    """The position at which to open the shard; None: it is open already."""
+    """The position at which to open the shard; None if it is open already."""
 
     def __str__(self) -> str:
         return f"after step {self.step}, microbatch {self.microbatch}"
 
 
 class Fetcher:
-    """Fetches microbatches of `data`: `fetcher[request]`. With a `seed`, the default generators are
-    seeded by (seed, epoch, sample) before each sample or `__getitems__`, and by (seed, step,
+    """Fetches microbatches of `data` by `fetcher[request]`. With a `seed`, the default generators
+    are seeded by (seed, epoch, sample) before each sample or `__getitems__`, and by (seed, step,
     microbatch) before the user's `collate`."""
 
     def __init__(
@@ -128,8 +129,8 @@ class Fetcher:
     def gathered(
         self, requests: Iterator[SampleRequest]
     ) -> Iterator[tuple[SampleRequest, list[Tensor]]]:
-        """Yield each request and its batch. Rows of several small microbatches are copied at once,
-        into aligned parts of one allocation."""
+        """Yield each request and its batch. The rows of several small microbatches are copied at
+        once, each microbatch into an aligned part of one allocation."""
         widths = [tensor[:1].nbytes for tensor in self._data.tensors]
         rows = max(GATHERED_BYTES // max(sum(widths), 1), 1)
 
@@ -245,7 +246,7 @@ def batch_of(
 def _pieces(columns: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
     """Split the rows of all columns into batches of these sizes."""
     pieces = zip(*(torch.split(column, sizes) for column in columns), strict=True)
-    # .data: each may then be changed in place, because it is not a view of the others
+    # .data: autograd would refuse in-place changes of one of several views
     return [[piece.data for piece in batch] for batch in pieces]
 
 
@@ -261,15 +262,15 @@ def _some_requests(
 
 
 def _fetches_many(data: Any) -> bool:
-    """True if `data` has its own `__getitems__`; torch's Subset passes the call on."""
+    """True if `data` has `__getitems__`; for torch's Subset, if its dataset has."""
     if type(data) is Subset:
         return _fetches_many(data.dataset)
     return getattr(data, "__getitems__", None) is not None
 
 
 def _reason(samples: list[Any], error: Exception) -> str:
-    """Return the reason why torch's collate failed: in a worker, its own error is about shared
-    memory."""
+    """Return the reason why torch's collate failed. (In a worker, torch's own error is about shared
+    memory.)"""
 
     def stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(batch)

@@ -13,7 +13,7 @@ from lockstep.base import accelerator
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # the instance behind the functions of `random`
 _seed_python = super(random.Random, _python).seed
-"""`random.seed` for an int, without type checks: it takes a third of the time, and does not reset
+"""`random.seed` for an int without type checks, which takes a third of the time. It does not reset
 `gauss_next`."""
 
 
@@ -28,9 +28,9 @@ def seed_generators(key: int, device: torch.device) -> None:
 
 
 class PreservedGenerators:
-    """Restores the default CPU generators of Python, numpy and torch on leaving, in 20 µs. Numpy's
-    generator is replaced in between, because saving it takes 90 µs; a buffered second normal
-    deviate of a pair is lost."""
+    """A context that restores the default CPU generators of Python, numpy and torch on exit, in 20
+    µs. Inside, numpy has another generator, because saving its state would take 90 µs. Numpy's
+    buffered second number of a pair of normal deviates is lost."""
 
     def __init__(self) -> None:
         self._own = np.random.MT19937(0)

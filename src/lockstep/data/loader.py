@@ -28,7 +28,7 @@ from lockstep.order import Order
 from lockstep.recipe.data import Stream
 
 CHUNK_POSITIONS = 4096
-"""Number of positions that are mapped to samples at once, ahead of use; a loader may choose fewer.
+"""Number of positions for which samples are computed ahead at once; a loader may choose fewer.
 """
 
 
@@ -41,7 +41,8 @@ class Span:
     start: int
     stop: int
     is_dummy: bool = False
-    """True if it is computed only because forwards have collectives; its gradient is discarded."""
+    """True if the microbatch is computed only because forwards have collectives; its gradient is
+    discarded."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class SamplesLeftOut:
-    """Samples that a step leaves out of its global batch."""
+    """The samples that one step leaves out of its global batch."""
 
     step: int
     """The step's index: the number of steps done before it."""
@@ -98,7 +99,7 @@ class _BatchLoader:
             yield request, made
 
     def digests(self, *, again: bool = True) -> Digests:
-        """Return digests of some samples, fetched in the same process as microbatches. Call it
+        """Return digests of some samples, fetched in the process that fetches microbatches. Call it
         before `fetch`. `again`: see `DigestRequest`."""
         found: Digests = next(self._fetched(iter([DigestRequest(again)])))[1]
         return found
@@ -121,7 +122,7 @@ class _BatchLoader:
 
 
 class Loader(_BatchLoader):
-    """Fetches microbatches of a map-style dataset, for one rank's spans. `collate=None`: torch's.
+    """Fetches one rank's microbatches of a map-style dataset. `collate=None`: torch's.
     `shuffle=False`: a sample's index is its position. `order`: the order of a user's sampler.
     `workers`: number of processes that prefetch `prefetch` microbatches each (batches do not depend
     on it); 0: this process fetches, and its default generators keep their state. `ahead`: number of
@@ -185,8 +186,8 @@ class Loader(_BatchLoader):
 
 
 class StreamLoader(_BatchLoader):
-    """Fetches microbatches of a stream, for one rank's spans. Arguments: as in `Loader`. Each shard
-    is read by one worker; if there are more workers than shards, some are idle."""
+    """Fetches one rank's microbatches of a stream. Arguments: as in `Loader`. Each shard is read by
+    one worker; if there are more workers than shards, some are idle."""
 
     def __init__(
         self,
@@ -209,14 +210,15 @@ class StreamLoader(_BatchLoader):
         """Yield the microbatches of `spans`, in order. Only the lengths of spans matter;
         consecutive spans of one microbatch are read once. `microbatches`: number of microbatches in
         a global batch. `positions`: shard -> position at which it continues. One call at a time.
-        Raises the errors of `StreamFetcher`, and `DataError` if a batch's structure differs."""
+        Raises the errors of `StreamFetcher`, and `DataError` if the structures of two batches
+        differ."""
         requests = self._round_robin(self._requests(spans, microbatches, positions))
         for request, made in self._fetched(requests):
             if request is None:
                 continue
             batch, origin = made
             self._check_structure(batch, request)
-            # copied before anyone changes it in place
+            # copy the batch before anyone changes it in place
             batches = [batch, *(copy.deepcopy(batch) for _ in request.are_dummies[1:])]
             for is_dummy, each in zip(request.are_dummies, batches, strict=True):
                 of = request.step, request.microbatch, is_dummy, request.size
@@ -265,9 +267,9 @@ def _some_spans(spans: Iterator[Span], most: int) -> Iterator[Span]:
 
 def structure(value: Any, *, is_batch: bool = True) -> Any:
     """Return a value that is equal for batches of the same structure: the dtype of a tensor, (type,
-    parts) of a container, None for anything else. A list whose parts are equal is shown as one
-    part; so is such a tuple inside of a batch, which may have a part for each sample, as
-    torchvision's `tuple(zip(*samples))`."""
+    parts) of a container, None for anything else. A list whose parts have equal structures counts
+    as one part, whatever its length. So does a tuple inside a batch, because it may have one part
+    per sample, as in torchvision's `tuple(zip(*samples))`."""
     if isinstance(value, Tensor):
         return value.dtype
     kind = type(value)

@@ -1,8 +1,8 @@
-"""Packing: documents of different lengths in rows of one length.
+"""Packs documents of different lengths into rows of one length.
 
 `TOGETHER` documents at a time are packed into rows of their own, by best-fit decreasing: the
 longest document first, each into the fullest row that has room for it. Documents keep their order
-in a row, and rows are in the order of their first documents. So the lengths of the documents alone
+in a row, and rows are in the order of their first documents. So only the lengths of the documents
 determine the rows.
 
 A document longer than a row is cut into pieces. To the model, each piece is a document. A piece
@@ -65,7 +65,7 @@ def pieces_of(document: int, tokens: int, length: int) -> list[Piece]:
 
 
 def packed_rows(lengths: Sequence[int], length: int) -> list[list[Piece]]:
-    """Pack documents of these `lengths` as one group."""
+    """Pack one group of documents with these `lengths`."""
     pieces = [
         piece
         for document, tokens in enumerate(lengths)
@@ -157,7 +157,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self._latest: tuple[int, list[list[Piece]]] = (-1, [])
         counts = [len(self._packed(group)) for group in range(-(-len(data) // TOGETHER))]
         self._bounds = np.cumsum([0, *counts])
-        """The first row of each group of documents that are packed together."""
+        """The index of the first row of each group of documents that are packed together."""
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -247,15 +247,16 @@ def pack(data: Any, length: int, *, lengths: Any = None) -> Stream | PackedDatas
 
     A document is a list, an array or a tensor of token ids, or a dict with `input_ids` and perhaps
     `labels`. Every 256 documents, in the order of `data`, are packed among themselves: longest
-    first, each into the row with the least room that it fits in. Each document is in exactly one
-    row; one that is longer than a row is cut into pieces, each of which begins with the last token
-    of the piece before. A row is a dict of tensors with `length` elements: `input_ids`; `labels`,
-    not shifted, -100 at the first token of each document; `document_ids`, which count from 0;
-    `position_ids`, which restart with each document. The rest of a row has the id 0, the label
-    -100 and the document -1.
+    first, each into the fullest row that has room for it. Each document is in exactly one row; one
+    that is longer than a row is cut into pieces, each of which begins with the last token of the
+    piece before. A row is a dict of tensors with `length` elements: `input_ids`; `labels`, not
+    shifted, -100 at the first token of each document; `document_ids`, which count from 0;
+    `position_ids`, which restart with each document. The rest of a row has the token id 0, the
+    label -100 and the document id -1.
 
-    `lengths`: tokens of each document of a dataset. None: the dataset's method `lengths()`; without
-    one, every process reads all documents once. Raises `RecipeError` and `DataError`.
+    `lengths`: number of tokens of each document of a dataset. None: call the dataset's method
+    `lengths()`; if it has none, every process reads all documents once. Raises `RecipeError` and
+    `DataError`.
     """
     check_count("pack(length)", length, "tokens")
     if length < 2:

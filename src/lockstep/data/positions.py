@@ -1,4 +1,4 @@
-"""The position at which reading a shard of a stream continues, by the kind of the stream."""
+"""The position in a shard at which reading continues, for each kind of stream."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ class ShardPosition(NamedTuple):
 
     epoch: int = 0
     seen: int = 0
-    """Number of the shard's samples read in that epoch."""
+    """Number of the shard's samples that were read in that epoch."""
 
 
 class MixturePosition(NamedTuple):
     seen: int
-    """Number of the mixture's samples read."""
+    """Number of the mixture's samples that were read."""
     streams: dict[str, Position]
     """The position in each of its streams, by name."""
 
 
 class PackedPosition(NamedTuple):
     documents: Position
-    """The position of the first of the documents that are packed together."""
+    """The position of the first document of the current group (documents that are packed
+    together)."""
     rows: int
-    """Number of rows of these documents that were read."""
+    """Number of the group's rows that were read."""
 
 
 Position = ShardPosition | MixturePosition | PackedPosition

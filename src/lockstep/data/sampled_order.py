@@ -19,7 +19,8 @@ from lockstep.keys import RandomStream, key
 
 Indices = NDArray[np.int64]
 EPOCH_STRIDE = 2**40
-"""Number of positions reserved for an epoch of batches: larger than its number of samples."""
+"""Number of positions reserved for an epoch of batches, larger than any epoch's number of
+samples."""
 PURE = (
     "it is a function of epoch and seed alone, so that a resumed run has the same samples; draw"
     " from torch's or NumPy's default generators"

@@ -17,7 +17,8 @@ from lockstep.order import Order, hashed
 Sampler = Callable[[int, int], NDArray[np.int64]]
 BatchSampler = Callable[[int, int], list[list[NDArray[np.int64]]]]
 LENGTH_GROWTH = 1.1
-"""Largest ratio of a bucket's longest sample to its shortest (or one more)."""
+"""Largest ratio of the longest sample in a bucket to the shortest one; one token more is always
+allowed."""
 
 
 def weighted(
@@ -48,7 +49,7 @@ def weighted(
         if replacement:
             uniform = _uniform(count, seed, epoch)
             drawn: NDArray[np.int64] = np.searchsorted(bounds, uniform, side="right")
-            last = np.flatnonzero(given)[-1]  # rounding may have left the last bound below 1
+            last = np.flatnonzero(given)[-1]  # rounding may leave the last bound below 1
             return np.where(drawn < last, drawn, last)
         with np.errstate(divide="ignore"):
             priority = -np.log1p(-_uniform(len(given), seed, epoch)) / given
@@ -65,8 +66,8 @@ def balanced(labels: Sequence[Hashable], *, samples: int | None = None) -> Sampl
 
 
 def mixture(sizes: Sequence[int], ratios: Sequence[float], *, samples: int) -> Sampler:
-    """Mix datasets: each epoch has `samples` samples; the share of each dataset is its ratio, to
-    the nearest whole number of samples.
+    """Mix datasets: each epoch has `samples` samples, of which each dataset provides its ratio,
+    rounded to a whole number of samples.
 
     Use it with a `torch.utils.data.ConcatDataset` of datasets of these `sizes`. Each dataset has
     its own shuffled order, which continues from epoch to epoch: every sample is seen once before

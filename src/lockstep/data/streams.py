@@ -2,8 +2,9 @@
 
 With windows of W samples, position p of an epoch is in window p // W, and each window has its own
 keyed permutation. So (epoch, position) is the whole state of a shard, and a resumed run reads only
-one window again. A shard of a mixture has the state of each of its streams; a shard of packed
-documents has the state before the documents that are packed together, and the rows given of them.
+one window again. The state of a mixture's shard consists of the states of its streams. The state of
+a shard of packed documents is the state before the current group of documents, and the number of
+the group's rows that were read.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from lockstep.order import Order, hashed
 from lockstep.recipe.data import Mixture, PackedStream, Stream
 
 BLOCK = 1024
-"""Positions of a mixture among which each stream has its share."""
+"""Number of consecutive positions of a mixture among which each stream has its share."""
 
 
 class SampleName(NamedTuple):
     """The position of a sample in the data; for a row, the position of its first document."""
 
     number: int
-    """In the shard."""
+    """Index in the shard."""
     place: str
-    """The shard, and in a mixture the stream."""
+    """The shard and, in a mixture, the stream."""
     epoch: int
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Sample(NamedTuple):
     name: SampleName
     value: Any
     after: Position
-    """The shard's position after it."""
+    """The shard's position after this sample."""
 
 
 class Origin(NamedTuple):
@@ -185,8 +186,8 @@ def _in_windows(
         if first < position:
             raise DataError(
                 f"shard {shard} of the stream{called} ends before sample {position} of epoch"
-                f" {epoch}, where it stood; what a shard gives must follow from shard and epoch"
-                " only; give the shards that the run began with"
+                f" {epoch}, from which the run continues; a shard's samples must depend on shard"
+                " and epoch only; give the shards that the run began with"
             )
         if first == 0:
             raise DataError(
@@ -200,7 +201,8 @@ def _in_windows(
 def _mixed(
     mixture: Mixture, shard: int, seed: int, begin: MixturePosition, called: str
 ) -> Iterator[Sample]:
-    """Yield samples of the streams in turn. An empty one is found at once."""
+    """Yield samples of the streams in turn. All streams are opened first, so that an empty one
+    raises at once."""
     positions = dict(begin.streams)
     names = list(mixture.streams)
     opened: list[Iterator[Sample]] = []
@@ -224,8 +226,8 @@ def _mixed(
 
 
 def chosen_streams(weights: NDArray[np.float64], seed: int) -> list[int]:
-    """Return the stream of each position of a block: in a keyed order, each as often as its share
-    of the block, rounded up or down."""
+    """Return the stream of each position of a block, in a keyed order. Each stream occurs as often
+    as its share of the block, rounded up or down."""
     places = Order(BLOCK, seed).samples(np.arange(BLOCK))[1]
     offset = (hashed(np.zeros(1, np.int64), seed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     bounds = np.cumsum(weights / weights.sum())[:-1]
@@ -262,7 +264,7 @@ def _packed(
 def _rows_of(
     values: Sequence[Any], length: int, names: Sequence[str]
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Pack documents among themselves. Returns each row after its first document's place."""
+    """Pack a group of documents. Returns (index of the row's first document, row) for each row."""
     documents = list(map(document_of, values, names))
     rows = packed_rows([len(document.tokens) for document in documents], length)
     return [

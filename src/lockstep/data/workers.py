@@ -35,11 +35,11 @@ _FOLDER = "pymp-"
 """The prefix that multiprocessing gives to a folder for sockets."""
 REST_SECONDS = 0.01
 """Sleep before a fork, so that Gloo's threads, which finish shortly after a collective, are done. A
-thread that frees a tensor holds a lock of Python without the GIL; a child that is forked at that
-moment hangs in Python 3.11.7 (python/cpython#112275). Without the sleep that happens to one worker
-in a few hundred."""
+thread that frees a tensor holds one of Python's locks without the GIL; a child that is forked at
+that moment hangs in Python 3.11.7 (python/cpython#112275). Without the sleep, this happens to one
+worker in a few hundred."""
 LATER_SECONDS = 30
-"""Seconds after SIGTERM until a worker ends."""
+"""Seconds after SIGTERM after which a worker ends."""
 
 
 class LoaderWorkers:
@@ -102,7 +102,7 @@ class LoaderWorkers:
             ) from error
 
     def close(self) -> None:
-        """End the processes; one that is still busy after 5 seconds is terminated."""
+        """End the processes. A process that is still busy after 5 seconds is terminated."""
         batches, self._batches = self._batches, None
         try:
             shut_down_workers(self._loader, batches)
@@ -112,8 +112,8 @@ class LoaderWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerException:
-    """A worker's exception in transit, with its traceback. `error`: pickled; None if it cannot
-    be."""
+    """A worker's exception on its way to the training process, with its traceback. `error`: the
+    pickled exception; None if it cannot be pickled."""
 
     error: bytes | None
     text: str
@@ -184,16 +184,17 @@ def _new_folder() -> str:
 def _set_up(folder: str, parent: int, worker: int) -> None:
     """Set up a worker.
 
-    Its sockets are in `folder`, which the training process removes. The kernel kills it together
-    with the training process, because it holds copies of sockets that peers wait on. After SIGTERM
-    it continues for `LATER_SECONDS`, so that the step can end. It ends if a batch cannot be sent:
-    the queue would just skip the batch, and the training process would wait for ever.
+    The worker's sockets are in `folder`, which the training process removes. The kernel kills the
+    worker together with the training process, because the worker holds copies of sockets on which
+    peers wait. After SIGTERM it continues for `LATER_SECONDS`, so that the step can end. It ends if
+    a batch cannot be sent: the queue would just skip the batch, and the training process would wait
+    for ever.
     """
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     die_with_parent(parent)
     for number in signals("SIGUSR1", "SIGINT"):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform != "win32":  # which has no SIGTERM from others
+    if sys.platform != "win32":  # on Windows, no other process sends SIGTERM
         signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(LATER_SECONDS))
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_at_once)  # type: ignore[attr-defined]
 

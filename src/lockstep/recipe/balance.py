@@ -1,4 +1,4 @@
-"""The recipe's field for the routers of a mixture of experts."""
+"""The recipe's field that balances a mixture of experts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Balance:
     that choose the expert, divided by the number of tokens; P is the router's mean probability of
     the expert. 0: no balance loss."""
     over: Over = "microbatch"
-    """The tokens of f and P: `microbatch`, `step` (the global batch, exact at any microbatch), or
-    `sample` (each sample). `previous`: f is measured in the previous step, P in the global
-    batch."""
+    """The tokens over which f and P are measured: `microbatch`, `step` (the global batch, exact for
+    any size of microbatch), or `sample` (each sample). `previous`: f is measured over the previous
+    step's global batch, P over this step's."""
     bias_rate: float = 0.0
     """Change of the router's bias after each step: up for experts with fewer tokens of the global
-    batch than the mean, down for others (DeepSeek-V3). 0: the bias is left alone."""
+    batch than the mean, down for the other experts (DeepSeek-V3). 0: the bias is unchanged."""
     z: float = 0.0
     """Factor of the router z-loss of each layer, the mean over tokens of logsumexp(logits)**2. 0:
     no z-loss."""
     per_layer: bool = True
     """True: the sum of the layers' balance losses. False: one loss of f and P averaged over the
-    layers, which is `aux_loss` of transformers; one layer may then make up for another."""
+    layers (`aux_loss` of transformers), in which one layer can make up for another."""
     routers: abc.Sequence[str] | None = None
     """Names of the modules that return the routers' logits, in the order of the layers; `*` stands
     for any text. None: the module beside each module of experts whose weight has a row for each
@@ -72,7 +72,7 @@ class Balance:
 
     @property
     def has_terms(self) -> bool:
-        """True if it adds a term to the loss."""
+        """True if the balance adds a term to the loss."""
         return self.coefficient > 0 or self.z > 0
 
     @property

@@ -33,7 +33,7 @@ def check_count(name: str, value: Any, unit: str) -> None:
 
 
 def check_batch(global_batch: Any, microbatch: Any, *, of: str = "") -> None:
-    """Raise `RecipeError` unless both are numbers of samples and `microbatch` is None or at most
+    """Raise `RecipeError` unless both count samples; `microbatch` may also be None, and is at most
     `global_batch`. `of`: prefix of the names in the error."""
     check_count(f"{of}global_batch", global_batch, "samples")
     if microbatch is None:
@@ -129,8 +129,8 @@ def powersgd_rank(gradient_compression: str) -> int | None:
 
 
 def keeps_rest(gradient_compression: str) -> bool:
-    """True if the compression has error feedback: the next step adds what this step's compression
-    lost."""
+    """True if the compression has error feedback: the next step adds the error of this step's
+    compression."""
     return gradient_compression == "int8" or gradient_compression.startswith("powersgd")
 
 

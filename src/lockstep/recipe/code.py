@@ -45,13 +45,13 @@ def sources() -> dict[str, str]:
 
 
 def programs(names: Iterable[str]) -> dict[str, str]:
-    """Return a digest of each of these modules without comments, docstrings and line numbers; this
-    parses them."""
+    """Parse these modules, and return a digest of each without comments, docstrings and line
+    numbers."""
     return {name: _program(texts()[name]) for name in names if name in texts()}
 
 
 def note_source(file: str, source: bytes) -> None:
-    """Make `texts` use `source` as the file's text, because the script may be edited while it
+    """Make `texts` use `source` as the file's text, because the file may be edited while it
     runs."""
     with suppress(SyntaxError, UnicodeDecodeError):
         text = decode_source(source)
@@ -61,7 +61,7 @@ def note_source(file: str, source: bytes) -> None:
 def _program(text: str) -> str:
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # not Python, or for another version of Python
+    except (SyntaxError, ValueError):  # not Python, or another version's
         return _digest(text)
     for node in ast.walk(tree):
         if isinstance(
@@ -103,10 +103,10 @@ class RecipeCode(NamedTuple):
     """The digests of a recipe's functions at one time."""
 
     digests: Mapping[str, str]
-    """One for each function. It ignores the contents of objects that a function uses, such as the
-    script's arguments, and differs between versions of Python."""
+    """One digest per function, which differs between versions of Python. It ignores the contents of
+    objects that the function uses, such as the script's arguments."""
     with_objects: Digests
-    """With the contents of objects that the functions use."""
+    """Digests that include the contents of objects that the functions use."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeCode:
@@ -142,8 +142,8 @@ def parts(
 ) -> dict[str, str]:
     """Return the digests of a function's code, and of what it uses: closure variables, defaults,
     globals of its module, and the user's functions and classes. Line numbers and docstrings are
-    ignored; of trained parameters only dtype and shape count. `objects`: include the contents of
-    the user's objects, dataclasses and namespaces, except those with the ids in `unread`."""
+    ignored; trained parameters count only by dtype and shape. `objects`: include the contents of
+    the user's objects, dataclasses and namespaces, except objects whose ids are in `unread`."""
     return digest_parts(_RecipeReader(objects, unread).parts(function), _PARTS)[0]
 
 

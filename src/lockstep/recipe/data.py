@@ -21,8 +21,8 @@ MOST_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Uneven files as `shards` shards, whose lengths differ by at most one sample. Shard k has the
-    samples [k * total // shards, (k + 1) * total // shards) of the concatenated files."""
+    """Files of any lengths as `shards` shards, whose lengths differ by at most one sample. Shard k
+    has the samples [k * total // shards, (k + 1) * total // shards) of the concatenated files."""
 
     paths: Sequence[Any]
     read: Callable[[Any, int], Iterable[Any]]
@@ -43,7 +43,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceStream:
-    """A streaming dataset of Hugging Face, which can shard and skip efficiently."""
+    """A Hugging Face streaming dataset, which can shard and skip efficiently."""
 
     data: Any
     shards: int
@@ -71,7 +71,8 @@ class EveryNth:
 
 
 class StreamOfStreams:
-    """A stream made of other streams, which the run reads: their order follows from its seed."""
+    """A stream made of other streams. Only a run can read it, because the order of its samples
+    follows from the run's seed."""
 
     __slots__ = ()
 
@@ -127,8 +128,8 @@ class Stream:
     """Number of logical shards, a multiple of the microbatches in a global batch. `open` is called
     with shards 0 to `shards` - 1."""
     window: int = field(kw_only=True, default=1)
-    """Samples in the shuffle buffer of a shard. A process holds one for each shard that it reads.
-    1: no shuffle."""
+    """Number of samples in a shard's shuffle buffer. A process holds one buffer for each shard that
+    it reads. 1: no shuffle."""
 
     def __post_init__(self) -> None:
         check_callable("Stream.open", self.open, optional=False)
@@ -262,7 +263,7 @@ def checked_mixture(streams: Any, weights: Any) -> dict[str, float]:
 
 
 def _weight(value: Any) -> float:
-    """Return a number as a float: `inf` if it is too large, NaN if it is no number."""
+    """Return a value as a float: `inf` if it is too large, NaN if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         return math.nan
     try:

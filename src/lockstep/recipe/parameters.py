@@ -1,7 +1,8 @@
-"""Hyper-parameters of a script: `param` declares one; `--set`, a search or the resumed run gives
-its value.
+"""Hyper-parameters of a script: `param` declares one; its value comes from `--set`, a search or the
+resumed run.
 
-A script declares all of them before its first recipe. `declared` holds this process's parameters.
+A script declares all parameters before its first recipe. `declared` holds this process's
+parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Parameter:
     """Smallest value; None: no bounds."""
     high: float | None = None
     log: bool = False
-    """True if a search compares values by their ratio."""
+    """True if a search samples the logarithm of values."""
     step: float | None = None
     """Distance between allowed values, counted from `low`. None: any value; 1 for an int."""
     choices: tuple[Value, ...] = ()
@@ -129,7 +130,7 @@ class Parameter:
 
     @property
     def values(self) -> Sequence[Value] | None:
-        """All allowed values, or None if they are not countable."""
+        """All allowed values; None if they cannot be listed."""
         if self.choices:
             return self.choices
         if (
@@ -240,10 +241,10 @@ def param(
     """Return the value of a hyper-parameter: from `--set name=value`, the trial of a search, or the
     resumed run; else `default`. It is the same on every rank.
 
-    - `low`, `high`: bounds, both inclusive. `choices`: all values, instead. With neither, a search
-      leaves it alone.
+    - `low`, `high`: bounds, both inclusive. `choices`: all allowed values, instead. With neither, a
+      search does not vary it.
     - `log`: a search samples its logarithm. `step`: distance between values.
-    - An int `default` makes it a whole number.
+    - With an int `default`, all values are whole numbers.
 
     Call it on every rank, before the `Recipe` is made; the values are written to `run.json`. Raises
     `RecipeError` for contradictory values, for a parameter that is declared twice in different

@@ -107,16 +107,16 @@ class Evaluation:
     """
 
     data: Any
-    """A map-style dataset. It is read in order. Random augmentation gives the same samples in every
+    """A map-style dataset. It is read in order. Random augmentation is the same in every
     evaluation."""
     every: int | Literal["epoch"] | None = None
     """Steps between evaluations, or "epoch": after each epoch. None: only after the last step,
     which is always evaluated."""
     metrics: Mapping[str, Mean | Gathered] = field(default_factory=dict)
-    """Name -> metric. The metric's functions get (output, batch), or (model, batch) if the recipe
-    has no `inputs`. The loss is always measured, as `loss`."""
+    """Name -> metric. A metric's functions get (output, batch), or (model, batch) if the recipe has
+    no `inputs`. The loss is always measured, as `loss`."""
     microbatch: int | None = None
-    """Samples in one forward. None: `Recipe.microbatch`; 1 with a `batch_sampler`."""
+    """Number of samples in one forward. None: `Recipe.microbatch`, or 1 with a `batch_sampler`."""
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch. None: torch's `default_collate`. `Recipe.collate` is not used, because it
     may augment: a function that only pads can be given to both."""
@@ -242,8 +242,8 @@ class Recipe:
     same values."""
     data: Any
     """A map-style dataset, with `len(data)` and `data[i]`, or a `Stream`, which needs `microbatch`
-    and `steps`. If the dataset has `__getitems__(indices)`, it is called once for each microbatch;
-    if it returns a list, that is collated; anything else is used as the batch."""
+    and `steps`. If the dataset has `__getitems__(indices)`, it is called once for each microbatch:
+    a list that it returns is collated; any other value is used as the batch."""
     loss: Callable[[Any, Any], Any] | None = None
     """(output, batch) -> a scalar tensor, a `Sum`, or a dict of them. Without `inputs`: (model,
     batch) -> one of these, or a `Loss`. A scalar is the mean over this microbatch's samples. Give
@@ -251,7 +251,7 @@ class Recipe:
     batch_loss: Gathered | None = None
     """A loss that compares samples with each other: `collect` returns rows for each microbatch;
     `compute` gets the rows of the whole global batch and returns a scalar tensor. Each microbatch
-    is computed twice, so that the activations of only one are in memory."""
+    is computed twice, so that only one microbatch's activations are in memory."""
     optimizer: Callable[[Any], Any]
     """(model) -> a torch optimizer, or a list of them. Every trainable parameter belongs to exactly
     one."""
@@ -263,10 +263,11 @@ class Recipe:
     steps: int | None = None
     """Number of optimizer steps. Batches may span two epochs. Give this or `epochs`."""
     epochs: int | None = None
-    """Number of passes over the data. The last batch of each may be short. Give this or `steps`."""
+    """Number of passes over the data. The last batch of each pass may be short. Give this or
+    `steps`."""
     drop_last: bool = False
-    """With `epochs`: leave out the last batch of each epoch if it is short. Each epoch leaves out
-    other samples."""
+    """With `epochs`: leave out the last batch of each epoch if it is short. The samples left out
+    differ from epoch to epoch."""
     sampler: Callable[[int, int], Any] | None = None
     """(epoch, seed) -> the indices of an epoch's samples, in order: weighted, balanced, a
     curriculum. All epochs must have the same length. It must be a pure function; the default random
@@ -280,7 +281,8 @@ class Recipe:
     """(batch) -> the model's arguments: a tuple, a dict of keyword arguments, or one tensor."""
     weight: Callable[[Any], Any] | None = None
     """(collated batch on the CPU) -> the denominator of a `Sum`, a number. If the loss is a dict: a
-    dict of the denominators of its `Sum`s, by name; terms that are plain scalars have none."""
+    dict of the denominators of its `Sum`s, by name. Terms that are plain scalars have no
+    denominator."""
     collate: Callable[[list[Any]], Any] | None = None
     """(samples) -> batch, used for training only; for evaluations see `Evaluation.collate`. None:
     torch's `default_collate`."""
@@ -309,19 +311,19 @@ class Recipe:
     """Tensor-parallel plan: module name -> style, such as `colwise` or `rowwise`; `*` in a name
     stands for any text. None: the model's `tensor_plan`, or the plan of a Hugging Face model."""
     stages: abc.Sequence[str] | None = None
-    """Names of the modules that a pipeline may be cut between; `*` stands for any text:
-    `["embedding", "blocks.*", "head"]`. The forward calls them in this order, each with the output
-    of the previous one. Each of them has its own random stream. None: the members of an
+    """Names of the modules between which a pipeline may be cut; `*` stands for any text:
+    `["embedding", "blocks.*", "head"]`. The forward must call them in this order, each with the
+    output of the previous one. Each module has its own random stream. None: the members of an
     `nn.Sequential`; other models cannot be pipelined."""
     experts: abc.Sequence[str] | None = None
     """Names of the modules that hold a layer's experts, in stacked parameters; `*` stands for any
     text: `["blocks.*.experts"]`. Their forward takes tokens (S, D), the chosen experts (S, k) and
-    their weights (S, k). None: the modules whose parameters and forward look like it."""
+    their weights (S, k). None: the modules whose parameters and forward have this form."""
     sequence: Sequence | None = None
     """The sequences that the plan's `context` cuts, their documents and positions. None:
     `ls.Sequence()`, for a model that draws no random numbers."""
     balance: Balance | None = None
-    """The balance of a mixture of experts, and the measurement of its loads. None: neither."""
+    """Balances a mixture of experts, and measures the loads of its experts. None: neither."""
     head: str | None = None
     """Name of the `nn.Linear` that computes the logits, for `logits=chunked`. None: the head of a
     Hugging Face model."""
@@ -506,7 +508,7 @@ def _describe(value: Any) -> Any:
         return {str(key): _describe(item) for key, item in value.items()}
     name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", type(value).__module__)
-    # the name of the script in processes that `ls.spawn` started
+    # in processes that `ls.spawn` started, the script is `__mp_main__`
     module = "__main__" if module == "__mp_main__" else module
     return f"{module}.{name}" + (
         f"[{len(value)}]" if isinstance(value, Sized) and not isinstance(value, type) else ""

@@ -1,4 +1,4 @@
-"""The recipe's field for long sequences and documents."""
+"""The recipe's field for sequences and documents."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Sequence:
     `RecipeError`."""
 
     dim: int = 1
-    """The dim of the tokens in the model's inputs and output; dim 0 is the dim of the samples."""
+    """The dim of tokens in the model's inputs and output. Dim 0 is the dim of samples."""
     chunks: int = 16
     """Number of chunks in each sequence. Each chunk has its own random numbers, which do not depend
-    on the plan. The axis `context` can have at most half as many ranks."""
+    on the plan. The axis `context` can have at most half as many ranks as chunks."""
     documents: Callable[[Any], Any] | None = None
-    """(collated batch) -> the document of each token: integers of shape (samples, tokens). Tokens
-    attend only to tokens of the same document. None: each sample is one document."""
+    """(collated batch) -> the id of each token's document: integers of shape (samples, tokens).
+    Tokens attend only to tokens of the same document. None: each sample is one document."""
     positions: str | None = None
     """The model's keyword argument that takes the positions of tokens, such as `position_ids`.
     None: the model makes the positions itself."""
