@@ -1,4 +1,4 @@
-"""The cut sequence of the forward that runs in this thread."""
+"""The sequence whose forward runs in this thread."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ActiveSequence:
     is_handled: bool = False
     """True inside an attention that exchanges keys itself."""
     checkpointed_blocks: int = 0
-    """Number of running blocks whose recomputation enters the sequence again."""
+    """Number of running blocks whose recomputation will enter the sequence again."""
     counts: dict[Any, int] = field(default_factory=dict)
     """Number of calls at each site since the start of the forward."""
     chosen: Chosen = field(default_factory=Chosen)
-    """The kernels of attention so far."""
+    """The attention kernels that were used so far."""
     block_masks: dict[Any, Any] = field(default_factory=dict)
     """Masks of FlexAttention, which the layers of a forward share."""
 
@@ -41,12 +41,13 @@ class ActiveSequence:
 
 
 class Forward(Protocol):
-    """A forward of a sequence: a context, entered while the model computes."""
+    """A forward of a sequence: a context that is entered while the model computes."""
 
     sequence: ActiveSequence
 
     def resumed(self, counts: dict[Any, int]) -> AbstractContextManager[Any]:
-        """Return a context in which a recomputation continues a forward after these calls."""
+        """Return a context in which a recomputation continues this forward. `counts`: the calls at
+        each site that came before."""
 
 
 class _Stack(threading.local):
@@ -86,7 +87,7 @@ def in_checkpointed_block() -> Iterator[AbstractContextManager[Any]]:
 
 
 class _Resumed:
-    """Continues a forward in the state in which it was when this object was made."""
+    """Continues a forward in the state that it had when this object was made."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward

@@ -58,7 +58,7 @@ def attention(
             " causal mask; padding at the end needs no mask where attention is causal; for"
             " documents give Recipe(sequence=ls.Sequence(documents=...))"
         )
-    # as autocast casts the arguments of torch's function; they may have several dtypes
+    # cast as autocast does for torch's function: dtypes may differ
     query, key, value = (each.to(computed_dtype(each)) for each in (query, key, value))
     if query.dim() == 3:
         query, key, value = (each.unsqueeze(1) for each in (query, key, value))
@@ -80,7 +80,7 @@ def _exchange(
     if exchange == "heads" and dropout:
         raise PlanError(
             f"exchange=heads, and attention with dropout_p={dropout}; a rank that has some of the"
-            " heads would draw other masks than one process; leave exchange out, or give"
+            " heads would draw different masks than one process; leave exchange out, or give"
             " exchange=keys"
         )
     if exchange == "heads" and key_heads % ranks:
@@ -113,7 +113,7 @@ class ChunkedAttention:
         self._dropout = dropout
         self._is_causal = is_causal
         self.remade = Remade()
-        """Keys, values and masks, which the backward makes again."""
+        """Keys, values and masks, which the backward computes again."""
 
     def of_all_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._documents is None:
@@ -143,7 +143,8 @@ class ChunkedAttention:
         return self.of_own_chunks(query, key, value)
 
     def of_own_chunks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of this rank's tokens, each chunk with a mask where it needs one."""
+        """Return the attention of this rank's tokens, chunk by chunk, with a mask where a chunk
+        needs one."""
         layout = self._layout
         parts = torch.split(query, layout.widths, 2)
         places: Iterable[int] = range(len(parts))
@@ -155,8 +156,8 @@ class ChunkedAttention:
         )
 
     def _joined_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the attention of consecutive tokens. It is kept as a whole, in the order in memory
-        in which models use it, instead of in parts."""
+        """Join the attention of consecutive tokens. The joined tensor, in the memory order that
+        models use, is kept for the backward instead of the parts."""
         whole = torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
         copies = torch.split(whole.detach(), [part.shape[2] for part in parts], 2)
         for part, copy in zip(parts, copies, strict=True):
@@ -164,7 +165,7 @@ class ChunkedAttention:
         return whole
 
     def _kernel(self, query: Tensor, value: Tensor, *, whole_rows: bool) -> Kernel:
-        """Return the kernel that keeps tokens to their documents."""
+        """Return the kernel that computes attention within documents."""
         return self._sequence.chosen.add(
             facts(
                 query,
@@ -178,8 +179,8 @@ class ChunkedAttention:
     def _by(
         self, kernel: Kernel, spans: Sequence[range], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Return the attention of the tokens in these spans, in their order, by a kernel that knows
-        the documents."""
+        """Return the attention of the tokens in these spans, in the order of spans, by a kernel
+        that gets the documents."""
         documents, causal = self._documents, self._is_causal
         assert documents is not None, "a kernel is chosen for documents"
         options: Any = {name: self._attend.keywords[name] for name in ("scale", "enable_gqa")}
@@ -197,7 +198,7 @@ class ChunkedAttention:
         return self._attend(query, key, value, is_causal=self._is_causal)
 
     def _chunk(self, span: range, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of one chunk. If causal, it attends to keys before its end; with
+        """Return the attention of one chunk. A causal chunk attends to keys before its end; with
         documents, to keys from the beginning of its first document on."""
         if not len(span):
             return query
@@ -218,7 +219,8 @@ class ChunkedAttention:
         return self._masked(span, 0, query, key, value)
 
     def _masked(self, span: range, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attention of these tokens to the keys from the token `first` on."""
+        """Return the attention of the tokens in `span` to the keys from token `first` on, with a
+        mask."""
         rows = torch.arange(span.start, span.stop, device=query.device)
         keys = torch.arange(first, first + key.shape[2], device=query.device)
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -244,7 +246,7 @@ class ChunkedAttention:
 
 
 def _of(mask: Tensor, rows: range, keys: range) -> Tensor:
-    """Return some rows and keys of a mask, which may have size 1 in either dim."""
+    """Return some rows and keys of a mask, either of whose dims may have size 1."""
     if mask.shape[-2] > 1:
         mask = mask[..., rows.start : rows.stop, :]
     return mask[..., keys.start : keys.stop] if mask.shape[-1] > 1 else mask

@@ -1,5 +1,5 @@
-"""The calls of a model that a cut sequence changes, and which dim of each is the dim of the tokens.
-Two forwards of different lengths show this, so a size that equals the length by chance is not
+"""The calls of a model that a cut sequence changes, and the dim of tokens in each call. Two
+forwards of different lengths show the dim, so a size that equals the length by chance is not
 mistaken for it."""
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ Kind = Literal["attention", "arange", "slice", "draw"]
 NOT_TOKENS: Final = -1
 """The call is the same at every length."""
 NOT_THE_MODEL = ("torch.distributed.", "lockstep.")
-"""Prefixes of Python modules: slices of tensors in their code do not belong to the model."""
+"""Prefixes of Python modules in whose code slices of tensors do not belong to the model."""
 SHARDED = "lockstep.model.tensor."
-"""Modules that make the model's calls with sharded tensors."""
+"""Prefix of the Python modules that make the model's calls with sharded tensors."""
 OTHERWISE: Final = -2
-"""The call changes with the length, but none of its dims is as long as the sequence, or several
-are."""
+"""The call changes with the length, but not exactly one of its dims is as long as the sequence."""
 
 
 Site = tuple[Kind, str, int]
@@ -40,13 +39,14 @@ class Call(NamedTuple):
 
     site: Site
     sizes: tuple[int, ...]
-    """For a slice: the number of tokens taken of each dim, or 0 for a dim without a stop."""
+    """For a slice: the number of indices taken of each dim, or 0 for a dim without a stop."""
     table: tuple[int, ...] = ()
     """The shape of a sliced tensor."""
 
 
 Dims = Mapping[Site, Sequence[int]]
-"""Site -> the dim of the tokens in each call of a forward there, or `NOT_TOKENS` or `OTHERWISE`."""
+"""Site -> for each call of a forward at that site, the dim of tokens, `NOT_TOKENS` or
+`OTHERWISE`."""
 
 
 def call_of(
@@ -55,7 +55,7 @@ def call_of(
     """Describe a call that a cut sequence may change; None for other functions. The answer does not
     depend on the length."""
     if function is torch.Tensor.__getitem__:
-        # FSDP2 slices what it gathers, in some forwards more often than in others
+        # FSDP2 slices gathered tensors, in some forwards more often than in others
         if not is_call_of_model(caller) or (index := as_slices(*args)) is None:
             return None
         extents = tuple(map(_extent, index))
@@ -81,14 +81,15 @@ def is_call_of_model(caller: FrameType) -> bool:
 
 def _site(kind: Kind, caller: FrameType) -> Site:
     frame = outside_modes(caller)
-    # the first of several calls with sharded heads is made at another line than the rest
+    # the first of several calls with sharded heads has another line in lockstep's code than the
+    # rest
     while frame.f_globals.get("__name__", "").startswith(SHARDED) and frame.f_back is not None:
         frame = outside_modes(frame.f_back)
     return kind, frame.f_code.co_filename, frame.f_lineno
 
 
 def outside_modes(frame: FrameType) -> FrameType:
-    """Return the frame of the caller of the modes."""
+    """Return the frame that called into the modes."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -99,8 +100,8 @@ def _argument(args: Sequence[Any], keywords: Mapping[str, Any], place: int, name
 
 
 def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | None:
-    """Return the numbers that a call of `torch.arange` returns; None unless they are whole and 1
-    apart."""
+    """Return the numbers of a call of `torch.arange` as a range; None unless they are whole with
+    steps of 1."""
     if not args:
         args = [keywords["start"]] if "start" in keywords else [0]
         args = [*args, keywords["end"]]
@@ -113,7 +114,8 @@ def arange_span(args: Sequence[Any], keywords: Mapping[str, Any]) -> range | Non
 
 
 def as_slices(table: Tensor, index: Any) -> tuple[int | slice, ...] | None:
-    """Return an index as one number or slice for each of the first dims; None if it is another."""
+    """Return an index as one number or slice for each of the first dims; None for an index of
+    another kind."""
     given = index if isinstance(index, tuple) else (index,)
     places = [place for place, each in enumerate(given) if each is Ellipsis]
     if len(places) == 1:
@@ -150,8 +152,8 @@ class _Recorder(TorchFunctionMode):
 def find_dims(
     forward: Callable[[int, Around], object], lengths: tuple[int, int]
 ) -> dict[int, Dims]:
-    """Call `forward` with each length, and return the dim of the tokens in each call, for each
-    stage on this rank. `forward`: (length, context of a stage's forward)."""
+    """Call `forward` with each length, and return the dim of tokens in each call, for each stage on
+    this rank. `forward`: (length, context to enter around a stage's forward)."""
     recorded = []
     for length in lengths:
         recorders: dict[int, _Recorder] = defaultdict(_Recorder)
@@ -186,8 +188,8 @@ def _dim(short: Call, long: Call, lengths: tuple[int, int]) -> int:
     sizes = zip(short.sizes, long.sizes, strict=True)
     dims = [dim for dim, pair in enumerate(sizes) if pair == lengths]
     if short.site[0] == "slice":
-        # a slice of a tensor that has the tokens already takes some of them; the tensor is not a
-        # table of positions
+        # a slice of a tensor that itself has the tokens takes some of them; it is no table of
+        # positions
         dims = [dim for dim in dims if short.table[dim] == long.table[dim]]
         return dims[0] if len(dims) == 1 else NOT_TOKENS
     return dims[0] if len(dims) == 1 else OTHERWISE

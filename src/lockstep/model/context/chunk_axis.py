@@ -1,4 +1,4 @@
-"""The chunks of a sequence as the ranks of an axis: each process has several of them, and computes
+"""The chunks of a sequence as the ranks of an axis. Each process has several chunks, and computes
 each in a thread (`chunk_threads.py`)."""
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lockstep.tree import Counter, cover, fold
 
 @dataclass(frozen=True)
 class ChunkAxis:
-    """An axis whose ranks are the chunks of a sequence, in paired order. It has the part of
-    `World` that a cut sequence uses. Its methods are called in the threads of all chunks."""
+    """An axis whose ranks are the chunks of a sequence, in paired order. It has the methods of
+    `World` that a cut sequence uses, which are called in the threads of all chunks."""
 
     rank: int
     """The index of the thread's chunk in paired order."""
     size: int
     """Number of chunks."""
     processes: World
-    """The processes. Each has a contiguous share of the chunks."""
+    """The processes of the axis, each with a contiguous share of the chunks."""
     threads: ChunkThreads
 
     @property
@@ -45,7 +45,7 @@ class ChunkAxis:
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
         """Return the rows of all chunks. `counts`: number of rows of each chunk. `order`: for each
-        row of the result, its index among the rows of all chunks in the order of chunks."""
+        row of the result, its index in the chunks' concatenated rows."""
 
         def answer(parts: list[Tensor]) -> list[Tensor]:
             each = [sum(counts[share.start : share.stop]) for share in self.shares]
@@ -56,9 +56,10 @@ class ChunkAxis:
         return gathered
 
     def sum_rows(self, rows: Tensor, counts: Sequence[int], order: Tensor) -> Tensor:
-        """Return this chunk's part of the sum over all chunks of `rows`, added in the tree over the
-        order of chunks. Each chunk returns the rows of all chunks. `counts`: number of rows of each
-        chunk. `order`: the indices in `rows` of the rows of each chunk, in the order of chunks."""
+        """Return this chunk's rows of the sum of `rows` over all chunks, added in the tree over the
+        order of chunks. Each chunk gives `rows` for all chunks. `counts`: number of rows of each
+        chunk. `order`: the indices in `rows` of the first chunk's rows, then of the second chunk's,
+        and so on."""
         own = self.own_share
 
         def answer(total: _RowSum) -> Sequence[Tensor]:
@@ -85,8 +86,8 @@ class _RowSum:
 def _over_processes(
     nodes: Sequence[Tensor], shares: Sequence[range], counts: Sequence[int], processes: World
 ) -> Tensor:
-    """Return this process's rows of the sum over all chunks. Every process calls it. `nodes`: the
-    sums over this process's chunks. `counts`: number of rows of each process."""
+    """Return this process's rows of the sum over all chunks. Every process calls it. `nodes`: tree
+    nodes of this process's chunks. `counts`: number of rows of each process."""
     if processes.size == 1:
         return nodes[0]
     covers = [cover(share.start, share.stop, shares[-1].stop) for share in shares]

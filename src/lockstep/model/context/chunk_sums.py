@@ -1,8 +1,8 @@
 """Sums the losses of a sequence's chunks, and their gradients of parameters, in one order on any
 number of processes.
 
-Leaves are added in the tree over the paired order of chunks (`lockstep.tree`). A process first adds
-its own leaves, in nodes that it has completely; then the nodes of all processes are added."""
+Leaves are added in the tree over the paired order of chunks (`lockstep.tree`). A process first
+computes the nodes for which it has all leaves; then the nodes of all processes are added."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ChunkInputs:
     received: Sequence[Tensor] = ()
     """The tensors that a pipeline's stage has received, for all of the process's chunks."""
     leaves: Sequence[Sequence[Tensor]] = ()
-    """The leaves that replace them in each chunk's graph."""
+    """For each chunk, the leaves that replace `received` in its graph."""
     in_two: bool = False
-    """True if autograd computes the gradients of the received tensors first, and of the parameters
-    afterwards. The first backward computes both."""
+    """True if autograd asks for the gradients of the received tensors first, and of the parameters
+    afterwards. The first backward then computes both."""
 
 
 def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
-    """Return the loss of all chunks, in the form of each of `values`, the losses of this process's
+    """Return the loss of all chunks, in the same form as `values`, the losses of this process's
     chunks. Every process calls it, and runs its backward. A value that is not a loss is returned
     unchanged."""
     rows = [list(_scalars_of(value)) for value in values]
@@ -75,7 +75,7 @@ def sum_losses(values: Sequence[Any], inputs: ChunkInputs) -> Any:
 
 def join_outputs(outputs: Sequence[Any], inputs: ChunkInputs) -> list[Any]:
     """Return the outputs of this process's chunks, with one backward for all. Every process calls
-    it, also the backward."""
+    it, and runs the backward."""
     rows = [tensors_in(output) for output in outputs]
     flat = [each for row in rows for each in row]
     learns = list(map(_learns, flat))
@@ -98,10 +98,11 @@ Backward = Callable[[Sequence[Tensor]], list[Tensor | None]]
 def _with_backward(
     values: Sequence[Tensor], learns: Sequence[bool], backward: Backward, inputs: ChunkInputs
 ) -> tuple[Tensor, ...]:
-    """Return tensors with these values. Tensors with a gradient get this backward.
+    """Return tensors with these values. Tensors that require a gradient (`learns`) get the given
+    backward.
 
-    It has two nodes of autograd's graph, and the one that gives parameters their gradients has one
-    output: torch's zero-bubble schedules add up the gradients of all outputs of that node.
+    The backward has two nodes in autograd's graph. The node that gives parameters their gradients
+    has one output, because torch's zero-bubble schedules add up the gradients of all its outputs.
     """
     given = (*inputs.received, *inputs.parameters)
     held = _Held(backward, given, in_two=inputs.in_two)
@@ -110,14 +111,14 @@ def _with_backward(
 
 
 class _Held:
-    """The backward of chunks, between its two nodes."""
+    """The state of the chunks' backward, shared by its two nodes."""
 
     def __init__(self, backward: Backward, inputs: Sequence[Tensor], *, in_two: bool) -> None:
         self._backward = backward
         self._inputs = inputs
         self._in_two = in_two
         self.gradients: Sequence[Tensor] = ()
-        """Those of the outputs."""
+        """The gradients of the outputs."""
         self._later: list[Tensor | None] | None = None
 
     def compute(self) -> list[Tensor | None]:
@@ -164,7 +165,7 @@ class _Outputs(torch.autograd.Function):
 
 
 def _starts(tensors: Sequence[Scalar], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the outputs that have a gradient, and the gradient at which the backward of each
+    """Return the outputs that require a gradient, each with the gradient with which its backward
     starts."""
     return [
         (each, start.to(each.dtype).reshape(each.shape))
@@ -185,7 +186,7 @@ def _gradients(
 
     def take(sum_of_parameter: LeavesInAnyOrder[Tensor], part: Tensor) -> Tensor:
         sum_of_parameter.add(own.start + threads.turn, part)
-        # torch keeps what is returned until the end of the backward: a tensor without memory
+        # torch keeps the result until the end of the backward, so return a tensor without memory
         return part.new_zeros(()).expand_as(part)
 
     def differentiate(
@@ -220,8 +221,8 @@ def _gradients(
 def _over_processes(
     axis: ChunkAxis, parameters: Sequence[Tensor], sums: Sequence[LeavesInAnyOrder[Tensor]]
 ) -> list[Tensor | None]:
-    """Return the sum over all chunks for each parameter; None if no chunk uses it. `sums`: the sums
-    over this process's chunks."""
+    """Return the sum of each parameter's gradient over all chunks; None if no chunk uses the
+    parameter. `sums`: the sums over this process's chunks."""
     own, processes = axis.own_share, axis.processes
     used = torch.tensor([float(bool(each.values)) for each in sums], device=axis.device)
     processes.all_reduce(used)
@@ -281,7 +282,7 @@ def _scalars_of(value: Any) -> Iterator[Any]:
 
 
 def _with_scalars(value: Any, scalars: Iterator[Any]) -> Any:
-    """Return the same form with other numbers."""
+    """Return a value of the same form with other numbers."""
     if isinstance(value, dict):
         return {name: _with_scalars(term, scalars) for name, term in value.items()}
     if isinstance(value, Loss):

@@ -1,9 +1,9 @@
 """Threads that compute the chunks of a sequence, one chunk each. One thread runs at a time.
 
-A thread runs until its chunk needs something of the other chunks (`meet`): the keys of an
-attention, in the forward, or their gradients, in the backward. It then passes the turn to the next
-thread. The last thread to arrive answers for all. So the model's own code computes each chunk, and
-each computation has the shapes of one chunk, on any number of processes."""
+A thread runs until its chunk needs values of the other chunks (`meet`): the keys of an attention in
+the forward, or their gradients in the backward. It then passes the turn to the next thread. The
+last thread to arrive computes the answers for all. So the model's own code computes each chunk,
+with the shapes of one chunk, on any number of processes."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ class _Turns:
 
 
 class _Generators:
-    """The states of the default generators of Python, numpy and torch. Numpy's generator itself is
-    replaced, because saving its state takes long."""
+    """The states of the default generators of Python, numpy and torch. Numpy's generator is
+    replaced as a whole, because saving its state is slow."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = accelerator.generators_of([device])
@@ -189,7 +189,7 @@ class _Generators:
         self.save_others()
 
     def save_others(self) -> None:
-        """Save the states of all but numpy's generator."""
+        """Save the states of all generators but numpy's."""
         self._python = random.getstate()
         self._states = [each.get_state() for each in self._torch]
 
@@ -209,8 +209,8 @@ class _Generators:
 
 
 def _thread_settings(device: torch.device) -> Callable[[], Any]:
-    """Return a context that gives a new thread the settings of this thread. Backwards in the body
-    do not use torch's own threads, so that one backward may wait for another."""
+    """Return a context that gives another thread this thread's settings (autocast, grad mode, ...).
+    In it, backwards do not use torch's own threads, so that one backward may wait for another."""
     threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]

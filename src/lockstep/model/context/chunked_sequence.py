@@ -1,5 +1,5 @@
-"""A model that computes each chunk of a sequence by itself, for numerics=bitwise: the result has
-the same bits on any number of processes of `context`, also on one."""
+"""Computes each chunk of a sequence by itself, for numerics=bitwise: the result has the same bits
+on any number of processes of `context`, also on one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 class ChunkedSequenceCut(SequenceCut):
     """A `SequenceCut` whose forward and loss are called once for each of this process's chunks, in
-    threads. The chunks are the ranks of an axis, so each is computed as on a process of its own."""
+    threads. The chunks are the ranks of an axis, so each is computed as if on its own process."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class ChunkedSequenceCut(SequenceCut):
         in_two: bool,
     ) -> None:
         """`leaves`: see `ParameterLeaves`. `forwards`, `beside`: as in `SequenceCut`. `in_two`:
-        True if its schedule computes the gradients of weights after the gradients of inputs."""
+        True if a pipeline's schedule computes the gradients of weights after the gradients of
+        inputs."""
         super().__init__(model, processes, sequence, "keys", forwards, beside)
         self._in_two = in_two
         self._leaves = {
@@ -65,8 +66,8 @@ class ChunkedSequenceCut(SequenceCut):
         self._chunk_layouts: dict[int, list[TokenLayout]] = {}
 
     def output_and_loss(self, arguments: Any, loss: LossFunction, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs of this process's chunks, for `whole`, and the loss of all chunks of
-        all processes."""
+        """Return the outputs of this process's chunks (to pass to `whole`), and the loss of all
+        chunks of all processes."""
         reshard(self._model)  # a forward without a backward may have left parameters gathered
         cut = self.current = self.cut_of(arguments, batch)
         self.counts.begin_microbatch(arguments)
@@ -88,8 +89,8 @@ class ChunkedSequenceCut(SequenceCut):
         batch: Any,
         around_loss: Callable[[], AbstractContextManager[Any]],
     ) -> Run:
-        """Return the function that computes a microbatch in a stage, each chunk in its thread. The
-        last stage also computes the loss, and returns the result of `output_and_loss`."""
+        """Return the function that computes a microbatch in a stage, each chunk in its thread. In
+        the last stage it also computes the loss, and returns what `output_and_loss` returns."""
 
         number = self.reads.begin()
 
@@ -166,7 +167,8 @@ class ChunkedSequenceCut(SequenceCut):
         return map_tensors(output[0], whole)
 
     def _whole_tensor(self, layout: TokenLayout, parts: Sequences[Tensor]) -> Tensor:
-        """Return a tensor of all tokens from the tensors of this process's chunks."""
+        """Return the tensor of all tokens, gathered from the tensors of all chunks. `parts`: the
+        tensors of this process's chunks."""
         first, axis = parts[0].detach(), layout.world
         assert isinstance(axis, ChunkAxis)
         if not has_tokens(first, self.dim, layout.local):
@@ -221,7 +223,7 @@ class ChunkedSequenceCut(SequenceCut):
         return self._chunk_layouts[tokens]
 
     def _made_layouts(self, tokens: int) -> list[TokenLayout]:
-        # a sequence of few tokens has a token in each chunk
+        # every chunk has at least one token
         chunks, processes = min(self._sequence.chunks, tokens), self._world
         axis = ChunkAxis(0, chunks, processes, self._threads)
         if not axis.shares[-1]:
@@ -244,8 +246,8 @@ class _HasLeaves(Protocol):
 def _leaves_of_stage(
     stage: nn.Module, leaves: Sequences[Leaves], separate: SeparateParts | None
 ) -> list[tuple[nn.Parameter, _HasLeaves]]:
-    """Return the leaves of each parameter in a stage; several of a parameter that several of its
-    parts share. `leaves`: see `ParameterLeaves`."""
+    """Return the leaves of each parameter in a stage. A parameter that several parts of the stage
+    share has several leaves. `leaves`: see `ParameterLeaves`."""
     found: list[tuple[nn.Parameter, _HasLeaves]] = [*leaves_of(stage, leaves).items()]
     if separate is not None:
         modules = set(stage.modules())
@@ -255,8 +257,8 @@ def _leaves_of_stage(
 
 
 def _with_leaves(arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
-    """Return the arguments with new leaves of autograd's graph for their tensors, and these
-    leaves."""
+    """Replace the tensors in the arguments by new leaves of autograd's graph. Return the new
+    arguments and the leaves."""
     tensors = tensors_in(arguments)
     leaves = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
     arrived = iter(received_inputs(tuple(leaves)))

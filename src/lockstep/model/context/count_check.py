@@ -1,5 +1,5 @@
-"""Ranks may read different counts (`count_reads.py`). Checks, on values, that the difference does
-not change the model's output."""
+"""Checks that different counts on different ranks (`count_reads.py`) do not change the model's
+output."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from lockstep.model.context.proof import gather_over
 
 
 class TriedGroup(NamedTuple):
-    """Some tokens that were computed whole and cut."""
+    """The result of computing some tokens twice: whole and cut."""
 
     differences: Sequence[tuple[float, float]]
-    """The relative difference of the output of each of this rank's chunks, and the difference that
-    rounding explains."""
+    """For each of this rank's chunks: the relative difference of its output, and the difference
+    that rounding explains."""
     noted: Noted
     """The counts that each chunk has read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TriedTokens:
-    """The tokens of a microbatch in groups, which are computed whole and cut one after another."""
+    """The tokens of a microbatch in groups. Each group is computed twice: whole and cut."""
 
     layout: TokenLayout
     """The layout of the tokens of a group."""
@@ -54,8 +54,8 @@ def check_counts(
     worlds: Sequence[World],
 ) -> None:
     """Check the first microbatch of a step in which the ranks have read different counts, and add
-    them to `known`. Every rank of `worlds` calls it, with its own `step`. `tokens_of`: (arguments
-    of a microbatch) -> its tokens. Raises `RecipeError`, the same on all ranks."""
+    these counts to `known`. Every rank of `worlds` calls it, with its own `step`. `tokens_of`:
+    (arguments of a microbatch) -> its tokens. Raises `RecipeError`, the same on all ranks."""
     mine = [[microbatch, noted_to_json(noted)] for microbatch, noted in step.noted.items()]
     everyone = gather_over(mine, worlds)
     difference = first_different_counts(
@@ -64,7 +64,7 @@ def check_counts(
             for theirs in everyone
         ]
     )
-    if difference is None:  # in a microbatch that is not kept
+    if difference is None:  # the counts differ in a microbatch that is not kept
         return
     kept = step.arguments[: difference.microbatch + 1]
     tokens = tokens_of(kept[-1]) if kept else None
@@ -101,8 +101,8 @@ def _error(
     kind: str,
     otherwise: str,
 ) -> RecipeError:
-    """`shown`: the lines at which the ranks have read different counts in the check. `wrong`: pairs
-    of `TriedGroup.differences`."""
+    """`shown`: the lines at which the ranks have read different counts in the check. `wrong`: the
+    `TriedGroup.differences` that rounding does not explain."""
     lines = [each for each in shown if each in difference.lines] or [*difference.lines]
     counts = difference.lines[lines[0]]
     first, *others = counts
@@ -123,9 +123,9 @@ def _error(
 
 
 def short_rows(tokens: int, chunks: int, width: int) -> list[list[int]]:
-    """Return rows of indices that have all tokens of a sequence. A row has `width` tokens of each
-    chunk, so cut into as many chunks, each chunk has tokens of the same chunk of the sequence. A
-    short sequence is one row."""
+    """Return rows of token indices that together have all tokens of a sequence. A row has `width`
+    tokens of each chunk, in order. So if the row is cut into as many chunks, each chunk's tokens
+    come from the sequence's chunk of the same number. A short sequence is one row."""
     if tokens <= chunks * width:
         return [[*range(tokens)]]
     spans = [contiguous_range(tokens, chunk, chunks) for chunk in range(chunks)]

@@ -1,10 +1,10 @@
-"""The counts that a forward reads on the host, by the tokens that it has.
+"""The counts of tokens that a forward reads on the host.
 
-Counts of chosen tokens differ between ranks: how many tokens an expert has, or if any is masked. A
-model may use counts to skip code that would compute nothing. If it uses them in another way (`x *
-count`, or `if rare.any(): x = 2 * x`), each rank computes another model. The two read the same, so
-they are told apart by value: when ranks first read different counts at a line, some of their tokens
-are computed whole and cut, and the outputs compared.
+Counts of chosen tokens differ between ranks: the number of tokens of an expert, or whether any
+token is masked. A model may use counts to skip code that would compute nothing. If it uses them in
+another way (`x * count`, or `if rare.any(): x = 2 * x`), each rank computes a different model. Only
+the results show which it is: when ranks first read different counts at a line, some of their tokens
+are computed whole and cut, and the outputs are compared.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from lockstep.model.context.exchange import TokenLayout
 from lockstep.model.context.part_digests import PartDigests
 
 MOST_CHECKS = 8
-"""Number of times that the counts at a line are checked."""
+"""Largest number of checks of the counts at one line."""
 MOST_KEPT_BYTES = 2**26
-"""Size of the microbatches of a step that are kept to be checked. The first one always is."""
+"""Largest total size of a step's microbatches that are kept for a check. The first microbatch is
+always kept."""
 
 
 class Counts(NamedTuple):
-    """The counts that a part of a forward has read at a line."""
+    """The counts that one part of a forward has read at a line."""
 
     low: float
     high: float
     digest: str
-    """The digest of all of them, in order."""
+    """The digest of all these counts, in order."""
 
     @property
     def text(self) -> str:
@@ -44,11 +45,11 @@ class Counts(NamedTuple):
 
 
 class KnownCounts:
-    """The counts at each line that do not change what the model computes."""
+    """For each line, the counts that were checked: they do not change the model's output."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}
-        """Line -> the range that was checked."""
+        """Line -> the range of counts that was checked."""
         self._checks: dict[str, int] = {}
 
     def has(self, line: str, low: float, high: float) -> bool:
@@ -56,8 +57,8 @@ class KnownCounts:
         return known is not None and known[0] <= low and high <= known[1]
 
     def add(self, line: str, counts: Iterable[Counts], *, is_shown: bool) -> None:
-        """Add the counts of a line after a check. `is_shown`: False if the ranks read the same
-        there in the check."""
+        """Add the counts of a line after a check. `is_shown`: False if the ranks read equal counts
+        at the line during the check."""
         checks = self._checks[line] = self._checks.get(line, 0) + 1
         if checks >= MOST_CHECKS:
             self._known[line] = -math.inf, math.inf
@@ -68,7 +69,7 @@ class KnownCounts:
 
 
 class PartCounts:
-    """The counts that a part of a forward reads, without the known ones."""
+    """Collects the counts that one part of a forward reads, except known ones."""
 
     def __init__(self, known: KnownCounts) -> None:
         self._known = known
@@ -76,7 +77,7 @@ class PartCounts:
         self._digests: dict[str, Any] = {}
 
     def note(self, line: str, value: Any) -> None:
-        """Note a number, or numbers in a list, a tuple or an array."""
+        """Note a count, or the counts in a list, a tuple or an array."""
         low, high = _range_of(value)
         if self._known.has(line, low, high):
             return
@@ -124,7 +125,7 @@ class Place(NamedTuple):
     """The first rank of the axis."""
     forward: int
     part: int
-    """The rank among all, or the chunk."""
+    """The rank, among all ranks, or the index of the chunk."""
     parts: int
     """Number of parts of a forward."""
 
@@ -141,7 +142,7 @@ class StepCounts:
     """The arguments of the first microbatches."""
     microbatches: int = 0
     noted: dict[int, Noted] = field(default_factory=dict)
-    """Microbatch -> its counts."""
+    """Index of a microbatch -> its counts."""
     kept_bytes: int = 0
 
 
@@ -150,12 +151,12 @@ class DifferentCounts(NamedTuple):
 
     microbatch: int
     lines: dict[str, dict[Place, Counts]]
-    """Line -> the counts of the parts of forwards in which they differ."""
+    """Line -> by part of the forward, the counts that differ."""
 
 
 class CountReads:
-    """The counts that the ranks of `world` read in a step. They divide the tokens of each
-    microbatch."""
+    """The counts that the ranks of `world`, which divide each microbatch's tokens, read in a
+    step."""
 
     def __init__(self, world: World, *, is_summed: bool) -> None:
         """`is_summed`: True if the numbers of a step are summed over `world`."""
@@ -165,7 +166,7 @@ class CountReads:
         """Number of values that `numbers` returns."""
         self._step = StepCounts()
         self.latest = self._step
-        """The step before `end_step`."""
+        """The counts of the step that `end_step` has ended."""
 
     def begin_microbatch(self, arguments: Any) -> None:
         """Begin the forward of a microbatch. Every rank of the axis calls it. `arguments`: the
@@ -179,7 +180,7 @@ class CountReads:
             step.arguments.append(arguments)
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartCounts) -> None:
-        """Add the counts of a part of a forward. `layout`: the layout of its tokens."""
+        """Add the counts of a part of a forward. `layout`: the layout of the part's tokens."""
         step, counts = self._step, part.by_line()
         if layout.world.size == 1 or not counts or step.microbatches > len(step.arguments):
             return
@@ -188,14 +189,14 @@ class CountReads:
         step.noted.setdefault(step.microbatches - 1, {})[self.place(forward, layout)] = counts
 
     def place(self, forward: int, layout: TokenLayout) -> Place:
-        """Return the place of a part of a forward. `layout`: the layout of its tokens."""
+        """Return the `Place` of a part of a forward. `layout`: the layout of the part's tokens."""
         world = layout.world
         part = world.rank if isinstance(world, ChunkAxis) else self._digests.ranks[world.rank]
         return Place(self._digests.axis, forward, part, world.size)
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
-        forward have read the same. Every rank of the axis calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if all parts of each forward
+        have read equal counts. Every rank of the axis calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:
@@ -209,7 +210,7 @@ def noted_to_json(noted: Noted) -> list[Any]:
 
 
 def noted_from_json(rows: Iterable[Any]) -> Noted:
-    """Return the recorded counts. `rows`: results of `noted_to_json`, one behind another."""
+    """Return the recorded counts. `rows`: concatenated results of `noted_to_json`."""
     return {
         Place(*place): {line: Counts(*each) for line, each in counts.items()}
         for *place, counts in rows

@@ -1,5 +1,5 @@
-"""A model that computes a rank's tokens of each sequence. Training uses it for the axis `context`,
-and for a recipe's chunks and documents."""
+"""Makes a model compute one rank's tokens of each sequence. Training uses it for the axis
+`context`, and for a recipe's chunks and documents."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ LENGTHS = (17, 19)
 """Numbers of tokens in the two forwards that show which calls grow with the sequence."""
 COMPARED_TOKENS_PER_CHUNK = 8
 COMPARED_SAMPLES = 4
-"""Number of samples that are computed whole and cut. In one sample, the best half of each rank's
-tokens is often the best half of all."""
+"""Number of samples that are computed whole and cut. With only one, a model that keeps the best
+half of the tokens is often not detected: each rank's best halves may together be the best half of
+all."""
 WINDOWS = 8
-"""Number of windows of a long sequence in which the shift of a loss is looked for first, before all
-are used."""
+"""Number of windows of a long sequence that are tried first to find the shift of a loss, before all
+windows."""
 MOST_LOSSES = 16
 """Number of loss functions that are remembered: a loop may make a new one for each step."""
 MOST_LAYOUTS = 64
@@ -63,8 +64,7 @@ MOST_LAYOUTS = 64
 
 
 class _OfLosses(Generic[T]):
-    """A value for each of the latest losses. A loss may be any callable, also one without a
-    hash."""
+    """A value for each of the latest losses. A loss is any callable, and need not be hashable."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[LossFunction, T]] = {}
@@ -88,9 +88,9 @@ class MicrobatchCut(NamedTuple):
 
 
 class SequenceCut:
-    """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis,
-    and of a pipeline, makes one, and makes the same calls. With one rank on the axis nothing is
-    cut, but random numbers are drawn by chunk, and documents are kept separate."""
+    """Calls a model and its loss with this rank's tokens of each sequence. Every rank of the axis
+    (and of a pipeline) makes one, and calls its methods in the same order. With one rank on the
+    axis nothing is cut, but random numbers are drawn by chunk, and documents are kept separate."""
 
     def __init__(
         self,
@@ -102,10 +102,10 @@ class SequenceCut:
         beside: Sequences[World] = (),
     ) -> None:
         """`world`: the axis. `sequence`: `Recipe.sequence`; None refuses random numbers.
-        `forwards`: the forwards of a model that is not whole on this rank. `beside`: the other axes
-        (without a pipeline) along which ranks exchange in the forward."""
+        `forwards`: the stages' forwards, in a pipeline. `beside`: the other axes, except a
+        pipeline's, along which ranks exchange in the forward."""
         self.dim = (Sequence() if sequence is None else sequence).dim
-        """The dim of the tokens."""
+        """The dim of tokens."""
         self._model = model
         self._world = world
         self._forwards = forwards or WholeModel(model, world)
@@ -116,20 +116,21 @@ class SequenceCut:
         self._exchange = exchange
         self._only_draws = open_transformers(model)
         self._compared = _OfLosses[bool]()
-        """Losses whose labels were checked at a cut between documents."""
+        """True for a loss whose labels were checked at a cut between documents."""
         self._layouts: dict[int, TokenLayout] = {}
         self._dims: dict[bool, Mapping[int, Dims]] = {}
-        """True for training mode -> stage on this rank -> the dims of its calls."""
+        """Mode (True: training) -> stage on this rank -> the dims of its calls."""
         self._checked: set[bool] = set()
         self._shifts = _OfLosses[int]()
         self._sequences: dict[int, list[bool]] = {}
-        """Number of tensors in the arguments -> the tensors that are cut."""
+        """Number of tensors in the arguments -> for each tensor, True if it is cut."""
         self._labels: dict[tuple[bool, int], list[bool]] = {}
-        """(mode, number of tensors in the batch) -> the tensors that are cut for the loss."""
+        """(mode, number of tensors in the batch) -> for each tensor, True if it is cut for the
+        loss."""
         self.current: MicrobatchCut
         """The cut of the microbatch whose output `loss` and `whole` get."""
         self.reads = HostReads(world, is_summed=self._is_summed)
-        """Reads of forwards and losses on the host."""
+        """The numbers that forwards and losses read on the host."""
         self.counts = CountReads(world, is_summed=self._is_summed)
         """Counts that forwards read on the host."""
         self.kernels = Chosen()
@@ -149,13 +150,13 @@ class SequenceCut:
         return self._output(arguments, self.current, self.kernels)
 
     def _output(self, arguments: Any, cut: MicrobatchCut, chosen: Chosen) -> Any:
-        """Return the output of the whole model for the tokens of a cut. `chosen`: takes the kernels
-        of attention."""
+        """Return the output of the whole model for the tokens of a cut. `chosen`: collects the
+        attention kernels."""
         with self._noting_mode(cut, 0, chosen=chosen):
             return self.arguments_of(arguments, cut).call(self._model)
 
     def cut_of(self, arguments: Any, batch: Any) -> MicrobatchCut:
-        """Return the cut of a microbatch. `arguments`, `batch`, errors: as in `run`."""
+        """Return the cut of a microbatch. Arguments and errors: as in `run`."""
         samples, tokens = size = self._size_of(arguments)
         self._know_sequences(arguments, tokens)
         self._know_dims(arguments)
@@ -163,8 +164,7 @@ class SequenceCut:
         return MicrobatchCut(samples, self._layout_of(tokens), documents)
 
     def arguments_of(self, arguments: Any, cut: MicrobatchCut) -> Arguments:
-        """Return the arguments with which a microbatch's model is called: for this rank's
-        tokens."""
+        """Return the model's arguments for this rank's tokens."""
         dim, layout = self.dim, cut.layout
         own = self._map_sequences(arguments, layout.tokens, lambda tensor: layout.take(tensor, dim))
         return self.call_of(own, self._active(cut, Chosen()).places())
@@ -185,8 +185,7 @@ class SequenceCut:
         return within(partial(self._noting_mode, cut, chosen=self.kernels))
 
     def scored(self, score: Callable[[Any, LossFunction], T], loss: LossFunction, result: Any) -> T:
-        """Return the score of a microbatch: a function of its output, and of its loss. `result`:
-        the result of the last stage."""
+        """Return `score(output, loss)` for a microbatch. `result`: the result of the last stage."""
         return score(result, partial(self.loss, loss))
 
     @contextmanager
@@ -200,9 +199,9 @@ class SequenceCut:
 
     @contextmanager
     def _noted_forward(self, layout: TokenLayout, forward: int) -> Iterator[PartReads]:
-        """Yield the recorder of the reads of a part of the model's forward, then add it to `reads`
-        and `counts`."""
-        # in a pipeline, the ranks of a stage cannot decide on a check by themselves
+        """Yield a recorder for the reads of a part of the model's forward. On exit, add what it has
+        recorded to `reads` and `counts`."""
+        # in a pipeline, the ranks of one stage cannot start a check by themselves
         counts = PartCounts(self.counts.known) if self._forwards.last_stage == 0 else None
         with self._recording(layout, forward, counts) as part:
             yield part
@@ -213,8 +212,8 @@ class SequenceCut:
     def _recording(
         self, layout: TokenLayout, forward: int, counts: PartCounts | None = None
     ) -> Iterator[PartReads]:
-        """Yield the recorder of the reads of a part of a forward, then add it to `reads`. `counts`:
-        records the counts that it makes."""
+        """Yield a recorder for the reads of a part of a forward. On exit, add what it has recorded
+        to `reads`. `counts`: collects the part's counts."""
         part = PartReads(counts)
         yield part
         self.reads.end_part(forward, layout, part)
@@ -222,8 +221,8 @@ class SequenceCut:
     def _mode(
         self, cut: MicrobatchCut, stage: int, *, chosen: Chosen, part: PartReads | None = None
     ) -> SequenceMode:
-        """Return the context of the forward of a microbatch in a stage on this rank; 0: in the
-        whole model. `chosen`: takes the kernels of attention. `part`: records what the forward
+        """Return the context of a microbatch's forward in a stage on this rank (a whole model is
+        stage 0). `chosen`: collects the attention kernels. `part`: records what the forward
         reads."""
         return SequenceMode(
             self._active(cut, chosen),
@@ -238,7 +237,7 @@ class SequenceCut:
 
     @property
     def hides_tokens(self) -> bool:
-        """True if a token may not attend to all tokens that this rank has."""
+        """True if a token must not attend to some of this rank's tokens."""
         return self._world.size > 1 or self._sequence.documents is not None
 
     @property
@@ -274,16 +273,16 @@ class SequenceCut:
         self._checked.add(self._model.training)
 
     def check_counts(self, step: StepCounts, summed: World) -> None:
-        """Check that the counts which differed between ranks in a step make no difference. Every
-        rank of the axis and of `summed` calls it, with its own `step`, in the mode of that step.
-        Generators and buffers are unchanged afterwards. Raises `RecipeError`, the same on all
-        ranks."""
+        """Check that the counts that differed between ranks in a step do not change the model's
+        output. Every rank of the axis and of `summed` calls it, with its own `step`, in the mode of
+        that step. Generators and buffers are unchanged afterwards. Raises `RecipeError`, the same
+        on all ranks."""
         with unchanged(self._model, self._world.device), all_in_use(self._model):
             check_counts(step, self.counts.known, self._tokens_tried, (self._world, summed))
 
     def _tokens_tried(self, arguments: Any) -> TriedTokens:
-        """Return the tokens of a microbatch in groups of short sequences. Each rank has some of
-        these tokens, and in a group no more than in the microbatch."""
+        """Return the tokens of a microbatch in groups of short sequences. Each rank has some tokens
+        of a group, never more than of the microbatch."""
         samples, tokens = self._size_of(arguments)
         known, layout = self._know_sequences(arguments, tokens), self._layout_of(tokens)
         rows = short_rows(tokens, layout.chunks, COMPARED_TOKENS_PER_CHUNK)
@@ -306,8 +305,8 @@ class SequenceCut:
         return TriedTokens(self._layout_of(compared), len(groups), compute)
 
     def _rows(self, arguments: Any, known: list[bool], samples: int, places: Tensor) -> Any:
-        """Return the tokens at each row of `places`, for `samples` samples. `known`: which tensors
-        are sequences."""
+        """Return, for each row of `places`, the tokens at these indices, of `samples` samples.
+        `known`: for each tensor, True if it is a sequence."""
 
         def taken(tensor: Tensor) -> Tensor:
             if len(tensor) != samples:  # the same for all samples
@@ -322,16 +321,16 @@ class SequenceCut:
         return map_tensors(arguments, lambda each: (taken if next(sequences) else repeated)(each))
 
     def loss(self, loss: LossFunction, output: Any, batch: Any) -> Any:
-        """Return the loss of this rank's tokens, in the form in which `loss` returns it. Summed
-        over the axis, these give the loss of all tokens. `output`: the result of `run` for this
-        batch. Raises `LossError`."""
+        """Return the loss of this rank's tokens, in the form that `loss` returns. The sum over the
+        axis is the loss of all tokens. `output`: the result of `run` for this batch. Raises
+        `LossError`."""
         return self._loss_of(loss, output, batch, self.current, self.reads.begin())
 
     def _loss_of(
         self, loss: LossFunction, output: Any, batch: Any, cut: MicrobatchCut, forward: int
     ) -> Any:
         """Return the loss of the tokens of a cut. `output`: the output for these tokens. `forward`:
-        the number of this call for `reads`."""
+        the call's number in `reads`."""
         layout = cut.layout
         self._check_labels(loss, output, layout.local, batch, cut)
         if layout.world.size == 1:
@@ -363,7 +362,8 @@ class SequenceCut:
         part: PartReads | None = None,
     ) -> Any:
         """Return the model's output for this rank's tokens, on ranks that have it. `observer`: a
-        context inside that of each stage's forward. `part`: records what the forward reads."""
+        context that is entered inside each stage's forward. `part`: records what the forward
+        reads."""
 
         @contextmanager
         def around(stage: int) -> Iterator[None]:
@@ -390,7 +390,7 @@ class SequenceCut:
         layout = self._layout_of(compared)
         check_modules(self._model, layout)
         whole = TokenLayout(compared, layout.chunks, self._world_of_one)
-        # a table that the model keeps for as many tokens must not serve the cut forward
+        # the cut forward must not use a table that the model has cached for the whole sequence
         with unchanged(self._model, self._world.device):
             self._call_first(arguments, layout.local)
         with unchanged(self._model, self._world.device), all_in_use(self._model):
@@ -408,7 +408,8 @@ class SequenceCut:
         return replace(self._world, rank=0, size=1, group=None, owns_group=False)
 
     def _proved(self, sample: Any, whole: TokenLayout) -> Any:
-        """Return the output for the tokens of this rank, after comparing it with that for all."""
+        """Return the output for this rank's tokens, after comparing it with the output for all
+        tokens."""
         cut = self._cut_trial(sample, whole.tokens)
         return prove(cut, self._trial(sample, whole), self.dim, self._provers)
 
@@ -416,7 +417,7 @@ class SequenceCut:
         return self._trial(sample, self._layout_of(tokens))
 
     def _trial(self, sample: Any, layout: TokenLayout) -> Trial:
-        """Return the forward of the tokens of a layout."""
+        """Return the trial that computes the tokens of a layout."""
         counts = PartCounts(KnownCounts())
 
         def compute(observers: Sequences[Around]) -> list[Any]:
@@ -455,8 +456,9 @@ class SequenceCut:
         return layout
 
     def _know_sequences(self, arguments: Any, tokens: int) -> list[bool]:
-        """Return which tensors of the arguments are sequences. The first batch shows it; in others,
-        a tensor may be as long as the sequence by chance. Raises `RecipeError`."""
+        """Return True for each tensor of the arguments that is a sequence. The first batch decides;
+        in later batches, a tensor may be as long as the sequence by chance. Raises
+        `RecipeError`."""
         leaves = tensors_in(arguments)
         found = [has_tokens(leaf, self.dim, tokens) for leaf in leaves]
         known = self._sequences.setdefault(len(leaves), found)
@@ -472,8 +474,8 @@ class SequenceCut:
         return known
 
     def _know_labels(self, batch: Any, tokens: int) -> list[bool]:
-        """Return the tensors of a batch that are sequences: in every batch so far, they were as
-        long as the sequence. The loss was tried with the first."""
+        """Return True for each tensor of a batch that is a sequence: in every batch so far, it was
+        as long as the sequence."""
         leaves = tensors_in(batch)
         kind = self._model.training, len(leaves)
         known = self._labels.get(kind, [True] * len(leaves))
@@ -506,8 +508,8 @@ class SequenceCut:
         *,
         rows: int = 1,
     ) -> Any:
-        """Return some tokens of `rows` of so many samples of a batch. `known`: which tensors are
-        sequences."""
+        """Return a batch of `rows` samples, with `tokens` tokens from token `start` of sample `row`
+        on. `known`: for each tensor, True if it is a sequence."""
         cut = map_known(value, known, lambda tensor: tensor.narrow(self.dim, start, tokens))
 
         def of_row(tensor: Tensor) -> Tensor:
@@ -564,8 +566,9 @@ class SequenceCut:
     def _check_labels(
         self, loss: LossFunction, output: Any, has: int, batch: Any, cut: MicrobatchCut
     ) -> None:
-        """Compare the labels at the cuts between documents, in the first batch that has one. Raises
-        `LossError`. `has`: the number of tokens of `output`, which may be of another batch."""
+        """Check the labels at the cuts between documents, in the first batch that has such a cut.
+        Raises `LossError`. `has`: the number of tokens of `output`, which may belong to another
+        batch."""
         if cut.documents is None or self._compared.get(loss):
             return
         tokens = cut.layout.tokens
@@ -607,7 +610,7 @@ class SequenceCut:
                     yield
             except (RuntimeError, ValueError, IndexError) as error:
                 if SHARDED.search(str(error)):
-                    raise  # it has nothing to do with sequences
+                    raise  # the error does not come from the length
                 raise RecipeError(
                     f"the model cannot compute the first {tokens} of {size[1]} tokens:"
                     f" {error}; a model of sequences takes any length: slice its tables, such as"
@@ -620,15 +623,15 @@ class SequenceCut:
     def _find_shift(
         self, loss: LossFunction, output: Any, layout: TokenLayout, batch: Any, cut: MicrobatchCut
     ) -> int:
-        """Find the shift of a loss and remember it. If nothing in the batch shows it, both shifts
-        are right for this batch. `output`: the output for this rank's tokens of the layout. `cut`:
-        of the batch."""
+        """Find the shift of a loss and remember it. If the batch does not show it, both shifts are
+        right for this batch. `output`: the output for this rank's tokens of the layout. `cut`: the
+        batch's cut."""
         samples, tokens = cut.samples, cut.layout.tokens
         known, most = self._know_labels(batch, tokens), self._most_of(tokens)
-        most -= most > 2 and most % 2 == 0  # then no two neighbours are adjacent on a rank
+        most -= most > 2 and most % 2 == 0  # so that no two neighbours are adjacent on a rank
         zeros = self._zeros(output, layout.local, most)
         parts = BatchCut(TokenLayout(most, most, self._axis_of_trials), self.dim, known)
-        # a few windows far apart nearly always show it
+        # a few windows far apart nearly always show the shift
         few = [(0, start) for start in windows(tokens, most)[:: -(-tokens // (most * WINDOWS))]]
         every = product(range(samples), windows(tokens, most))
         for row, start in dict.fromkeys([*few, *every]):
@@ -639,12 +642,12 @@ class SequenceCut:
         return 0
 
     def _most_of(self, tokens: int) -> int:
-        """Return the number of tokens of a sequence with which something is tried at a time."""
+        """Return the number of tokens of a sequence with which a loss is tried at a time."""
         return min(tokens, COMPARED_TOKENS_PER_CHUNK * self._sequence.chunks)
 
     def _zeros(self, output: Any, has: int, tokens: int) -> Any:
-        """Return an output of zeros for so many tokens of one sample. `has`: the number of tokens
-        of `output`."""
+        """Return zeros like `output`, for `tokens` tokens of one sample. `has`: the number of
+        tokens of `output`."""
         dim = self.dim
 
         def zeros(like: Tensor) -> Tensor:

@@ -30,10 +30,10 @@ and their part of the batch."""
 
 @torch.no_grad()
 def check_model(call: Call, arguments: Any, documents: Documents) -> Any:
-    """Try the model with two documents in one row, made of the first tokens of a batch: the second
-    must not depend on the first, and must have the same output as alone. This takes three forwards,
-    on every rank. Raises `RecipeError` on ranks with an output. Returns the output of a row, or
-    None. `arguments`: the model's arguments for `documents`."""
+    """Try the model with a row of two documents, made of the first tokens of a batch: the second
+    document's output must not depend on the first document, and must be the same as alone. This
+    takes three forwards, on every rank. Raises `RecipeError` on ranks with an output. Returns the
+    output of a row, or None. `arguments`: the model's arguments for `documents`."""
     half = tried_tokens(documents) // 2
     if not half:
         return None
@@ -55,7 +55,7 @@ def check_model(call: Call, arguments: Any, documents: Documents) -> Any:
     second, moved = (_rows(each, 2 * half)[:, half:] for each in outputs[:2])
     alone = _rows(outputs[2], half)
     eps, allowed = epsilon(second), tolerance(second)
-    # the same computation with other numbers: almost no rounding
+    # the same operations on other numbers: rounding hardly differs
     noise = 64 * eps if eps <= SINGLE else eps
     if (error := _distance(moved, second)) > noise:
         raise RecipeError(
@@ -82,7 +82,7 @@ def tried_tokens(documents: Documents) -> int:
 
 
 def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
-    """Return the first sample, with only these tokens."""
+    """Return the first sample with its first `tokens` tokens."""
     samples = len(documents.ids)
 
     def cut(tensor: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def _cut(arguments: Any, documents: Documents, tokens: slice) -> Any:
 
 
 def _rows(output: Any, tokens: int) -> Tensor:
-    """Return the part of the output that has a row for each token; of chunked logits, the hidden
-    states. Raises `RecipeError`."""
+    """Return the first tensor of the output with a row for each token; for chunked logits, the
+    hidden states. Raises `RecipeError`."""
     for leaf in tree_leaves(output):
         if (
             isinstance(leaf, Tensor)
@@ -119,9 +119,9 @@ def check_labels(
     loss: Callable[[Any, Any], Any], part: Part, most: int, batch: Any, documents: Documents
 ) -> bool:
     """Raise `LossError` if the loss pairs the last token of a document with the first token of the
-    next one: no token predicts the first token of a document. The loss is called with `most` tokens
-    of a row at a time. `loss`: as in `Recipe`. Returns False if the batch has no documents that
-    follow each other, or no output changes the loss (a head of zeros, no label)."""
+    next document, which no token predicts. The loss is called with `most` tokens of a row at a
+    time. `loss`: as in `Recipe`. Returns False if no row of the batch has two documents, or if no
+    output changes the loss (a head of zeros, no label)."""
     lasts = documents.lasts()
     if not lasts.any():
         return False
@@ -159,8 +159,8 @@ def check_labels(
 def _gradient(
     loss: Callable[[Any, Any], Any], output: Any, batch: Any, tokens: int, device: torch.device
 ) -> Tensor:
-    """Return the gradient of the loss with respect to a random output for some tokens of one row,
-    (tokens, ...); of chunked logits, to random hidden states."""
+    """Return the gradient of the loss with respect to a random output (for chunked logits: to
+    random hidden states) for some tokens of one row: (tokens, ...)."""
     generator = torch.Generator().manual_seed(29)
     leaves: list[Tensor] = []
 
@@ -191,8 +191,7 @@ def _is_labels(leaf: Any, documents: Documents) -> bool:
 
 
 def _with_other_firsts(batch: Any, documents: Documents) -> Any:
-    """Return the batch with another label, which some token may have, at the first token of each
-    document."""
+    """Return the batch with a different, valid label at the first token of each document."""
     firsts = documents.lasts().roll(1, 1)
 
     def changed(leaf: Tensor) -> Tensor:
@@ -206,7 +205,7 @@ def _with_other_firsts(batch: Any, documents: Documents) -> Any:
 
 
 def _has_next_tokens(batch: Any, documents: Documents, read: Tensor) -> bool:
-    """True if, wherever the loss reads, a tensor of the batch has the next token of another
+    """True if, wherever the loss reads, a tensor of the batch holds the next token of another
     tensor."""
     places = read[:, :-1]
     tensors = [leaf for leaf in tree_leaves(batch) if _is_labels(leaf, documents)]

@@ -88,9 +88,9 @@ class Documents:
         *,
         dim: int,
     ) -> Tensor:
-        """Return the attention of whole rows, each document alone, which skips what a mask would
-        hide. `compute`: (row, index of the first token, query, key, value) -> the attention of a
-        document of one row, with its tokens along `dim`."""
+        """Return the attention of whole rows, document by document, which skips the pairs that a
+        mask would hide. `compute`: (row, index of the first token, query, key, value) -> the
+        attention of a document of one row, with its tokens along `dim`."""
         rows = []
         samples = zip(*(torch.split(each, 1) for each in (query, key, value)), strict=True)
         for row, (sample, lengths) in enumerate(zip(samples, self.lengths, strict=True)):
@@ -101,7 +101,8 @@ class Documents:
         return torch.cat(rows)
 
     def earliest_key(self, token: int) -> int:
-        """The first token, over all rows, of the documents that have this token."""
+        """The smallest index, over all rows, at which the document that contains this token
+        begins."""
         return token - int(self.positions[:, token].max())
 
     def lasts(self) -> Tensor:

@@ -1,9 +1,9 @@
-"""Random numbers of a sequence, drawn chunk by chunk, so that they do not depend on which rank has
-which chunks.
+"""Draws the random numbers of a sequence chunk by chunk, so that they do not depend on which rank
+has which chunks.
 
 A call takes one number from the default generator, whose state is the same on all ranks of the axis
-`context`. The numbers for each chunk come from generators seeded with that number and the number of
-the chunk.
+`context`. The numbers for each chunk come from generators that are seeded with this number and the
+index of the chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DROPOUTS: dict[Any, bool] = {
     F.feature_alpha_dropout: False,
     F.rrelu: False,
 }
-"""Functions that draw in training only -> the default of their argument `training`."""
+"""Functions that draw in training only -> the default of the argument `training`."""
 OF_A_TENSOR = frozenset(
     [
         *DROPOUTS,
@@ -81,8 +81,8 @@ def sizes_of(args: Sequence[Any], keywords: dict[str, Any]) -> list[int]:
 
 
 def seeded_chunks(chunks: Sequence[int], device: torch.device) -> Iterator[int]:
-    """Yield the index of each chunk while the default generators (also the one of `device`) are
-    seeded for it. Afterwards they are as if one number had been drawn. Exhaust the iterator."""
+    """Yield the index of each chunk, with the default generators (also of `device`) seeded for it.
+    At the end, generators are as if one number had been drawn. Exhaust the iterator."""
     with disable_current_modes():
         number = int(torch.empty((), dtype=torch.int64).random_())
     generators = accelerator.generators_of([device])
@@ -101,8 +101,8 @@ def draw_by_chunk(
     chunks: Sequence[int],
     widths: Sequence[int],
 ) -> Any:
-    """Call a function above chunk by chunk. `dim`: the dim of the tokens. `chunks`, `widths`: the
-    numbers of this rank's chunks, and how many tokens each has."""
+    """Call one of the functions above chunk by chunk. `dim`: the dim of tokens. `chunks`, `widths`:
+    the index of each of this rank's chunks, and its number of tokens."""
     if function in OF_A_SHAPE:
         sizes = sizes_of(args, keywords)
         others = {name: value for name, value in keywords.items() if name != "size"}

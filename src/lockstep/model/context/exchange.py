@@ -43,11 +43,11 @@ class TokenLayout:
     """Number of tokens in the whole sequence."""
     chunks: int
     world: World | ChunkAxis
-    """The ranks of the axis, or the chunks, if each is computed by itself."""
+    """The ranks of the axis, or (if each chunk is computed by itself) the chunks."""
 
     def spans_of(self, rank: int) -> tuple[range, ...]:
-        """Return the span of indices in the sequence of each of a rank's chunks, in the rank's
-        order."""
+        """Return, for each of a rank's chunks in the rank's order, the span of its indices in the
+        sequence."""
         if self.world.size == 1:
             return tuple(
                 contiguous_range(self.tokens, chunk, self.chunks) for chunk in range(self.chunks)
@@ -72,7 +72,7 @@ class TokenLayout:
 
     @cached_property
     def own_chunks(self) -> Sequence[int]:
-        """The numbers of this rank's chunks, in the order of its tokens."""
+        """The indices of this rank's chunks, in the order of its tokens."""
         if self.world.size == 1:
             return range(self.chunks)
         return chunks_of(self.chunks, self.world.size, self.world.rank)
@@ -99,7 +99,7 @@ class TokenLayout:
 
     @cached_property
     def places(self) -> Tensor:
-        """The index in the sequence of each of this rank's tokens."""
+        """The indices of this rank's tokens in the sequence."""
         return self.places_of(self.world.rank)
 
     def places_of(self, rank: int) -> Tensor:
@@ -109,7 +109,7 @@ class TokenLayout:
 
     @cached_property
     def gathered_places(self) -> Tensor:
-        """The index in the sequence of each token of all ranks, in rank order."""
+        """The indices in the sequence of all ranks' tokens, in rank order."""
         return torch.cat([self.places_of(rank) for rank in range(self.world.size)])
 
     @cached_property
@@ -126,7 +126,7 @@ class TokenLayout:
 def chosen_exchange(
     exchange: Literal["auto", "keys", "heads"], *, heads: int, key_heads: int, ranks: int
 ) -> Literal["keys", "heads"]:
-    """Return `exchange`; if it is "auto", the exchange that sends fewer bytes.
+    """Return `exchange` or, for "auto", the exchange that sends fewer bytes.
 
     With A bytes in one activation, N ranks, and g key heads per query head, a rank sends in forward
     and backward 4 (1 + g) A (N - 1) / N² bytes for `heads`, and 6 g A (N - 1) / N for `keys`.
@@ -158,7 +158,7 @@ def attend_by_keys(
 
 
 def _is_sent(layout: TokenLayout) -> bool:
-    """True if processes exchange keys; the chunks of one process share them."""
+    """True if processes exchange keys; False if all chunks are on one process, and share them."""
     world = layout.world
     return not isinstance(world, ChunkAxis) or world.processes.size > 1
 
@@ -166,8 +166,8 @@ def _is_sent(layout: TokenLayout) -> bool:
 def attend_by_heads(
     layout: TokenLayout, query: Tensor, key: Tensor, value: Tensor, attend: Attend, remade: Remade
 ) -> Tensor:
-    """Return the attention of this rank's tokens. On each rank, `attend` computes all tokens in
-    some of the heads. Every rank calls it. The number of ranks must divide the numbers of key heads
+    """Return the attention of this rank's tokens. On each rank, `attend` computes some of the heads
+    for all tokens. Every rank calls it. The number of ranks must divide the numbers of key heads
     and of query heads. The output for all tokens is not kept (`StandIn`), except under activation
     checkpointing, where the recomputation makes it anyway."""
     world = layout.world
@@ -177,7 +177,8 @@ def attend_by_heads(
     given = [each.chunk(world.size, 1) for each in (query, key, value)]
     shapes = [[(*_with_tokens(part[0], count),) for part in given] for count in layout.counts]
     received = _exchanged(world, list(zip(*given, strict=True)), shapes)
-    # an attention's output has the query's order in memory; in this one, models use it as it is
+    # an attention's output has the query's memory order; in this order, models use it without a
+    # copy
     whole = [
         torch.cat([part.transpose(1, 2) for part in parts], 1)
         .index_select(1, layout.true_order)
@@ -222,8 +223,8 @@ def _with_tokens(tensor: Tensor, tokens: int) -> tuple[int, ...]:
 def _exchanged(
     world: World, parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Tensor]]:
-    """Send each rank its tensors in `parts`. Return the tensors received from each rank, in the
-    given shapes."""
+    """Send each rank its tensors in `parts`. Return the tensors received from each rank. `shapes`:
+    their shapes."""
     several = len(parts[0])
     flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
         world,
@@ -252,8 +253,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Sends each rank the output of this rank's heads for its tokens. The backward sends the
-    gradient back, with the numbers that the stand-in needs."""
+    """Sends each rank its tokens' output of this rank's heads. The backward sends the gradient
+    back, with the numbers that the stand-in needs."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layout: TokenLayout, stand_in: StandIn | None) -> Tensor:
@@ -263,7 +264,7 @@ class _ToTokens(torch.autograd.Function):
         shapes = [_with_tokens(output, layout.local)] * layout.world.size
         parts = torch.split(ordered, layout.counts, 2)
         received = _all_to_all(layout.world, shapes, 1, parts)
-        # in the order in memory in which models use it, so that they keep the same tensor
+        # in the memory order that models use, so that they keep this tensor without a copy
         own = torch.cat([part.transpose(1, 2) for part in received], 2)
         if stand_in is not None:
             ctx.save_for_backward(own)
@@ -294,7 +295,7 @@ class _ToTokens(torch.autograd.Function):
 def _all_to_all(
     world: World, shapes: Sequence[Sequence[int]], several: int, parts: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Send each rank `several` tensors. Return as many of each rank, in the given shapes."""
+    """Send `several` tensors to each rank, and return as many from each. `shapes`: their shapes."""
     given = torch.cat([part.reshape(-1) for part in parts])
     sizes = [math.prod(shape) for shape in shapes]
     received = world.all_to_all(
@@ -322,7 +323,7 @@ class GatherRows(torch.autograd.Function):
         if len({*counts}) == 1:
             return world.gather_rows(rows, counts).index_select(0, layout.true_order)
         gathered = rows.new_empty(layout.tokens, *rows.shape[1:])
-        # torch's uneven all-gather, which Gloo does not have
+        # torch's all-gather of uneven parts, which Gloo lacks
         parts = torch.split(gathered, counts)
         parts[world.rank].copy_(rows)
         for each in [

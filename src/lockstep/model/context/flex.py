@@ -23,8 +23,8 @@ def places_of(spans: Iterable[range], device: torch.device) -> Tensor:
 
 
 def allowed_tokens(ids: Tensor | None, places: Tensor, *, is_causal: bool) -> Allowed:
-    """Return the mask of queries at `places` of a row, for all keys. `ids`: the document of each
-    token, (samples, tokens); None: one document in each row."""
+    """Return the mask of the queries at the indices `places` of a row, for all keys. `ids`: the
+    document of each token, (samples, tokens); None: each row is one document."""
 
     def allowed(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = places[query]
@@ -66,8 +66,8 @@ def flex_attention(
 
 @cache
 def _function(name: str, device: torch.device) -> Any:
-    """Return a function of torch's module, compiled unless it is for a CPU: there it is used in
-    tests alone, and slow to compile."""
+    """Return a function of torch's module, compiled except for a CPU, where only tests use it and
+    compiling is slow."""
     from torch.nn.attention import flex_attention as library
 
     function = getattr(library, name)

@@ -1,9 +1,10 @@
 """The numbers that a forward reads on the host, to decide what to compute.
 
-`if x.sum() > 0` decides by the tokens that a rank has. One process decides by all tokens, so the
-ranks must read the same number, or they compute another model. Counts of chosen tokens may differ
-(`count_reads.py`): the loop over experts that skips an expert without tokens (`if chosen.any()`)
-computes the same, and so does code that leaves out a mask of ones (`if not mask.all()`).
+`if x.sum() > 0` decides by the tokens that a rank has, but one process decides by all tokens. So
+all ranks must read the same number, or they compute a different model. Counts of chosen tokens may
+differ (`count_reads.py`): a loop over experts may skip an expert without tokens (`if
+chosen.any()`), and code may leave out a mask of ones (`if not mask.all()`), without a change of the
+result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lockstep.model.context.part_digests import PartDigests
 from lockstep.model.host_values import ARRAYS, READS, functions_named
 
 MOST_NAMED = 1000
-"""Number of a forward's reads that are kept, so that an error can name them."""
+"""Largest number of a forward's reads that are kept, so that an error can name them."""
 _COUNT = "_lockstep_count"
 """Attribute of a tensor that is a count."""
 _COUNTING = functions_named(
@@ -38,7 +39,7 @@ _COUNTING = functions_named(
     *("unique_consecutive", "searchsorted"),
 )
 _GIVE_COUNTS = ARRAYS | {Tensor.__contains__}
-"""Functions that return values to Python that may differ between ranks, as counts do."""
+"""Functions that return counts to Python: values that may differ between ranks."""
 _SHAPED = functions_named("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select")
 """Functions whose result has a shape that is a count."""
 _SUMS = functions_named("sum", "cumsum")
@@ -60,7 +61,7 @@ class PartReads:
     """The reads of one forward of a part of a sequence."""
 
     def __init__(self, counts: PartCounts | None = None) -> None:
-        """`counts`: notes the counts; None if they may differ unseen."""
+        """`counts`: collects the counts; None if counts need not be compared."""
         self.reads: list[Read] = []
         self.counts = counts
         self.digest = hashlib.blake2b()
@@ -68,7 +69,7 @@ class PartReads:
         self._has_counts = False
 
     def note(self, function: Any, args: Any, result: Any, caller: FrameType) -> None:
-        """Note a call of torch, if it is a read."""
+        """Note a call of torch if it reads a number on the host."""
         if function in READS:
             if any(map(_is_count, args)) or _is_several(result):
                 self._note_count(result, caller)
@@ -99,7 +100,7 @@ class PartReads:
             self.reads.append(read)
 
     def join(self, other: PartReads) -> None:
-        """Add the reads of another call of the same function, if it has read something else."""
+        """Add the reads of another call of the same function, unless they are equal."""
         if other.reads != self.reads:
             for read in other.reads:
                 self._add(read)
@@ -124,8 +125,8 @@ class Noting(TorchFunctionMode):
 
 
 def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[Any, Any], Any]:
-    """Return a function whose calls are noted in `part`: once, if all read the same. A rank may
-    call a loss more often than another rank."""
+    """Return `function`, with the reads of its calls noted in `part`; equal reads of several calls
+    are noted once, because a rank may call a loss more often than another rank."""
     is_first = True
 
     def noted(*args: Any) -> Any:
@@ -142,8 +143,8 @@ def noting(function: Callable[[Any, Any], Any], part: PartReads) -> Callable[[An
 
 
 class HostReads:
-    """The reads of a step's forwards. The ranks of `world` divide the sequences among them. Every
-    part of a forward must read the same."""
+    """The reads of a step's forwards on the ranks of `world`, which divide the sequences. All parts
+    of a forward must read the same numbers."""
 
     def __init__(self, world: World, *, is_summed: bool = True) -> None:
         """`is_summed`: True if the numbers of a step are summed over `world`."""
@@ -158,24 +159,25 @@ class HostReads:
         self._before = self._reads
 
     def begin(self) -> int:
-        """Return the number of a forward. Every rank of the axis begins the same forwards."""
+        """Begin a forward, and return its number. Every rank of the axis begins the same
+        forwards."""
         self._forwards += 1
         return self._forwards
 
     def end_part(self, forward: int, layout: TokenLayout, part: PartReads) -> None:
-        """Add the reads of a part of a forward. `layout`: the layout of its tokens."""
+        """Add the reads of a part of a forward. `layout`: the layout of the part's tokens."""
         if layout.world.size > 1 and part.reads:
             self._layout = layout
             self._digests.add(forward, layout, part.digest)
             self._reads[forward, layout.world.rank] = part.reads
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
-        forward have read the same. Every rank of `world` calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if all parts of each forward
+        have read the same numbers. Every rank of `world` calls it."""
         return self._digests.numbers()
 
     def end_step(self) -> None:
-        """Keep the reads since the previous step, to be named if they differ."""
+        """Keep the step's reads, so that an error can name a difference."""
         self._before, self._reads = self._reads, {}
         self._digests.clear()
         self._forwards = 0
@@ -231,7 +233,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_of_counts(function: Any, args: Any) -> bool:
-    """True if the result of a function of counts is a count, or says if one is 0."""
+    """True if the result of a function of counts is a count, or tells whether a count is 0."""
     if function in _COMPARISONS:
         return all(map(_is_count_or_zero, args))
     return any(map(_is_count, args))

@@ -1,5 +1,5 @@
-"""The kernel that computes attention in which tokens of a row may not see each other: because they
-belong to different documents, or because a rank has some of the queries."""
+"""Chooses the kernel for attention that needs more than a causal mask: tokens of a row belong to
+different documents, or a rank has only some of the queries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Kernel = Literal["varlen", "flex", "documents", "mask", "own"]
 VARLEN_DTYPES: Final = (torch.bfloat16, torch.float16)
 FLEX_DTYPES: Final = (*VARLEN_DTYPES, torch.float32)
 MOST_FEATURES: Final = 256
-"""Largest head of the flash kernels, whose size is a multiple of 8."""
+"""Largest size of a head in the flash kernels. (It must be a multiple of 8.)"""
 FEWEST_FEATURES: Final = 16
-"""Smallest head of FlexAttention."""
+"""Smallest size of a head in FlexAttention."""
 KERNELS: Mapping[Kernel, str] = {
     "varlen": "torch.nn.attention.varlen",
     "flex": "FlexAttention",
@@ -29,7 +29,7 @@ KERNELS: Mapping[Kernel, str] = {
     "own": "the model's attention",
 }
 """Kernel -> its name in the event, the fastest first. `own`: attention to all tokens, or to all
-before, which needs no mask."""
+earlier ones, which needs no mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +45,21 @@ class Facts:
     features: int
     """Size of a head."""
     equal_features: bool = True
-    """False if the values have another size."""
+    """False if values have another head size than queries."""
     dropout: float = 0.0
     whole_rows: bool = True
     """True if there is a query for each key."""
     own_mask: bool = False
     """True if the model gives a mask."""
     own_rule: bool = False
-    """True if a query attends to fewer tokens of its document than all, or than all before it: in a
-    sliding window, or with padding."""
+    """True if a query attends to less than its whole document (or, if causal, to less than the
+    document's earlier tokens), as with a sliding window or padding."""
     own_softmax: bool = False
     """True if the model does not compute sdpa: its attention may have sinks or a softcap."""
 
 
 def facts(query: Tensor, value: Tensor, **given: bool | float) -> Facts:
-    """Return the facts of a call. `given`: the facts that the tensors do not show."""
+    """Return the facts about a call. `given`: facts that the tensors do not show."""
     no_varlen, no_flex = _device_facts(query.device)
     return Facts(
         no_varlen=no_varlen,
@@ -81,15 +81,15 @@ def _device_facts(device: torch.device) -> tuple[str, str]:
 
 
 def computed_dtype(given: Tensor) -> torch.dtype:
-    """Return the dtype in which sdpa computes with an argument, with or without autocast, which
-    leaves float64 as it is."""
+    """Return the dtype in which sdpa computes with an argument, with or without autocast. (Autocast
+    leaves float64 unchanged.)"""
     kind = given.device.type
     casts = torch.is_autocast_enabled(kind) and given.dtype is not torch.float64
     return torch.get_autocast_dtype(kind) if casts else given.dtype
 
 
 def choose(facts: Facts) -> tuple[Kernel, str]:
-    """Return the kernel of a call, and the reasons why no faster one computes it ("" for the
+    """Return the kernel for a call, and the reasons against each faster kernel ("" for the
     fastest)."""
     no_varlen, no_flex = _why_no_varlen(facts), _why_no_flex(facts)
     if not no_varlen:
@@ -129,7 +129,8 @@ def _why_no_flex(facts: Facts) -> str:
 
 
 def _unsupported(facts: Facts) -> str:
-    """Return why neither `varlen_attn` nor FlexAttention computes the call; "" if both can."""
+    """Return the reason why neither `varlen_attn` nor FlexAttention can compute the call; "" if
+    there is none."""
     if facts.dropout:
         return "it has no dropout"
     if facts.own_mask:
@@ -145,10 +146,10 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class Chosen:
-    """The kernels that computed attention so far."""
+    """The kernels that have computed attention so far."""
 
     why: dict[Kernel, str] = field(default_factory=dict)
-    """Kernel -> why no faster kernel was used."""
+    """Kernel -> the reasons why no faster kernel was used."""
     is_reported: bool = False
     """True once the event has been recorded."""
 
@@ -159,6 +160,6 @@ class Chosen:
         return kernel
 
     def details(self) -> dict[str, str]:
-        """Return the kernels as the event names them, each with the reasons why no faster one
-        computes."""
+        """Return the kernels' names in the event, each with the reasons why no faster kernel was
+        used."""
         return {KERNELS[kernel]: self.why[kernel] for kernel in KERNELS if kernel in self.why}

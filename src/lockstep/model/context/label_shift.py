@@ -1,9 +1,10 @@
-"""Losses on the tokens of one rank: whether a loss shifts its labels, and its value at the cuts.
+"""Computes a loss on the tokens of one rank: finds out if the loss shifts its labels, and gives it
+the labels at the cuts.
 
 A loss is called with a rank's tokens only. If it compares the output of each token with the label
 of the next one (`output[:, :-1]`, `labels[:, 1:]`), the pairs at the ends of chunks are not
-adjacent on the rank. The loss then gets labels that are already shifted. A test shows which of the
-two a loss does: the sum over ranks must be the loss of all tokens.
+adjacent on the rank. Such a loss then gets labels that are already shifted. A test shows if a loss
+shifts: the sum over ranks must be the loss of all tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lockstep.recipe.recipe import Loss, Sum
 
 LossFunction = Callable[[Any, Any], Any]
 TOLERANCE = 1e-4
-"""A relative tolerance, in float32: sums of losses in another order differ by less."""
+"""A relative tolerance in float32. Sums of losses in another order differ by less."""
 
 
 def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
@@ -34,7 +35,7 @@ def has_tokens(tensor: Tensor, dim: int, tokens: int) -> bool:
 
 def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the same containers, with `function` applied to each tensor that has the tokens along
-    `dim`; to the hidden states of chunked logits."""
+    `dim` (and to the hidden states of chunked logits)."""
     return map_tensors(
         value,
         lambda tensor: with_hidden(tensor, function) if has_tokens(tensor, dim, tokens) else tensor,
@@ -42,15 +43,15 @@ def map_tokens(value: Any, dim: int, tokens: int, function: Callable[[Tensor], T
 
 
 def map_known(value: Any, known: Sequence[bool], function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same containers, with `function` applied to each tensor that is known as a
-    sequence. `known`: one for each tensor, in order."""
+    """Return the same containers, with `function` applied to each tensor that is a sequence.
+    `known`: for each tensor, in order, True if it is one."""
     are_sequences = iter(known)
     return map_tensors(value, lambda tensor: function(tensor) if next(are_sequences) else tensor)
 
 
 def windows(tokens: int, most: int) -> list[int]:
-    """Return the first tokens of windows of `most` tokens, which overlap by one token, so that each
-    pair of neighbours is in one of them."""
+    """Return the index of the first token of each window. Windows have `most` tokens and overlap by
+    one token, so that each pair of neighbours is in one window."""
     return [*range(0, tokens - most, max(1, most - 1)), tokens - most]
 
 
@@ -61,13 +62,13 @@ class BatchCut(NamedTuple):
     dim: int
     """The dim of the tokens."""
     known: Sequence[bool]
-    """Which of the batch's tensors are sequences."""
+    """For each of the batch's tensors, True if it is a sequence."""
 
 
 def parts_of(
     output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Split the output and the batch so that the losses of the pairs sum to the loss of a rank's
+    """Yield pairs (part of the output, part of the batch) whose losses sum to the loss of a rank's
     tokens. `output`: the output for the rank's tokens. `batch`: the batch with all tokens."""
     layout, dim = cut.layout, cut.dim
     places = layout.places_of(rank)
@@ -83,12 +84,13 @@ def parts_of(
         labels = torch.cat([places[start : start + 1], following[start : stop - 1]])
         return select(lambda tensor: tensor.index_select(dim, labels))
 
-    # the last token of the sequence has no label; a loss drops the last row of its arguments
+    # the last token of the sequence has no label, and the loss itself drops the last row
     spans = [span for span in layout.spans_of(rank) if span]
     ends = [span.stop for span in spans]
     end = sum(map(len, spans[: ends.index(tokens) + 1])) if tokens in ends else 0
     if any(isinstance(each, ChunkedLogits) for each in tensors_in(output)):
-        # rows of hidden states cost little to copy, and each loss makes a gradient of the head
+        # copying rows of hidden states is cheap, but each call of the loss computes a gradient of
+        # the head
         order = [*range(end, own_tokens), *(range(end) or [own_tokens - 1])]
         index = torch.tensor(order, device=places.device)
         labels = torch.cat([places[:1], following[index[:-1]]])
@@ -98,15 +100,16 @@ def parts_of(
         )
         return
     if end != own_tokens:
-        # the label of the last row: two rows, of which the loss drops one; as the first part, its
-        # backward, with zeros for all other rows, comes after the memory of the others is free
+        # for the label of the last row: two rows, of which the loss drops one. As the first part,
+        # its backward runs last: its zeros for all other rows then find the memory of the other
+        # parts free
         last = own_tokens - 1
         labels = torch.cat([places[last:], following[last:]])
         yield (
             rows(lambda tensor: torch.cat([tensor.narrow(dim, last, 1)] * 2, dim)),
             select(lambda tensor: tensor.index_select(dim, labels)),
         )
-    elif own_tokens == 1:  # without a label; it only gives the loss a gradient
+    elif own_tokens == 1:  # it has no label, and only gives the loss a gradient
         yield output, shifted(0, 1)
     for start, stop in ((0, end), (end, own_tokens)):
         if stop - start > 1:
@@ -116,7 +119,7 @@ def parts_of(
 def loss_of_part(
     loss: LossFunction, output: Any, batch: Any, cut: BatchCut, rank: int, shift: int
 ) -> Any:
-    """Return the loss of a rank's tokens, in the form in which `loss` returns it."""
+    """Return the loss of a rank's tokens, in the form that `loss` returns."""
     first, *others = [loss(*part) for part in parts_of(output, batch, cut, rank, shift)]
     for other in others:
         first = _sum_of_losses(first, other)
@@ -128,9 +131,9 @@ def loss_of_part(
 
 
 def _with_zero_gradient(nothing: Tensor, total: Any) -> Any:
-    """Return the total of a loss; if it is 0 without a gradient, as some losses are for tokens
-    without a label, it gets a gradient of zeros, because the backward has collectives. `nothing`:
-    an empty part of the output."""
+    """Return the total of a loss. Some losses return a 0 without a gradient for tokens without a
+    label; it gets a gradient of zeros, because the backward has collectives. `nothing`: an empty
+    part of the output."""
     is_tensor = isinstance(total, Tensor)
     if (is_tensor and (total.requires_grad or total.numel() != 1)) or total != 0:
         return total
@@ -148,7 +151,7 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
     def random(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        # a sum in a shorter dtype would not show the shift
+        # in a shorter dtype, rounding would hide the shift
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(
             tensor.device, dtype
@@ -197,7 +200,8 @@ def find_shift(loss: LossFunction, output: Any, batch: Any, cut: BatchCut) -> in
 
 
 def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
-    """Return the error for a loss that cannot be computed for some tokens. `said`: its error."""
+    """Return the error for a loss that cannot be computed for some tokens. `said`: the loss's own
+    error."""
     return LossError(
         f"the loss cannot be computed for a part of the tokens: {said}; under {layout.cut_by} it is"
         " called with the output of some tokens, and with their part of each tensor of the batch"
@@ -208,8 +212,8 @@ def _of_a_part(said: str, layout: TokenLayout, dim: int) -> LossError:
 
 
 def _check_shared(loss: LossFunction, output: Any, batch: Any, cut: BatchCut, shift: int) -> None:
-    """Raise `LossError` if the loss uses a tensor of the output that is not per token: each rank
-    would add its term. `output`: the detached output for all tokens."""
+    """Raise `LossError` if the loss uses a tensor of the output that is not per token, because each
+    rank would add the tensor's term. `output`: the detached output for all tokens."""
     layout, dim = cut.layout, cut.dim
     shared: list[Tensor] = []
 
@@ -304,7 +308,8 @@ def _sum_of_losses(one: Any, other: Any) -> Any:
 
 
 def _short_dtype(value: Any) -> str | None:
-    """Return the dtype of a loss or a term with fewer digits than float32; None if none has."""
+    """Return the dtype of a loss or a term that has fewer digits than float32; None if there is
+    none."""
     if isinstance(value, dict):
         return next(filter(None, map(_short_dtype, value.values())), None)
     total = value.total if isinstance(value, Sum | Loss) else value

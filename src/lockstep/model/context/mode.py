@@ -32,9 +32,9 @@ from lockstep.model.context.host_reads import PartReads
 
 class SequenceMode(TorchFunctionMode):
     """Computes a cut sequence: enter it around a forward, with `sequence` active. `dims`: the
-    result of `find_dims`. `only_draws`: True for a model whose attention is registered with
-    transformers, and that takes positions as an argument. `draws_by_chunk`: False refuses random
-    numbers. `part`: records what the forward reads on the host."""
+    result of `find_dims`. `only_draws`: True for a model of transformers, whose attention uses the
+    registry and whose positions are an argument. `draws_by_chunk`: False refuses random numbers.
+    `part`: records what the forward reads on the host."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class SequenceMode(TorchFunctionMode):
         deactivate()
 
     def resumed(self, counts: dict[Site, int]) -> SequenceMode:
-        """Return the mode of a recomputation after these calls."""
+        """Return the mode for a recomputation. `counts`: the calls at each site that came
+        before."""
         sequence = replace(
             self.sequence, counts=dict(counts), is_handled=False, checkpointed_blocks=1
         )
@@ -98,7 +99,7 @@ class SequenceMode(TorchFunctionMode):
         known = self._dims.get(call.site, [])
         if place < len(known):
             return known[place]
-        # as in experts, which some tokens reach and others do not
+        # as in experts, which get a varying number of tokens
         if self.sequence.layout.local not in call.sizes and set(known) <= {NOT_TOKENS}:
             return NOT_TOKENS
         kind, file, line = call.site
@@ -153,9 +154,9 @@ class SequenceMode(TorchFunctionMode):
         return draw_by_chunk(function, args, keywords, dim, layout.own_chunks, layout.widths)
 
     def _check_recomputation(self, *, without_gradients: bool) -> None:
-        """Raise `RecipeError` if the model's own checkpointing would compute this call again
-        outside of the mode. `without_gradients`: a call without gradients also counts as
-        checkpointing."""
+        """Raise `RecipeError` if the model's own checkpointing would recompute this call outside of
+        the mode. `without_gradients`: True if a call without gradients counts as checkpointing
+        too."""
         if self.sequence.checkpointed_blocks:
             return
         is_off = without_gradients and self._has_gradients and not torch.is_grad_enabled()
@@ -172,8 +173,8 @@ class SequenceMode(TorchFunctionMode):
 def _undeclared(function: Any, layout: TokenLayout) -> PlanError:
     return PlanError(
         f"{layout.cut_by}, and the model draws random numbers by {function.__name__}; each rank"
-        " would draw others than one process; give Recipe(sequence=ls.Sequence()): random numbers"
-        " are then drawn by chunk, the same under every plan"
+        " would draw different numbers than one process; give Recipe(sequence=ls.Sequence()):"
+        " random numbers are then drawn by chunk, the same under every plan"
     )
 
 
@@ -187,7 +188,7 @@ _NAMES = {
 
 def _rows(table: Tensor, index: tuple[Any, ...], dim: int, places: Tensor) -> Tensor:
     """Return the rows at `places` of a table, instead of the slice `index[dim]`."""
-    # dims that are indexed by a number before that are missing in the result
+    # earlier dims that are indexed by a number are missing in the result
     gone = sum(isinstance(each, int) for each in index[:dim])
     others = tuple(slice(None) if place == dim else each for place, each in enumerate(index))
     rows = table[others]

@@ -1,4 +1,5 @@
-"""Numbers that show ranks if their parts of a forward have read the same values."""
+"""Compares the values that the parts of a forward have read on different ranks, by numbers that are
+summed over ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from lockstep.model.context.exchange import TokenLayout
 
 
 class PartDigests:
-    """The digests of the parts of a step's forwards. The ranks of `world` divide the parts among
-    them."""
+    """The digests of the parts of a step's forwards, which are divided over the ranks of
+    `world`."""
 
     count = BITS
     """Number of values that `numbers` returns."""
@@ -22,7 +23,7 @@ class PartDigests:
     def __init__(self, world: World, *, is_summed: bool) -> None:
         """`is_summed`: True if the numbers of a step are summed over `world`."""
         self.ranks = [0] if world.size == 1 else dist.get_process_group_ranks(world.group)
-        """The ranks of the axis among all."""
+        """The axis's ranks, numbered among all ranks."""
         self._world = world
         self._is_summed = is_summed
         self._sums = [0.0] * BITS
@@ -33,8 +34,8 @@ class PartDigests:
         return self.ranks[0]
 
     def add(self, forward: int, layout: TokenLayout, digest: Any) -> None:
-        """Add the digest of the values that a part of a forward has read, if there are any.
-        `layout`: the layout of its tokens."""
+        """Add the digest of the values that a part of a forward has read, if it has read any.
+        `layout`: the layout of the part's tokens."""
         digest = digest.copy()
         digest.update(repr((forward, self.axis)).encode())
         number = int.from_bytes(digest.digest()[: BITS // 8], "little")
@@ -42,8 +43,8 @@ class PartDigests:
         self._sums = [total + bit for total, bit in zip(self._sums, bits, strict=True)]
 
     def numbers(self) -> list[float]:
-        """Return numbers whose sums over all ranks of a step are 0 exactly if all parts of each
-        forward have read the same. Every rank of `world` calls it."""
+        """Return numbers whose sums over all ranks are 0 if and only if all parts of each forward
+        have read the same values. Every rank of `world` calls it."""
         sums = torch.tensor(self._sums, dtype=torch.float64)
         if not self._is_summed:
             self._world.all_reduce(sums)

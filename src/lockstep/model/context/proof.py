@@ -84,14 +84,14 @@ REASONS = {
         "a loss over all tokens: return the logits, and compute the loss in Recipe.loss",
     ),
 }
-"""Function of torch -> what it computes, and what to do about it."""
+"""Function of torch -> text that says what it computes, and the remedy."""
 OTHER_REASON = (
     "something else for a part of the tokens; compute each token by itself, or {otherwise}"
 )
 
 
 def check_modules(model: nn.Module, layout: TokenLayout) -> None:
-    """Raise `RecipeError` for modules that do not work with a cut sequence."""
+    """Raise `RecipeError` if the model has a module that does not work with a cut sequence."""
     for name, module in model.named_modules():
         if isinstance(module, HIDDEN_ATTENTION):
             raise RecipeError(
@@ -162,15 +162,15 @@ def gather_over(value: Any, worlds: Iterable[World]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A forward of a rank's tokens: of all at once, or of several chunks, each by itself."""
+    """A forward of a rank's tokens: all at once, or chunk by chunk."""
 
     layouts: Sequence[TokenLayout]
     """The layout of each chunk."""
     compute: Callable[[Sequence[Around]], Sequence[Any]]
-    """(context of each stage's forward, for each chunk) -> the output of each chunk, nothing on
-    ranks without the model's output. Has collectives, and raises the same on all ranks."""
+    """(for each chunk, the context of each stage's forward) -> the output of each chunk; empty on
+    ranks without the model's output. Has collectives, and raises the same error on all ranks."""
     counts: Sequence[PartCounts]
-    """Note the counts that each chunk reads."""
+    """The collector of the counts that each chunk reads."""
 
 
 def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
@@ -194,8 +194,8 @@ def prove(cut: Trial, whole: Trial, dim: int, ranks: Provers) -> Any:
 
 
 def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]:
-    """Return the relative difference of the output of each of this rank's chunks from the output
-    for all tokens, and the difference that rounding explains. For a model that is whole on this
+    """Return, for each of this rank's chunks, the relative difference of its output from the output
+    for all tokens, and the difference that rounding explains. The model must be whole on this
     rank."""
     found, _ = _run(cut, [partial(_with_reason, each) for each in cut.layouts])
     expected, _ = _run(whole)
@@ -205,7 +205,7 @@ def differences(cut: Trial, whole: Trial, dim: int) -> list[tuple[float, float]]
 def _differences(
     found: Sequence[Any], expected: Sequence[Any], layouts: Sequence[TokenLayout], dim: int
 ) -> list[tuple[float, float]]:
-    """`found`, `expected`: empty on ranks without the output."""
+    """`found`, `expected` are empty on ranks without the output."""
     pairs = zip(found, layouts, strict=False)
     return [_difference(part, expected[0], layout, dim) for part, layout in pairs]
 
@@ -217,7 +217,7 @@ def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
         if SHARDED.search(str(error)):
-            raise  # it has nothing to do with sequences
+            raise  # the error does not come from the cut
         raise RecipeError(
             f"the model cannot compute {layout.local} of {layout.tokens} tokens"
             f" ({layout.cut_by}): {error}; each rank calls it with its own tokens; compute"
@@ -226,8 +226,8 @@ def _with_reason(layout: TokenLayout, _: int) -> Iterator[None]:
 
 
 class _States:
-    """Gives each stage's forward the generators in the state that they have now. Keeps the state of
-    torch's default generator after it."""
+    """Starts each stage's forward with the generators in their present state, and records the state
+    of torch's default generator after it."""
 
     def __init__(self, device: torch.device, observer: Around) -> None:
         self._device = device
@@ -248,8 +248,8 @@ def _are_equal(one: Mapping[int, Tensor], other: Mapping[int, Tensor]) -> bool:
 def _run(
     trial: Trial, observers: Sequence[Around] = (lambda _: nullcontext(),)
 ) -> tuple[Sequence[Any], list[dict[int, Tensor]]]:
-    """Return the output of each chunk, and the state of the default generator after each stage of
-    it."""
+    """Return the output of each chunk, and for each chunk the state of the default generator after
+    each stage."""
     device = trial.layouts[0].world.device
     states = [_States(device, observer) for observer in observers]
     outputs = trial.compute([each.of_stage for each in states])
@@ -288,8 +288,8 @@ def _difference(found: Any, expected: Any, layout: TokenLayout, dim: int) -> tup
 def _explanation(
     cut: Trial, whole: Trial, differences: Sequence[tuple[float, float]], ranks: Provers
 ) -> str:
-    """Return the text of the error. Every rank calls it. `differences`: results of `_difference`,
-    on ranks with the output."""
+    """Return the text of the error. Every rank calls it. `differences`: results of `_difference`;
+    empty on ranks without the output."""
     layout = cut.layouts[0]
     known = [pair for theirs in ranks.gather(differences) for pair in theirs]
     errors, allowances = zip(*known, strict=True)
@@ -315,7 +315,7 @@ def _explanation(
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The first differing result of a call."""
+    """The first result of a call that differs."""
 
     stage: int
     number: int
@@ -326,8 +326,8 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """The shape of a result, and its sums of squares at each index of each dim of tokens. Under
-    None: the sum of all."""
+    """The shape of a result, and its sums of squares: for each dim of tokens, the sum at each
+    index, and under None the sum of all."""
 
     shape: torch.Size
     squares: dict[int | None, Tensor]
@@ -347,7 +347,7 @@ class _Results(TorchFunctionMode):
         self.first: _Result | None = None
 
     def of_stage(self, stage: int) -> _Results:
-        """Return this mode, for the forward of a stage."""
+        """Return this mode, which is the context of every stage's forward."""
         self._stage = stage
         return self
 
@@ -370,7 +370,8 @@ class _Results(TorchFunctionMode):
                 self.first = _Result(self._stage, number, name, line, is_attention)
 
     def _differs(self, part: Tensor, whole: _Tensor) -> bool | None:
-        """Return None if the results agree; else True if the call combines different tokens."""
+        """Return None if the results agree, True if they differ because the call combines tokens,
+        else False."""
         layout = self._layout
         if part.dim() != len(whole.shape):
             return False

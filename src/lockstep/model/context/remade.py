@@ -1,4 +1,5 @@
-"""Tensors that are not kept for the backward, but made again, or are part of another one."""
+"""Keeps autograd from saving some tensors for the backward: they are made again, or read from
+another tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Make = Callable[[], Tensor]
 
 
 class Remade:
-    """Inside the context, autograd does not keep tensors that were added, or views of them. A
+    """Inside the context, autograd does not save tensors that were added, or views of them. The
     backward makes such a tensor again, and keeps it until all of its saved views have been used.
     Other tensors are passed to the hooks of the surrounding context when this one is left. Enter it
     once, for the forward of one attention."""
@@ -28,19 +29,19 @@ class Remade:
         self._hooks: saved_tensors_hooks | None = None
 
     def add(self, tensor: Tensor, make: Make) -> Source:
-        """Add a tensor. `make` returns it (or a view of it) again, with the same order in memory.
-        If `make` calls collectives, every rank must add the same tensors."""
+        """Add a tensor. `make` makes it (or a view of it) again, with the same memory order. If
+        `make` calls collectives, every rank must add the same tensors."""
         # this object keeps the tensor alive, so that no other tensor gets its address
         source = Source(make, tensor)
         self._sources[storage_address(tensor.untyped_storage())] = source
         return source
 
     def add_copy(self, tensor: Tensor, copy: Tensor) -> None:
-        """Keep `copy`, which has the same shape and values, instead of a tensor."""
+        """Save `copy`, which has the same shape and values, instead of `tensor`."""
         self._copies[storage_address(tensor.untyped_storage())] = copy
 
     def drop(self, tensor: Tensor) -> None:
-        """Free an added tensor, if nothing else needs it in the forward."""
+        """Free an added tensor, unless other code still needs it in the forward."""
         self._sources.pop(storage_address(tensor.untyped_storage())).release()
 
     def __enter__(self) -> None:
@@ -88,7 +89,7 @@ class Source:
         self._tensor, self._unused = None, self.saved
 
     def use(self) -> Tensor:
-        """Return the tensor for one of the saved views; drop it after the last."""
+        """Return the tensor for one of the saved views; drop it after the last view."""
         if self._tensor is None:
             with torch.no_grad():
                 self._tensor = self._make()
@@ -112,7 +113,7 @@ class _Saved:
 
 
 class _Other:
-    """A saved tensor, until the forward shows whether there is a copy of it."""
+    """A saved tensor that was not added (yet): a copy may be added later in the forward."""
 
     def __init__(self, tensor: Tensor, hooks: tuple[Any, Any] | None) -> None:
         self._packed: Any = tensor
@@ -120,8 +121,8 @@ class _Other:
         self._outer = hooks
 
     def pack(self, copies: dict[int, Tensor], sources: dict[int, Source]) -> None:
-        """Keep a copy, or nothing of a tensor that is made again; other tensors by the surrounding
-        hooks."""
+        """Save the copy if there is one, nothing if the tensor is made again, else what the
+        surrounding hooks return."""
         tensor: Tensor = self._packed
         copy = copies.get(storage_address(tensor.untyped_storage()), tensor)
         if copy.shape == tensor.shape:
@@ -132,7 +133,7 @@ class _Other:
         elif self._outer is not None:
             self._packed, self._unpack = self._outer[0](tensor), self._outer[1]
         else:
-            # an output that is kept with its graph would keep the graph until a backward
+            # saved with its graph, an output would keep the graph alive until a backward
             self._packed = tensor.detach()
 
     def tensor(self) -> Any:

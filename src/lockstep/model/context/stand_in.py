@@ -1,10 +1,10 @@
 """A tensor that the backward of an attention reads instead of the attention's output.
 
 Under `heads`, the output is needed twice: the projection after it keeps a rank's tokens of all
-heads, and the attention's backward reads all tokens of some heads. That backward needs only one
-number of the output for each token and head: the sum of output times gradient. The rank that has a
-token's output computes the sum, and sends it with the gradient. The stand-in is zero but for one or
-two numbers for each token and head, which give the same sum. It exists only in the backward.
+heads, and the attention's backward reads all tokens of some heads. That backward uses the output
+only in one number for each token and head: the sum of output times gradient. The rank that has a
+token's output computes the sum, and sends it with the gradient. The stand-in is zero except for one
+or two numbers for each token and head, which give the same sum. It exists only in the backward.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 NEAR = 2.0**-8
-"""The second largest number of a gradient takes the rounding error of the sum, unless it is smaller
-than this part of the largest."""
+"""The stand-in's second number, at the gradient's second largest element, corrects the sum's
+rounding error, unless that element is smaller than this fraction of the largest."""
 
 
 class StandIn:
-    """Stands for one attention's output, of shape (samples, heads, tokens, features)."""
+    """Replaces one attention's output, of shape (samples, heads, tokens, features), in the
+    backward."""
 
     def __init__(self, output: Tensor) -> None:
         self._place = output.size(), output.stride(), output.storage_offset()
@@ -27,11 +28,11 @@ class StandIn:
         self._sums: Tensor
 
     def receive(self, gradient: Tensor, sums: Tensor) -> None:
-        """Take the gradient of the output, and the result of `sums_of` for all its tokens."""
+        """Store the gradient of the output, and the result of `sums_of` for all its tokens."""
         self._gradient, self._sums = gradient, sums
 
     def make(self) -> Tensor:
-        """Return the stand-in, with the output's order in memory."""
+        """Return the stand-in, with the output's memory order."""
         gradient, sums = self._gradient, self._sums.view(wide(self._gradient.dtype))
         del self._gradient, self._sums
         stand_in = gradient.new_zeros(self._numbers)

@@ -1,11 +1,11 @@
-"""Support for models of transformers: their attention and masks, through the two registries of the
-library.
+"""Supports models of transformers, by the library's registries of attention functions and of mask
+functions.
 
 transformers describes every mask as a function of indices (sample, head, query, key): causal,
 sliding window, chunks. This module evaluates the function at the positions of tokens in their
-documents, and masks tokens of other documents. The model's own attention computes the rest: sdpa,
-or the family's own with sinks or a softcap. The model is unchanged; with no sequence active, it
-computes the same as before."""
+documents, and masks tokens of other documents. The model's own attention does the rest: sdpa, or
+the family's function with sinks or a softcap. The model is unchanged; while no sequence is active,
+it computes the same as before."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from lockstep.model.context.remade import Remade
 from lockstep.model.context.varlen import varlen_attention
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers that mix tokens by an attention, in configurations of transformers."""
+"""Kinds of layers, in configurations of transformers, that mix tokens by attention."""
 READS_LARGEST_POSITION = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose frequencies depend on the largest position of a batch."""
 OWN = ("sdpa", "eager")
 """Implementations of attention that take a dense mask."""
 OWN_SOFTMAX = ("softcap", "s_aux", "position_bias")
-"""Keywords with which attention of transformers computes another softmax than sdpa."""
+"""Keywords with which an attention of transformers computes a different softmax than sdpa."""
 PREFIX = "lockstep_"
 
 
 def pretrained_models(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the models of transformers in `model`, outermost only, by name."""
+    """Return the outermost models of transformers in `model`, by name."""
     library = sys.modules.get("transformers.modeling_utils")
     models: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if library is not None else ():
@@ -177,7 +177,7 @@ def _complete_call(
     first = next(value for value in call.values() if isinstance(value, Tensor))
     samples, device = len(first), first.device
     if mask is None:
-        # without a mask, transformers looks for documents in the positions
+        # without a mask, transformers infers documents from positions
         mask = torch.ones(samples, layout.tokens, dtype=torch.long, device=device)
     elif mask.shape[1] == layout.local:
         mask = gather_tokens(layout, mask, 1)
@@ -210,7 +210,7 @@ class SequenceMask:
         self._padding = None if padding is None or padding.all() else padding
         self._samples, self._device = samples, device
         causal = import_module("transformers.masking_utils").causal_mask_function
-        # other implementations attend to all tokens without a mask
+        # other implementations, without a mask, attend to all tokens
         self.is_causal = function is causal and self._padding is None
         """True if a token attends to all tokens of its document before it."""
         self._needs_none = own == "sdpa" and self.is_causal
@@ -218,7 +218,7 @@ class SequenceMask:
         self._block_masks: dict[tuple[range, ...], Any] = {}
 
     def without_masks(self) -> SequenceMask:
-        """Return a mask that is made again."""
+        """Return this mask without cached tensors, which are then made again."""
         mask = copy.copy(self)
         mask._made = {}
         return mask
@@ -238,8 +238,8 @@ class SequenceMask:
         return self._cached_mask("all", lambda: self._allowed(slice(None), every, every), dtype)
 
     def of_document(self, row: int, first: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask within the document of these tokens, (1, 1, tokens, tokens). None if
-        sdpa needs none, because the attention is causal."""
+        """Return the mask of one document's tokens, (1, 1, tokens, tokens). None if sdpa needs
+        none, because the attention is causal."""
         if self._needs_none:
             return None
         rows, own = slice(row, row + 1), self._every[first : first + tokens]
@@ -454,7 +454,7 @@ def _by(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of the tokens in these spans of a row, by a kernel that knows the
+    """Return the attention of the tokens in these spans of a row, by a kernel that gets the
     documents. `given`: keywords of transformers' sdpa."""
     dtype = computed_dtype(query)
     query, key, value = (each.to(dtype) for each in (query, key, value))
@@ -476,8 +476,8 @@ def _by_document(
     value: Tensor,
     given: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of whole rows, each document alone, which skips what a mask would
-    hide."""
+    """Return the attention of whole rows, document by document, which skips the pairs that a mask
+    would hide."""
     documents = mask.sequence.documents
     assert documents is not None, "a kernel is chosen for documents"
 
@@ -490,8 +490,8 @@ def _by_document(
 
 
 class _HeadsOf:
-    """An attention module as its function sees it, with only the parameters for this rank's
-    heads."""
+    """Passes for an attention module in a call of its function, with only the parameters of this
+    rank's heads."""
 
     def __init__(self, module: nn.Module, heads: int, layout: TokenLayout) -> None:
         self._module, self._heads, self._world = module, heads, layout.world

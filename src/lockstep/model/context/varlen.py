@@ -12,20 +12,20 @@ from torch import Tensor
 
 
 class Bounds(NamedTuple):
-    """The documents that some queries of a row belong to."""
+    """The documents to which some queries of a row belong."""
 
     queries: list[int]
-    """Sums of the numbers of queries of each document, from 0."""
+    """Cumulative numbers of queries of the documents, from 0."""
     keys: list[int]
-    """Sums of the numbers of keys of each document, from 0."""
+    """Cumulative numbers of keys of the documents, from 0."""
     seen: range
     """The keys, by their indices in the row."""
 
 
 def bounds(lengths: Iterable[int], span: range, *, is_causal: bool) -> Bounds:
-    """Return the bounds for the queries in a span of a row. `lengths`: tokens of each document of
-    the row. The kernel aligns the last query of a document with its last key, so causal attention
-    gets the keys up to the end of the span."""
+    """Return the bounds for the queries in a span of a row. `lengths`: number of tokens of each
+    document of the row. The kernel aligns the last query of a document with its last key, so causal
+    attention gets the keys up to the end of the span."""
     queries, keys = [], []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
         last = min(end, span.stop)
@@ -52,8 +52,8 @@ def varlen_attention(
     enable_gqa: bool,
 ) -> Tensor:
     """Return the attention of some tokens of each row to all tokens of their documents. Tensors
-    have the shape (samples, heads, tokens, features). `lengths`: tokens of each document, for each
-    row. `spans`: the indices of the queries in the row, in their order."""
+    have the shape (samples, heads, tokens, features). `lengths`: for each row, the number of tokens
+    of each document. `spans`: the indices of the queries in the row, in order."""
     from torch.nn.attention.varlen import varlen_attn  # registers operators
 
     def attend(of: Bounds, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def _parts(
     *,
     is_causal: bool,
 ) -> Iterable[Tensor]:
-    """Yield the attention of each span of a row. The keys stay views of the row's keys, which are
-    made again in the backward."""
+    """Yield the attention of each span of a row. Keys stay views of the row's keys, because the
+    backward makes those again."""
     query, key, value = row
     for part, span in zip(torch.split(query, [*map(len, spans)]), spans, strict=True):
         if span:
